@@ -1,0 +1,38 @@
+# Two commands do everything on a fresh machine, set-up included:
+#   make test   lint, types and tests
+#   make demo   the synthetic study, quick form, with its figure
+PYTHON ?= python3
+VENV   ?= .venv
+RUN    := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+
+.PHONY: test demo lint types clean help
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '2,3s/^#   //p' Makefile
+
+# Re-installed only when the project's requirements change.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "grmoe needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Setting up $(VENV) (about a minute, once)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+lint: $(STAMP)
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+
+types: $(STAMP)
+	@$(RUN) -m mypy
+
+test: lint types
+	@$(RUN) -m pytest
+
+demo: $(STAMP)
+	@$(RUN) -m grmoe synthetic --quick --out runs/demo
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
