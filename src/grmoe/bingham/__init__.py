@@ -1,0 +1,20 @@
+"""The Bingham distribution on the unit sphere, p(x) = exp(xᵀAx) / Z with respect to the uniform measure.
+
+This is the likelihood behind the gate: A_e = U_e diag(λ_e) U_eᵀ (or κ_e U_eU_eᵀ), and Z is its normaliser,
+E exp(xᵀAx) over uniform x. The paper calls it matrix Bingham; a token is a vector, so it is the vector one.
+"""
+
+from grmoe.bingham.contour import log_normalizer
+from grmoe.bingham.estimates import kume_wood, monte_carlo
+from grmoe.bingham.kummer import log_kummer, log_kummer_reference, mean_energy
+from grmoe.bingham.sampling import sample
+
+__all__ = [
+    "kume_wood",
+    "log_kummer",
+    "log_kummer_reference",
+    "log_normalizer",
+    "mean_energy",
+    "monte_carlo",
+    "sample",
+]

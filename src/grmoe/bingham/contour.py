@@ -1,0 +1,148 @@
+"""log Z of a (Fisher–)Bingham distribution as a contour integral, to near machine precision.
+
+For A with eigenvalues λ_j of multiplicity m_j, d = Σ m_j, and a linear term whose component in eigenspace j
+has norm γ_j,
+
+    Z = E exp(xᵀAx + γᵀx) = Γ(d/2)/(2πi) ∫ eˢ Π_j (s−λ_j)^(−m_j/2) exp(Σ_j γ_j²/(4(s−λ_j))) ds.
+
+With h = d/2, s = h(1+z), w_j = m_j/d, μ_j = λ_j/h and g_j = γ_j²/(4h²) this becomes
+
+    Z = √(2πh) e^(c(h)) · 1/(2πi) ∫ e^(h φ(z)) dz,
+    φ(z) = z − Σ w_j log(1+z−μ_j) + Σ g_j/(1+z−μ_j),
+
+c(h) being Stirling's remainder of log Γ(h). In this form nothing large cancels: at d = 8192 the unscaled
+terms are near 3·10⁴ and would cost four digits. The path is the parabola z = v + iy − cy² through the saddle
+φ'(v) = 0 that removes the cubic phase; the trapezoid rule converges geometrically on it.
+
+Legend: J distinct eigenvalues, Y quadrature nodes, `...` any batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grmoe import checks
+
+# Half-line nodes and their reach in standard deviations of the saddle. 96 nodes out to 12 keep the error
+# under 1e-13 from d = 2 up; half as many suffice for large d only.
+_NODES = 96
+_REACH = 12.0
+_SADDLE_STEPS = 24
+
+
+@dataclass(frozen=True)
+class Saddle:
+    """The integrand near its saddle, in the scaled variables of the module docstring (all detached but φ)."""
+
+    half_dim: float
+    weight_J: Tensor
+    mu_J: Tensor  # carries the gradient
+    g_J: Tensor  # carries the gradient
+    shift: Tensor  # mean eigenvalue, taken out: Z(λ + c) = eᶜ Z(λ)
+    v: Tensor
+
+    def phi(self, z: Tensor) -> Tensor:
+        """φ(z), z of shape (..., Y) against parameters (..., J); real or complex."""
+        u = z.unsqueeze(-1) - self.mu_J.unsqueeze(-2)
+        # log1p has no complex kernel; |u| is not small where z is complex, so log(1+u) loses nothing there.
+        log = torch.log(1 + u) if u.is_complex() else torch.log1p(u)
+        terms = -self.weight_J * log + self.g_J.unsqueeze(-2) / (1 + u)
+        return z + terms.sum(-1)
+
+    def power_sum(self, order: int) -> Tensor:
+        """Σ_j w_j / (1+v−μ_j)^order."""
+        return (self.weight_J / (1 + self.v.unsqueeze(-1) - self.mu_J) ** order).sum(-1)
+
+
+def stirling_remainder(h: float) -> float:
+    """log Γ(h) − [(h−½) log h − h + ½ log 2π]."""
+    if h < 20:
+        return math.lgamma(h) - ((h - 0.5) * math.log(h) - h + 0.5 * math.log(2 * math.pi))
+    q = 1 / (h * h)
+    return (1 / 12 - q * (1 / 360 - q * (1 / 1260 - q * (1 / 1680 - q * (1 / 1188))))) / h
+
+
+def find_saddle(eigenvalues_J: Tensor, multiplicities: Sequence[int], gamma_J: Tensor | None) -> Saddle:
+    """Scale the problem and solve φ'(v) = 0, i.e. Σ w/(1+v−μ) + Σ g/(1+v−μ)² = 1, by a fixed number of steps.
+
+    Newton on 1/f − 1, which is exact for one eigenvalue and concave without the linear term, started left of
+    the root. The integral does not depend on where the path crosses the axis, so v need not be exact.
+    """
+    dim = sum(multiplicities)
+    half = dim / 2
+    weight_J = torch.tensor([m / dim for m in multiplicities], dtype=torch.float64, device=eigenvalues_J.device)
+    shift = (weight_J * eigenvalues_J).sum(-1)
+    mu_J = (eigenvalues_J - shift.unsqueeze(-1)) / half
+    g_J = torch.zeros_like(mu_J) if gamma_J is None else (gamma_J / (2 * half)).square()
+    with torch.no_grad():
+        # Eigenvalues of multiplicity zero are absent: they must not push the saddle to the right.
+        present = weight_J > 0
+        floor = torch.where(present, mu_J - 1 + torch.maximum(weight_J, g_J.sqrt()), -math.inf).amax(-1)
+        v = floor
+        for _ in range(_SADDLE_STEPS):
+            delta_J = torch.where(present, 1 + v.unsqueeze(-1) - mu_J, 1.0)
+            f = (weight_J / delta_J + g_J / delta_J**2).sum(-1)
+            slope = -(weight_J / delta_J**2 + 2 * g_J / delta_J**3).sum(-1)
+            v = torch.maximum(v + (f - f * f) / slope, floor)
+    # An absent eigenvalue is moved onto the mean: weight zero times a finite logarithm.
+    mu_J = torch.where(present, mu_J, torch.zeros_like(mu_J))
+    return Saddle(half, weight_J, mu_J, g_J, shift, v)
+
+
+def quadrature(saddle: Saddle) -> Tensor:
+    """log Z from a saddle: the trapezoid rule on the parabola."""
+    v, half = saddle.v, saddle.half_dim
+    with torch.no_grad():
+        delta_J = 1 + v.unsqueeze(-1) - saddle.mu_J
+        k2 = (saddle.weight_J / delta_J**2 + 2 * saddle.g_J / delta_J**3).sum(-1)
+        k3 = (2 * saddle.weight_J / delta_J**3 + 6 * saddle.g_J / delta_J**4).sum(-1)
+        bend = (k3 / (6 * k2)).unsqueeze(-1)
+        step = _REACH / _NODES / (half * k2).sqrt()
+        y_Y = torch.arange(_NODES + 1, dtype=torch.float64, device=v.device) * step.unsqueeze(-1)
+        z_Y = torch.complex(v.unsqueeze(-1) - bend * y_Y**2, y_Y)
+        dz_Y = torch.complex(torch.ones_like(y_Y), 2 * bend * y_Y)  # dz / (i dy)
+        end = torch.ones(_NODES + 1, dtype=torch.float64, device=v.device)
+        end[0] = 0.5  # the path is symmetric: twice the real part, the middle node counted once
+    peak = saddle.phi(v.unsqueeze(-1))  # (..., 1), real
+    integrand = torch.exp(half * (saddle.phi(z_Y) - peak)) * dz_Y
+    integral = (integrand.real * end).sum(-1) * step / math.pi
+    stirling = 0.5 * math.log(2 * math.pi * half) + stirling_remainder(half)
+    return saddle.shift + half * peak.squeeze(-1) + (stirling + torch.log(integral))
+
+
+def spectrum(
+    eigenvalues: Tensor, multiplicities: Sequence[int] | Tensor, linear: Tensor | None = None
+) -> tuple[Tensor, list[int], Tensor | None]:
+    """Check a spectrum and bring it to fp64: (eigenvalues (..., J), J multiplicities, linear (..., J))."""
+    checks.floating("eigenvalues", eigenvalues)
+    counts = [int(m) for m in multiplicities]
+    size = eigenvalues.shape[-1] if eigenvalues.ndim else 0
+    checks.require(
+        size == len(counts) and size > 0,
+        f"multiplicities must name one count for each of the {size} eigenvalues, got {counts}",
+    )
+    checks.require(min(counts) >= 0 and sum(counts) >= 2, f"multiplicities must sum to d >= 2, got {counts}")
+    if linear is not None:
+        checks.last_dim("linear", linear, size)
+        linear = linear.to(torch.float64)
+    return eigenvalues.to(torch.float64), counts, linear
+
+
+def log_normalizer(
+    eigenvalues: Tensor, multiplicities: Sequence[int] | Tensor, linear: Tensor | None = None
+) -> Tensor:
+    """log E exp(xᵀAx + γᵀx) over the unit sphere of R^d, d = Σ multiplicities.
+
+    eigenvalues (..., J): distinct (or repeated) eigenvalues of A, any sign. multiplicities (J): how often each
+    stands in A. linear (..., J): norm of γ's component in each eigenspace. Evaluated in fp64 without host
+    syncs, returned in the dtype of `eigenvalues`; gradients flow to eigenvalues and linear, the contour itself
+    is held fixed (the integral does not depend on it). Relative error of Z below 1e-12 for |λ| up to 10⁴.
+    """
+    dtype = eigenvalues.dtype
+    eigenvalues, counts, linear = spectrum(eigenvalues, multiplicities, linear)
+    return quadrature(find_saddle(eigenvalues, counts, linear)).to(dtype)

@@ -1,0 +1,59 @@
+"""Routers: one contract (`Router`, `Routing`), one file each, selection policies apart from gating."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grmoe import checks
+from grmoe.routing.base import Router, Routing, SlotMixing, routers, set_alpha
+from grmoe.routing.expert_choice import ExpertChoiceRouter
+from grmoe.routing.grassmann import GrassmannRouter, grassmann_logits_reference
+from grmoe.routing.hash import HashRouter
+from grmoe.routing.metrics import RoutingMetrics
+from grmoe.routing.selection import Dense, Mass, Selection, Threshold, TopK
+from grmoe.routing.soft_moe import SoftMoERouter
+from grmoe.routing.softmax import SoftmaxRouter, load_balancing_loss
+from grmoe.routing.switch import SwitchRouter
+from grmoe.routing.vmf import VMFRouter
+
+ROUTERS: dict[str, type[Router]] = {
+    "grassmann": GrassmannRouter,
+    "softmax": SoftmaxRouter,
+    "switch": SwitchRouter,
+    "expert_choice": ExpertChoiceRouter,
+    "hash": HashRouter,
+    "soft_moe": SoftMoERouter,
+    "vmf": VMFRouter,
+}
+
+
+def build_router(name: str, dim: int, num_experts: int, **options: Any) -> Router:
+    """A router by name, for configuration files: `build_router("grassmann", 768, 8, rank=48)`."""
+    checks.one_of("router", name, tuple(ROUTERS))
+    return ROUTERS[name](dim, num_experts, **options)
+
+
+__all__ = [
+    "ROUTERS",
+    "Dense",
+    "ExpertChoiceRouter",
+    "GrassmannRouter",
+    "HashRouter",
+    "Mass",
+    "Router",
+    "Routing",
+    "RoutingMetrics",
+    "Selection",
+    "SlotMixing",
+    "SoftMoERouter",
+    "SoftmaxRouter",
+    "SwitchRouter",
+    "Threshold",
+    "TopK",
+    "VMFRouter",
+    "build_router",
+    "grassmann_logits_reference",
+    "load_balancing_loss",
+    "routers",
+    "set_alpha",
+]

@@ -1,0 +1,205 @@
+"""The contract of a router: tokens in, a `Routing` out.
+
+A router is a gate (logits over experts), a selection policy and optional losses. A new one overrides `gate`;
+the dial α, the balanced prior, selection, metrics and fp32 arithmetic are here. Tensors keep their leading
+dimensions; nothing in the forward reads a value on the host.
+
+Legend: N experts, D model width, T tokens; `...` any leading dimensions of the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grmoe import checks
+from grmoe.routing.metrics import MetricsAccumulator, RoutingMetrics
+from grmoe.routing.selection import Dense, Selection
+
+
+@dataclass
+class SlotMixing:
+    """Soft MoE's two maps between tokens and expert slots: (..., T, N, slots)."""
+
+    dispatch: Tensor  # sums to one over tokens
+    combine: Tensor  # sums to one over experts and slots
+
+
+@dataclass
+class Routing:
+    """What a router decided. All shaped like the input with `dim` replaced by N, fp32 (fp64 for fp64 input)."""
+
+    logits: Tensor  # scaled logits ℓ: dial and prior included
+    probs: Tensor  # the gate, softmax(ℓ)
+    selected: Tensor  # bool: the experts computed for each token
+    weights: Tensor  # combine weights, zero where not selected
+    aux_loss: Tensor  # 0-d, the router's own losses, already multiplied by their coefficients
+    slots: SlotMixing | None = None
+
+
+class Router(nn.Module):
+    """Base of all routers.
+
+    alpha: the dial, ℓ = α·score. 0 gives the uniform gate, ∞ top-1. Changeable at any time, no recompilation.
+    balance: learn a log-prior b_e without gradients, b ← b + η(1 − N·load_e) (see `update_prior`).
+    checked: raise on NaN or Inf in the input. This waits for the device; without it such a token gets a NaN
+    gate of its own and touches no other token, no metric and no prior.
+    """
+
+    log_prior: Tensor
+    prior_sums: Tensor
+    alpha_value: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        selection: Selection | None = None,
+        alpha: float = 1.0,
+        balance: bool = False,
+        checked: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dim = checks.positive_int("dim", dim)
+        self.num_experts = checks.positive_int("num_experts", num_experts, at_least=2)
+        self.selection: Selection = Dense() if selection is None else selection
+        self.balance = balance
+        self.checked = checked
+        self.register_buffer("alpha_value", torch.tensor(checks.finite("alpha", alpha, at_least=0)))
+        self.register_buffer("log_prior", torch.zeros(num_experts))
+        # Load since the last prior update: N sums and the token count.
+        self.register_buffer("prior_sums", torch.zeros(num_experts + 1), persistent=False)
+        self.metrics = MetricsAccumulator(num_experts)
+
+    # -- what a router defines -------------------------------------------------------------------------
+
+    def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
+        """Scaled logits (..., N) for tokens x (..., D), dial and prior included."""
+        raise NotImplementedError(f"{type(self).__name__} must define gate()")
+
+    def select(self, probs: Tensor) -> Tensor:
+        """Mask of the experts computed, (..., N)."""
+        return self.selection(probs)
+
+    def losses(self, routing: Routing) -> Tensor:
+        """The router's own loss, 0-d."""
+        return routing.logits.new_zeros(())
+
+    def geometry_metrics(self) -> dict[str, float]:
+        """Frame and concentration figures for `read_metrics`, where a router has them."""
+        return {}
+
+    # -- what all routers share ------------------------------------------------------------------------
+
+    def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Routing:
+        checks.last_dim("x", x, self.dim)
+        if token_ids is not None:
+            ok = token_ids.shape == x.shape[:-1]
+            checks.require(ok, f"token_ids must have shape {tuple(x.shape[:-1])}, got {tuple(token_ids.shape)}")
+        if self.checked:
+            checks.all_finite("x", x)
+        # Autocast would turn the projections into bf16, where near ties route differently in serving.
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            routing = self.route(x if x.dtype == torch.float64 else x.float(), token_ids)
+            routing.aux_loss = self.losses(routing)
+        self._record(routing)
+        return routing
+
+    def route(self, x: Tensor, token_ids: Tensor | None) -> Routing:
+        logits = self.gate(x, token_ids)
+        probs = torch.softmax(logits, dim=-1)
+        selected = self.select(probs)
+        weights = torch.where(selected, probs, 0.0)
+        if self.selection.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return Routing(logits, probs, selected, weights, logits.new_zeros(()))
+
+    @torch.no_grad()
+    def _record(self, routing: Routing) -> None:
+        self.metrics.update(routing.probs, routing.weights, routing.selected)
+        if self.balance and self.training:
+            # Count what the selection computes; a dense layer computes everything, there the gate's mass counts.
+            share = routing.probs if self.selection.dense else routing.selected.to(routing.probs.dtype)
+            share_TN = share.detach().reshape(-1, self.num_experts)
+            share_TN = share_TN / share_TN.sum(-1, keepdim=True).clamp(min=1e-30)
+            finite_T = torch.isfinite(routing.probs.reshape(-1, self.num_experts)).all(-1)
+            share_TN = torch.where(finite_T.unsqueeze(-1), share_TN, 0.0)
+            tokens = finite_T.sum(0, keepdim=True)
+            self.prior_sums.add_(torch.cat([share_TN.sum(0), tokens]).to(self.prior_sums.dtype))
+
+    @torch.no_grad()
+    def update_prior(self, rate: float) -> None:
+        """b ← b + rate·(1 − N·load), centred; load is the share since the last call. One call a step.
+
+        Read as the prior p(z = e) of the Bayesian gate. Without tokens since the last call nothing moves.
+        """
+        checks.finite("rate", rate, at_least=0)
+        if not self.balance:
+            return
+        self.log_prior.copy_(next_log_prior(self.log_prior, self.prior_sums, rate))
+        self.prior_sums.zero_()
+
+    @property
+    def alpha(self) -> float:
+        """The dial. Reading it waits for the device; setting it does not."""
+        return float(self.alpha_value)
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        self.alpha_value.fill_(checks.finite("alpha", value, at_least=0))
+
+    def read_metrics(self) -> RoutingMetrics:
+        """Metrics since the last `reset_metrics`. Waits for the device."""
+        return RoutingMetrics(**{**vars(self.metrics.read()), **self.geometry_metrics()})
+
+    def reset_metrics(self) -> None:
+        self.metrics.reset()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Moves between devices but stays out of half precision: frames in bf16 lose orthonormality and stall
+        training, so `model.bfloat16()` leaves a router in fp32."""
+
+        def keep_precision(t: Tensor) -> Tensor:
+            out = fn(t)
+            return t.to(out.device) if out.dtype in (torch.bfloat16, torch.float16) else out
+
+        return super()._apply(keep_precision, recurse)  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, num_experts={self.num_experts}, selection={self.selection}, balance={self.balance}"
+
+
+def next_log_prior(log_prior: Tensor, sums: Tensor, rate: float) -> Tensor:
+    """One step of the balanced prior from load sums (..., N+1), the last entry being the token count."""
+    tokens = sums[..., -1:]
+    load = sums[..., :-1] / tokens.clamp(min=1)
+    step = torch.where(tokens > 0, rate * (1 - load.shape[-1] * load), 0.0)
+    updated = log_prior + step.to(log_prior.dtype)
+    return updated - updated.mean(-1, keepdim=True)
+
+
+def linear_weight(num_experts: int, dim: int, generator: torch.Generator | None) -> nn.Parameter:
+    """Gate rows N(0, 1/d): logits of order one on RMS-normed tokens."""
+    return nn.Parameter(torch.randn(num_experts, dim, generator=generator) / dim**0.5)
+
+
+def routers(module: nn.Module) -> list[Router]:
+    """All routers inside a model, in module order (the order of its layers)."""
+    return [m for m in module.modules() if isinstance(m, Router)]
+
+
+def set_alpha(module: nn.Module, alpha: float | Iterable[float]) -> None:
+    """Turn the dial of a whole model: one α, or one for each of its routers in layer order."""
+    found = routers(module)
+    checks.require(bool(found), f"module must contain a router, got {type(module).__name__} without one")
+    values: list[Any] = [alpha] * len(found) if isinstance(alpha, int | float) else list(alpha)
+    checks.require(len(values) == len(found), f"alpha must give {len(found)} values, got {len(values)}")
+    for value in values:  # all are checked before any is set
+        checks.finite("alpha", value, at_least=0)
+    for router, value in zip(found, values, strict=True):
+        router.alpha = value

@@ -1,0 +1,233 @@
+"""The Grassmann gate: expert e owns a subspace, a token is routed by the share of its energy inside.
+
+    score_e(x) = h_e · Σ_j λ_ej (u_ejᵀx̂)² [+ μ_eᵀx̂] + log prior_e,      ℓ = α · score,      g = softmax(ℓ)
+
+Legend: N experts, D model width d, K subspace rank k; `...` leading dimensions of the tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from grmoe import checks, geometry
+from grmoe.bingham import log_kummer, log_normalizer
+from grmoe.certificates import Certificate, logit_range_bound
+from grmoe.routing.base import Router
+
+# ‖x‖² below this is padding: such a token routes by the prior alone, with zero gradient.
+ZERO_TOKEN = 1e-12
+
+
+class GrassmannRouter(Router):
+    """Routes by subspace energy (eq:grmoe_gating, eq:grmoe_scalar, eq:alpha_sparsity, eq:amortized).
+
+    dim, num_experts, rank: d, N and k. The paper suggests k near d/N.
+    concentration: "scalar" learns one κ_e an expert and depends on the subspaces alone (Grassmann geometry);
+        "diagonal" learns λ_e1…λ_ek along the frame's columns (Stiefel geometry).
+    kappa: initial concentration, κ > 0. Between 1 and 2 learns best under "rank" scaling.
+    scaling: how a token's length enters the energy c·‖Uᵀx‖²/‖x‖²: "rank" c = d/k (mean one under random
+        frames), "unit" c = 1 (unit tokens; the gate is then nearly uniform), "rms" c = d (RMS-normed tokens;
+        nearly one-hot).
+    prior: "balanced" learns log p(z=e) from the load, "uniform" is p(z=e) = 1/N and subtracts the log
+        normaliser of each expert, "paper" is p(z=e) ∝ Z(κ_e), which cancels it (and favours high κ).
+    amortizer: None, "affinity" (MLP on the N energies) or "input" (MLP on the token): h = softmax(MLP)·N.
+    linear: add μ_eᵀx̂ beside the energy (Fisher–Bingham gate). κ → 0 is the linear softmax gate on normalised
+        tokens, μ = 0 the paper's. x̂ = √d·x/‖x‖, or x/‖x‖ under "unit".
+    dial: α multiplies the whole posterior ("posterior": α → 0 uniform, entropy monotone in α) or only the
+        likelihood ("likelihood": the prior keeps its strength).
+    init: "haar", "identity", or a frame tensor (N, d, k), for instance `geometry.pca_frames(...)`.
+    Other arguments: see `Router`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        rank: int,
+        *,
+        concentration: Literal["scalar", "diagonal"] = "scalar",
+        kappa: float = 1.5,
+        scaling: Literal["rank", "unit", "rms"] = "rank",
+        prior: Literal["balanced", "uniform", "paper"] = "balanced",
+        amortizer: Literal["affinity", "input"] | None = None,
+        amortizer_hidden: int = 64,
+        linear: bool = False,
+        dial: Literal["posterior", "likelihood"] = "posterior",
+        init: Literal["haar", "identity"] | Tensor = "haar",
+        generator: torch.Generator | None = None,
+        **router: Any,
+    ) -> None:
+        super().__init__(dim, num_experts, balance=prior == "balanced", **router)
+        checks.subspace(dim, rank)
+        checks.one_of("concentration", concentration, ("scalar", "diagonal"))
+        checks.one_of("prior", prior, ("balanced", "uniform", "paper"))
+        checks.one_of("amortizer", amortizer, (None, "affinity", "input"))
+        self.rank = rank
+        self.prior = prior
+        self.dial = checks.one_of("dial", dial, ("posterior", "likelihood"))
+        self.scaling = checks.one_of("scaling", scaling, ("rank", "unit", "rms"))
+        self.energy_scale = {"rank": dim / rank, "unit": 1.0, "rms": float(dim)}[scaling]
+        self.token_norm = 1.0 if scaling == "unit" else math.sqrt(dim)
+        self.frames = nn.Parameter(_initial_frames(init, dim, num_experts, rank, generator))
+        shape = (num_experts,) if concentration == "scalar" else (num_experts, rank)
+        self.log_kappa = nn.Parameter(torch.full(shape, math.log(checks.finite("kappa", kappa, above=0))))
+        self.amortizer = amortizer
+        if amortizer is not None:
+            width = num_experts if amortizer == "affinity" else dim
+            hidden = checks.positive_int("amortizer_hidden", amortizer_hidden)
+            self.amortizer_net = nn.Sequential(
+                nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, num_experts)
+            )
+            nn.init.zeros_(self.amortizer_net[2].weight)  # h = 1 at the start
+            nn.init.zeros_(self.amortizer_net[2].bias)
+        self.mu = nn.Parameter(torch.zeros(num_experts, dim)) if linear else None
+
+    @property
+    def kappa(self) -> Tensor:
+        """Concentrations, (N,) or (N, k)."""
+        return self.log_kappa.exp()
+
+    def energies(self, x: Tensor, weight_NK: Tensor | None = None) -> Tensor:
+        """c·‖U_eᵀx‖²/‖x‖² for every expert, (..., N); columns weighted by `weight_NK` when given.
+
+        One GEMM x·[U₁…U_N], squares, segment sums.
+        """
+        N, D, K = self.frames.shape
+        flat_D_NK = self.frames.permute(1, 0, 2).reshape(D, N * K).to(x.dtype)
+        squares_NK = (x @ flat_D_NK).square().unflatten(-1, (N, K))
+        if weight_NK is not None:
+            squares_NK = squares_NK * weight_NK.to(x.dtype)
+        return self.energy_scale * squares_NK.sum(-1) / _squared_norm(x)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """log-likelihood of each expert up to its normaliser: h κ a [+ μᵀx̂], (..., N)."""
+        kappa = self.kappa.to(x.dtype)
+        weighted = self.energies(x, kappa) if kappa.ndim == 2 else kappa * (plain := self.energies(x))
+        if self.amortizer is not None:
+            features = x
+            if self.amortizer == "affinity":
+                features = plain if kappa.ndim == 1 else self.energies(x)
+            net_dtype = self.amortizer_net[0].weight.dtype
+            h = torch.softmax(self.amortizer_net(features.to(net_dtype)), -1) * self.num_experts
+            weighted = h.to(x.dtype) * weighted
+        if self.mu is not None:
+            norm2 = _squared_norm(x)
+            linear = self.token_norm * (x @ self.mu.to(x.dtype).T) / norm2.sqrt()
+            # At x = 0 the direction is undefined and the slope of x/‖x‖ unbounded: padding gets no linear term.
+            weighted = weighted + torch.where(norm2 > ZERO_TOKEN, linear, 0.0)
+        return weighted
+
+    def log_prior_correction(self) -> Tensor:
+        """log p(z=e) − log Z_e up to a constant, (N,): zero for "paper", where the two cancel."""
+        if self.prior == "uniform":
+            return -self._log_normalizers().to(self.log_prior.dtype)
+        return self.log_prior  # zeros unless balanced
+
+    def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
+        scores, prior = self.scores(x), self.log_prior_correction().to(x.dtype)
+        alpha = self.alpha_value.to(x.dtype)
+        return alpha * (scores + prior) if self.dial == "posterior" else alpha * scores + prior
+
+    def _log_normalizers(self) -> Tensor:
+        """log Z_e of the likelihood each expert states for a unit token, (N,)."""
+        N, D, K = self.frames.shape
+        kappa, c = self.kappa.double(), self.energy_scale
+        if kappa.ndim == 1 and self.mu is None:
+            return log_kummer(K, D, c * kappa)
+        spectrum = c * kappa if kappa.ndim == 2 else (c * kappa).unsqueeze(-1)
+        spectrum = torch.cat([spectrum, spectrum.new_zeros(N, 1)], dim=-1)
+        counts = [1] * K + [D - K] if kappa.ndim == 2 else [K, D - K]
+        if self.mu is None:
+            return log_normalizer(spectrum, counts)
+        mu_ND = self.token_norm * self.mu.double()
+        inside_NK = torch.einsum("nd,ndk->nk", mu_ND, self.frames.double())
+        squares = inside_NK.square() if kappa.ndim == 2 else inside_NK.square().sum(-1, keepdim=True)
+        outside = (mu_ND.square().sum(-1, keepdim=True) - inside_NK.square().sum(-1, keepdim=True)).clamp(min=0)
+        # log Z depends on γ² alone; the tiny floor keeps the gradient of the root finite at μ = 0.
+        gamma = torch.cat([squares, outside if D > K else 0 * outside], dim=-1).clamp(min=1e-30).sqrt()
+        return log_normalizer(spectrum, counts, gamma)
+
+    @torch.no_grad()
+    def logit_range(self) -> Certificate:
+        """Bound on max ℓ − min ℓ over all possible tokens, from the parameters alone.
+
+        With an amortiser h ≤ N is all that is known in advance, and no useful bound follows: `holds` is False.
+        """
+        posterior = self.dial == "posterior"
+        bound = logit_range_bound(
+            self.frames,
+            self.kappa,
+            alpha=self.alpha,
+            scale=self.energy_scale,
+            linear=self.mu,
+            linear_scale=self.token_norm,
+            log_prior=self.log_prior_correction() / (1 if posterior else max(self.alpha, 1e-30)),
+        )
+        if self.amortizer is None:
+            return bound
+        infinite = torch.full_like(bound.bound, math.inf)
+        return Certificate(infinite, torch.zeros_like(bound.holds), bound.hypothesis)
+
+    @torch.no_grad()
+    def geometry_metrics(self) -> dict[str, float]:
+        off = ~torch.eye(self.num_experts, dtype=torch.bool, device=self.frames.device)
+        frames = self.frames.float()
+        return {
+            "max_overlap": float(geometry.overlap(frames)[off].max()) / self.rank,
+            "max_cosine": float(geometry.largest_cosine(frames)[off].max()),
+            "orthonormality_error": float(geometry.orthonormality_error(frames)),
+            "kappa_min": float(self.kappa.min()),
+            "kappa_max": float(self.kappa.max()),
+        }
+
+    def extra_repr(self) -> str:
+        kind = "scalar" if self.log_kappa.ndim == 1 else "diagonal"
+        return f"{super().extra_repr()}, rank={self.rank}, concentration={kind}, scaling={self.scaling}, prior={self.prior}"
+
+
+def _squared_norm(x: Tensor) -> Tensor:
+    return x.square().sum(-1, keepdim=True).clamp(min=ZERO_TOKEN)
+
+
+def _initial_frames(
+    init: str | Tensor, dim: int, num_experts: int, rank: int, generator: torch.Generator | None
+) -> Tensor:
+    if isinstance(init, Tensor):
+        want = (num_experts, dim, rank)
+        checks.require(init.shape == want, f"init must have shape {want}, got {tuple(init.shape)}")
+        checks.all_finite("init", init)
+        error = float(geometry.orthonormality_error(init))
+        checks.require(error < 1e-3, f"init must hold orthonormal frames, got max|UᵀU−I| = {error:.2g}")
+        return init.detach().clone().float().contiguous()
+    checks.one_of("init", init, ("haar", "identity"))
+    if init == "haar":
+        return geometry.haar_frames(dim, rank, num_experts, generator=generator)
+    return geometry.identity_frames(dim, rank, num_experts)
+
+
+def grassmann_logits_reference(
+    x_TD: Tensor,
+    frames_NDK: Tensor,
+    kappa: Tensor,
+    *,
+    alpha: float = 1.0,
+    scale: float = 1.0,
+    h_TN: Tensor | None = None,
+) -> Tensor:
+    """The specification: α h_e tr(Λ_e U_eᵀ x xᵀ U_e) by loops over tokens and experts, in fp64.
+
+    eq:grmoe_gating with Λ_e in frame coordinates (a d×d diagonal times P would be indefinite), eq:grmoe_scalar
+    for kappa (N,), eq:alpha_sparsity for α ≠ 1 and eq:amortized for h. x is taken as it is; `scale` is c.
+    """
+    x, U, kappa = x_TD.double(), frames_NDK.double(), kappa.double()
+    logits = torch.empty(len(x), len(U), dtype=torch.float64)
+    for t in range(len(x)):
+        for e in range(len(U)):
+            Lambda = torch.diag(kappa[e].expand(U.shape[-1]))
+            trace = torch.trace(Lambda @ U[e].T @ torch.outer(x[t], x[t]) @ U[e])
+            logits[t, e] = alpha * scale * trace * (1.0 if h_TN is None else h_TN[t, e].double())
+    return logits

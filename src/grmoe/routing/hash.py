@@ -1,0 +1,42 @@
+"""Hash routing (Roller et al. 2021): a fixed, content-free assignment. The floor a learned router must beat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grmoe import checks
+from grmoe.routing.base import Router
+from grmoe.routing.selection import TopK
+
+_MIX = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer, Fibonacci hashing
+_BITS = 16
+
+
+class HashRouter(Router):
+    """Expert = hash(token id) mod N; nothing is learned and α has nothing to scale.
+
+    Without token ids the id is the sign pattern of 16 fixed random projections of the token, so that equal
+    inputs meet the same expert.
+    """
+
+    projection_DB: Tensor
+
+    def __init__(self, dim: int, num_experts: int, *, seed: int = 0, **router: Any) -> None:
+        super().__init__(dim, num_experts, selection=TopK(1), **router)
+        self.seed = checks.positive_int("seed", seed, at_least=0)
+        generator = torch.Generator().manual_seed(seed)
+        self.register_buffer("projection_DB", torch.randn(dim, _BITS, generator=generator))
+
+    def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
+        if token_ids is None:
+            powers = 2 ** torch.arange(_BITS, device=x.device)
+            token_ids = ((x @ self.projection_DB.to(x.dtype) > 0) * powers).sum(-1)
+        mixed = (token_ids.long() + 1 + self.seed) * _MIX
+        expert = ((mixed >> 29) & 0x7FFFFFFF) % self.num_experts
+        chosen = expert.unsqueeze(-1) == torch.arange(self.num_experts, device=x.device)
+        # Far enough below zero for a softmax of exactly 0 and 1, and finite for whoever computes with logits.
+        # 0·x: a NaN token keeps a NaN gate here as in every other router.
+        return torch.where(chosen, 0.0, -1e4).to(x.dtype) + 0 * x.sum(-1, keepdim=True)

@@ -1,0 +1,99 @@
+"""Which experts a token is computed by, given its gate: separate from gating, so any policy fits any router.
+
+A policy maps gate probabilities (..., N) to a boolean mask of the same shape. Every policy keeps at least the
+most probable expert. `renormalize` says whether the kept weights are scaled back to sum one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from grmoe import checks
+
+
+class Selection(Protocol):
+    @property
+    def renormalize(self) -> bool: ...
+
+    @property
+    def dense(self) -> bool: ...
+
+    def __call__(self, probs: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Every expert, weighted by its probability: the paper's sum."""
+
+    renormalize: ClassVar[bool] = False
+    dense: ClassVar[bool] = True
+
+    def __call__(self, probs: Tensor) -> Tensor:
+        return torch.ones_like(probs, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The k most probable experts. At k = 1 a renormalised weight is constant and trains no router."""
+
+    k: int
+    renormalize: bool = True
+    dense: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        checks.positive_int("k", self.k)
+
+    def __call__(self, probs: Tensor) -> Tensor:
+        experts = probs.shape[-1]
+        checks.require(self.k <= experts, f"k must be at most the number of experts {experts}, got {self.k}")
+        return _mask(probs, probs.topk(self.k, dim=-1).indices)
+
+
+@dataclass(frozen=True)
+class Mass:
+    """The smallest set of experts whose probabilities reach τ, at most `cap` of them.
+
+    A token that is sure of its expert computes one, an ambiguous token several: with this policy the dial α
+    moves the compute. Without a cap the dropped mass is below 1−τ by construction.
+    """
+
+    tau: float
+    cap: int | None = None
+    renormalize: bool = True
+    dense: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        checks.fraction("tau", self.tau)
+        if self.cap is not None:
+            checks.positive_int("cap", self.cap)
+
+    def __call__(self, probs: Tensor) -> Tensor:
+        sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
+        before = sorted_probs.cumsum(-1) - sorted_probs  # mass of the experts ranked higher
+        keep = before < self.tau
+        if self.cap is not None:
+            keep = keep & (torch.arange(probs.shape[-1], device=probs.device) < self.cap)
+        return torch.zeros_like(keep).scatter(-1, order, keep)
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Experts of probability at least `minimum`, and always the most probable one."""
+
+    minimum: float
+    renormalize: bool = True
+    dense: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        checks.fraction("minimum", self.minimum)
+
+    def __call__(self, probs: Tensor) -> Tensor:
+        return (probs >= self.minimum) | _mask(probs, probs.argmax(-1, keepdim=True))
+
+
+def _mask(probs: Tensor, index: Tensor) -> Tensor:
+    return torch.zeros_like(probs, dtype=torch.bool).scatter(-1, index, True)

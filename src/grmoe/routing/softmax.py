@@ -1,0 +1,67 @@
+"""The linear softmax gate with top-k selection (Shazeer et al. 2017), the baseline everyone uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grmoe import checks
+from grmoe.routing.base import Router, Routing, linear_weight
+from grmoe.routing.selection import TopK
+
+
+class SoftmaxRouter(Router):
+    """ℓ = α(Wx + b); the k largest gates, renormalised for k > 1.
+
+    noise: std of Gaussian noise on the logits while training. z_loss: coefficient of the mean squared
+    log-sum-exp (ST-MoE). load_loss: coefficient of the Switch load-balancing loss. `balance=True` learns b
+    from the load instead (auxiliary-loss-free balancing).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        top_k: int = 2,
+        *,
+        noise: float = 0.0,
+        z_loss: float = 0.0,
+        load_loss: float = 0.0,
+        generator: torch.Generator | None = None,
+        **router: Any,
+    ) -> None:
+        # At k = 1 the raw probability is kept as weight: renormalised it would be 1 and train no router.
+        router.setdefault("selection", TopK(top_k, renormalize=top_k > 1))
+        super().__init__(dim, num_experts, **router)
+        checks.require(top_k <= num_experts, f"top_k must be at most num_experts = {num_experts}, got {top_k}")
+        self.noise = checks.finite("noise", noise, at_least=0)
+        self.z_loss = checks.finite("z_loss", z_loss, at_least=0)
+        self.load_loss = checks.finite("load_loss", load_loss, at_least=0)
+        self.weight = linear_weight(num_experts, dim, generator)
+
+    def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
+        logits = self.alpha_value * (x @ self.weight.to(x.dtype).T + self.log_prior)
+        if self.noise and self.training:
+            logits = logits + self.noise * torch.randn_like(logits)
+        return logits
+
+    def losses(self, routing: Routing) -> Tensor:
+        loss = super().losses(routing)
+        if self.z_loss:
+            loss = loss + self.z_loss * torch.logsumexp(routing.logits, -1).square().mean()
+        if self.load_loss:
+            loss = loss + self.load_loss * load_balancing_loss(routing.probs, routing.selected)
+        return loss
+
+
+def load_balancing_loss(probs: Tensor, selected: Tensor) -> Tensor:
+    """N Σ_e f_e P_e (Fedus et al. 2022, eq. 4): f_e the share of assignments, P_e the mean probability.
+
+    Equals one for a uniform router. f_e counts what the gate asked for and carries no gradient.
+    """
+    N = probs.shape[-1]
+    chosen = selected.reshape(-1, N).to(probs.dtype)
+    share = chosen.sum(0) / chosen.sum().clamp(min=1)
+    return N * (share * probs.reshape(-1, N).mean(0)).sum()
