@@ -1,0 +1,348 @@
+"""Riemannian Adam for frames: the expert subspaces stay orthonormal while they are trained.
+
+The paper trains U_e "on the Stiefel manifold using Riemannian Adam" (section "Training Objective"). The gate
+with a scalar κ_e sees the subspace alone (U→UO changes nothing), so its frames live on the Grassmann
+manifold; a diagonal Λ_e tells the columns apart and needs the Stiefel manifold. `GrassmannAdam` does both.
+
+All frames of one size, of all experts and of all layers, are stacked and updated together: the number of
+kernels depends neither on the number of experts nor on the number of layers.
+
+Legend: N frames of one bucket (experts × layers), D model width d, K subspace rank k; `_N11` is one number
+per frame, kept broadcastable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from grmoe import checks
+from grmoe.geometry import orthonormalize
+
+__all__ = ["GrassmannAdam", "Manifold", "ParameterSplit", "split_parameters"]
+
+Manifold = Literal["grassmann", "stiefel"]
+
+# Frames with ‖UᵀU − I‖_F above this are re-orthonormalised by QR. fp32 rounding leaves about 1e-6, and a trip
+# through bf16 about 3e-3 in a 768×48 frame, which the retraction removes by itself.
+_DAMAGED = 1e-2
+
+# A group's options; together with shape, dtype, device and step count they decide who shares a bucket.
+_OPTIONS = ("lr", "betas", "eps", "manifold", "max_step", "maximize")
+
+
+def _vertical(UtX_NKK: Tensor, manifold: Manifold) -> Tensor:
+    """S such that X − U·S is tangent at U, from UᵀX.
+
+    Grassmann: UᵀX itself, which leaves the horizontal part (I − UUᵀ)X. Stiefel: its symmetric half.
+    """
+    return UtX_NKK if manifold == "grassmann" else (UtX_NKK + UtX_NKK.mT) / 2
+
+
+def _inverse_sqrt(C_NKK: Tensor, max_step: float) -> Tensor:
+    """C^{-1/2} of Gram matrices C = (U+ξ)ᵀ(U+ξ) with ‖ξ‖_F ≤ max_step, by Newton–Schulz.
+
+    For an orthonormal U and a tangent ξ, C = I + ξᵀξ has its spectrum in [1, 1 + max_step²]; frames that are
+    off by up to `_DAMAGED` widen it a little. X ← X(I + R/2), R = I − CX², starts at the scaled identity that
+    centres this interval. It takes the residual r to ¾r² + ¼r³, so the number of iterations that reaches the
+    rounding error is known beforehand: 3 in fp32 and 4 in fp64 at max_step = 0.5. Nothing is read back from
+    the device.
+
+    An iteration on k×k matrices costs 3k³ instead of the 2dk² of the same iteration on Y. Working on the Gram
+    matrix loses no digits, because its condition number is at most 1 + max_step² ≤ 2.
+    """
+    low, high = 1 - 2 * _DAMAGED, 1 + max_step**2 + 2 * _DAMAGED
+    centre, residual = (low + high) / 2, (high - low) / (high + low)
+    # The first iteration needs no product: X is a multiple of the identity.
+    X_NKK = C_NKK * (-0.5 * centre**-1.5)
+    X_NKK.diagonal(dim1=-2, dim2=-1).add_(1.5 * centre**-0.5)
+    residual = (3 + residual) / 4 * residual**2
+    while residual > torch.finfo(C_NKK.dtype).eps / 4:
+        CXX_NKK = torch.bmm(C_NKK, torch.bmm(X_NKK, X_NKK))
+        X_NKK = torch.baddbmm(X_NKK, X_NKK, CXX_NKK, beta=1.5, alpha=-0.5)
+        residual = (3 + residual) / 4 * residual**2
+    return X_NKK
+
+
+def _damaged(gram_NKK: Tensor, tolerance: float) -> Tensor:
+    """Which Gram matrices (overwritten) are not within `tolerance` of I; NaN counts as damaged."""
+    gram_NKK.diagonal(dim1=-2, dim2=-1).sub_(1.0)
+    return ~(torch.linalg.vector_norm(gram_NKK, dim=(-2, -1)) <= tolerance)
+
+
+def _stack(tensors: list[Tensor], out: Tensor | None = None) -> Tensor:
+    """All frames of all tensors as one (N, D, K) tensor of its own memory, which the caller may overwrite."""
+    return torch.cat([t.reshape(-1, *t.shape[-2:]) for t in tensors], out=out)
+
+
+def _slices(stacked: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Views of the parts of a stack, shaped as the tensors it was made of."""
+    parts = stacked.split([t.shape[:-2].numel() for t in like])
+    return [part.view(t.shape[:-2] + part.shape[1:]) for part, t in zip(parts, like, strict=True)]
+
+
+class GrassmannAdam(Optimizer):
+    """Riemannian Adam (Bécigneul & Ganea, 2019) on batches of frames of shape (..., d, k), fp32 or fp64.
+
+    One step, for each frame U with Euclidean gradient G, momentum m and scalar second moment v:
+
+        H = G − U(UᵀG)                       "grassmann"; for "stiefel" G − U sym(UᵀG)
+        m ← Π_U(β₁ m + (1−β₁) H)             Π_U is the same projection, onto the tangent space at U
+        v ← β₂ v + (1−β₂) ‖H‖²_F
+        ξ = −lr · m̂ / (√v̂ + eps)             bias-corrected, ‖ξ‖_F capped at `max_step`
+        U ← Y (YᵀY)^{-1/2},  Y = U + ξ       the polar retraction
+
+    The m that comes in was tangent at the previous point. Π_U carries it to the current one: it *is* the
+    vector transport, done at the start of the next step instead of at the end of this one, where it would
+    take another two products with a frame. The retraction takes YᵀY from Y itself, so the rounding errors of
+    earlier steps are removed and do not add up.
+
+    **lr.** v is one number per frame (an elementwise v would not be invariant under rotations of the frame),
+    so lr is the Frobenius length of a step of a whole frame: √(dk) times shorter than a step of elementwise
+    Adam with the same lr. Give frames their own lr, proportional to √k: lr = 0.003·√k turns each of the k
+    directions by about 3 mrad per step, and the default 0.02 is that for k = 48.
+
+    **Damaged frames.** Frames far from orthonormal (‖UᵀU − I‖_F > 0.01) are re-orthonormalised by QR before
+    the step. This is looked at when a parameter is first seen, after `load_state_dict`, and whenever the
+    parameter has been written to or re-pointed by someone else since our last step, which its version counter
+    and address tell without touching the device. So a step of undisturbed training on CUDA never waits for
+    the device. Writes through `.data` go past the version counter; on the CPU, where reading is free, they
+    are still caught in the retraction, which then falls back to QR.
+
+    Args:
+        params: parameters or groups of them; each group may set any of the options below.
+        lr: Frobenius length of a step (see above).
+        betas: decay of the two moments.
+        eps: added to √v̂.
+        manifold: "grassmann" if the loss depends on the subspace alone, "stiefel" if on the columns too.
+        max_step: largest Frobenius norm of ξ, in (0, 1]; it guarantees that Newton–Schulz converges.
+        maximize: ascend.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        lr: float = 0.02,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        manifold: Manifold = "grassmann",
+        max_step: float = 0.5,
+        maximize: bool = False,
+    ) -> None:
+        # (version, address) of each parameter as our last step left it. Not part of the state: a copy, a
+        # pickle or a loaded state starts without it and looks at every frame once.
+        self._left: dict[Tensor, tuple[int, int]] = {}
+        self._workspaces: dict[Any, Tensor] = {}
+        values = (lr, betas, eps, manifold, max_step, maximize)
+        super().__init__(params, dict(zip(_OPTIONS, values, strict=True)))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._left, self._workspaces = {}, {}
+        for entry in self.state.values():
+            # Copies, because moments are updated in place and a loaded state may belong to someone else.
+            entry.update({key: value.clone() for key, value in entry.items() if isinstance(value, Tensor)})
+            # torch.load(map_location="cuda") moves the counters too; reading them there stalls the device.
+            if "step" in entry:
+                entry["step"] = torch.as_tensor(entry["step"], dtype=torch.float32, device="cpu")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient; returns the closure's loss, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        active = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p, _ in active:
+            grad = p.grad
+            ok = not (grad.is_sparse or grad.is_complex())
+            checks.require(ok, f"gradients must be dense and real, got {grad.layout} {grad.dtype}")
+        if not active:
+            return loss
+        for p, _ in active:
+            if not self.state[p]:
+                self.state[p].update(
+                    step=torch.zeros((), dtype=torch.float32),
+                    exp_avg=torch.zeros_like(p, memory_format=torch.preserve_format),
+                    exp_avg_sq=p.new_zeros((*p.shape[:-2], 1, 1)),
+                )
+        torch._foreach_add_([self.state[p]["step"] for p, _ in active], 1.0)
+        buckets: dict[Any, list[Tensor]] = {}
+        for p, group in active:
+            options = tuple(tuple(group[o]) if o == "betas" else group[o] for o in _OPTIONS)
+            key = (p.shape[-2:], p.dtype, p.device, int(self.state[p]["step"]), options)
+            buckets.setdefault(key, []).append(p)
+        for (_, _, _, count, options), params in buckets.items():
+            self._update(params, count, *options)
+        return loss
+
+    def _workspace(self, params: list[Tensor]) -> Tensor:
+        """Room for the stacked U and G of a bucket, (2, N, D, K), kept from step to step.
+
+        Fresh memory of this size comes from the system page by page, which on the CPU costs as much as half
+        of the arithmetic.
+        """
+        first, N = params[0], sum(p.shape[:-2].numel() for p in params)
+        key = (N, first.shape[-2:], first.dtype, first.device)
+        if key not in self._workspaces:
+            self._workspaces[key] = first.new_empty((2, N, *first.shape[-2:]))
+        return self._workspaces[key]
+
+    def _moments(self, params: list[Tensor], name: str) -> Tensor:
+        """The stacked moments of a bucket. The state holds slices of this stack, so writing to it is enough.
+
+        They are gathered into a stack when the bucket first meets or after its state was replaced.
+        """
+        parts = [self.state[p][name] for p in params]
+        stacked, offset = parts[0]._base, 0
+        for part in parts:
+            if stacked is None or part._base is not stacked or part.storage_offset() != offset:
+                break
+            offset += part.numel()
+        else:
+            if stacked is not None and offset == stacked.numel():
+                return stacked
+        stacked = _stack(parts)
+        for p, part in zip(params, _slices(stacked, params), strict=True):
+            self.state[p][name] = part
+        return stacked
+
+    def _update(
+        self,
+        params: list[Tensor],
+        count: int,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        manifold: Manifold,
+        max_step: float,
+        maximize: bool,
+    ) -> None:
+        """One step of all frames of a bucket: six products with frames, and little else that costs."""
+        U_NDK, G_NDK = self._workspace(params)
+        _stack(params, out=U_NDK)
+        _stack([p.grad for p in params if p.grad is not None], out=G_NDK)
+        m_NDK, v_N11 = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
+        if any(self._left.get(p) != (p._version, p.data_ptr()) for p in params):
+            bad_N = _damaged(U_NDK.mT @ U_NDK, _DAMAGED)
+            if bad_N.any():  # waits for the device, but only after someone else has touched the frames
+                U_NDK[bad_N] = orthonormalize(U_NDK[bad_N])
+
+        # The workspace and the moments are ours, so from here on everything happens in place.
+        S_NKK = _vertical(torch.bmm(U_NDK.mT, G_NDK), manifold)
+        H_NDK = G_NDK.baddbmm_(U_NDK, S_NKK, alpha=-1)
+        norm_N11 = torch.linalg.vector_norm(H_NDK, dim=(1, 2), keepdim=True)
+        v_N11.lerp_(norm_N11.square(), 1 - betas[1])
+        m_NDK.lerp_(H_NDK.neg_() if maximize else H_NDK, 1 - betas[0])
+        S_NKK = _vertical(torch.bmm(U_NDK.mT, m_NDK), manifold)
+        m_NDK.baddbmm_(U_NDK, S_NKK, alpha=-1)
+
+        denom_N11 = (v_N11 / (1 - betas[1] ** count)).sqrt_().add_(eps)
+        scale_N11 = lr / (1 - betas[0] ** count) / denom_N11
+        length_N11 = scale_N11 * torch.linalg.vector_norm(m_NDK, dim=(1, 2), keepdim=True)
+        # max_step / 0 = ∞ is clamped to 1: a frame that does not move needs no cap.
+        scale_N11 *= (max_step / length_N11).clamp_(max=1.0)
+        Y_NDK = U_NDK.addcmul_(m_NDK, scale_N11, value=-1)
+        C_NKK = torch.bmm(Y_NDK.mT, Y_NDK)
+        new_NDK = torch.bmm(Y_NDK, _inverse_sqrt(C_NKK, max_step), out=H_NDK)
+        if C_NKK.device.type == "cpu":
+            bad_N = _damaged(C_NKK, max_step**2 + 2 * _DAMAGED)
+            if bad_N.any():
+                new_NDK[bad_N] = orthonormalize(Y_NDK[bad_N])
+
+        torch._foreach_copy_(params, _slices(new_NDK, params))
+        self._left.update((p, (p._version, p.data_ptr())) for p in params)
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    checks.finite("lr", group["lr"], at_least=0.0)
+    checks.finite("eps", group["eps"], at_least=0.0)
+    checks.require(len(group["betas"]) == 2, f"betas must be two numbers, got {group['betas']!r}")
+    for beta in group["betas"]:
+        checks.finite("betas", beta, at_least=0.0)
+        checks.require(beta < 1, f"betas must be in [0, 1), got {group['betas']!r}")
+    checks.one_of("manifold", group["manifold"], ("grassmann", "stiefel"))
+    checks.fraction("max_step", group["max_step"])
+    for p in group["params"]:
+        checks.frames("params", p)
+        checks.require(
+            p.dtype in (torch.float32, torch.float64),
+            f"frames must be float32 or float64, got {p.dtype}: 16-bit frames stall, since a step is smaller "
+            "than their rounding error; keep the frames in float32 and cast them where they are used",
+        )
+
+
+def _reference_step(
+    U_DK: Tensor,
+    G_DK: Tensor,
+    m_DK: Tensor,
+    v: Tensor,
+    count: int,
+    *,
+    lr: float = 0.02,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    manifold: Manifold = "grassmann",
+    max_step: float = 0.5,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`GrassmannAdam` for one frame in plain formulas, polar factor by SVD: (U, m, v) after step `count`."""
+
+    def project(X_DK: Tensor) -> Tensor:
+        A_KK = U_DK.mT @ X_DK
+        return X_DK - U_DK @ (A_KK if manifold == "grassmann" else (A_KK + A_KK.mT) / 2)
+
+    H_DK = project(G_DK)
+    m_DK = project(betas[0] * m_DK + (1 - betas[0]) * H_DK)
+    v = betas[1] * v + (1 - betas[1]) * H_DK.square().sum()
+    xi_DK = -lr * m_DK / (1 - betas[0] ** count) / ((v / (1 - betas[1] ** count)).sqrt() + eps)
+    xi_DK = xi_DK * min(1.0, max_step / max(float(xi_DK.norm()), 1e-300))
+    left_DK, _, right_KK = torch.linalg.svd(U_DK + xi_DK, full_matrices=False)
+    return left_DK @ right_KK, m_DK, v
+
+
+class ParameterSplit(NamedTuple):
+    """A model's trainable parameters by the optimiser they need; each appears once."""
+
+    frame_groups: list[dict[str, Any]]
+    kappa: list[nn.Parameter]
+    rest: list[nn.Parameter]
+
+
+def split_parameters(model: nn.Module) -> ParameterSplit:
+    """Frames, concentrations and everything else, told apart by the last part of their names.
+
+        split = split_parameters(model)
+        frames = GrassmannAdam(split.frame_groups, lr=0.003 * rank**0.5)
+        others = AdamW([{"params": split.rest}, {"params": split.kappa, "weight_decay": 0.0}], lr=3e-4)
+
+    `frames` next to a `log_kappa` with one entry per direction (diagonal Λ_e, log_kappa.ndim == frames.ndim −
+    1) go into a group with manifold="stiefel", other `frames` into one with manifold="grassmann". Parameters
+    that do not require a gradient are left out. A tied parameter counts as frames if any of its names says
+    so, and as "stiefel" if any of the modules that share it needs that.
+    """
+    kinds: dict[nn.Parameter, str] = {}
+    rank = ("rest", "kappa", "grassmann", "stiefel")  # a tied parameter takes the last of its kinds
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            kind = {"frames": "grassmann", "log_kappa": "kappa"}.get(name, "rest")
+            kappa = getattr(module, "log_kappa", None)
+            if name == "frames" and isinstance(kappa, Tensor) and kappa.ndim == p.ndim - 1:
+                kind = "stiefel"
+            if p.requires_grad:
+                kinds[p] = max(kinds.get(p, "rest"), kind, key=rank.index)
+    of = {kind: [p for p in kinds if kinds[p] == kind] for kind in rank}
+    groups = [{"params": of[m], "manifold": m} for m in ("grassmann", "stiefel") if of[m]]
+    return ParameterSplit(groups, of["kappa"], of["rest"])

@@ -1,0 +1,146 @@
+"""All seeds of a method as one tensor program: real routers, their parameters stacked, `vmap` over seeds.
+
+Legend: S seeds, B tokens, N experts, D width, O target width.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state, vmap
+
+from grmoe.optim import GrassmannAdam
+from grmoe.regularizers import overlap_penalty
+from grmoe.routing import Router, Routing, SlotMixing
+from grmoe.routing.base import next_log_prior
+from grmoe.studies.synthetic.task import Task, apply_experts
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a method is trained. The defaults hold for every method; `methods` says where one differs."""
+
+    steps: int = 600
+    batch: int = 256
+    lr: float = 1e-2  # experts and linear gates, Adam
+    frame_lr: float = 0.1  # Frobenius step of a frame
+    prior_rate: float = 0.05
+    hinge: float = 0.0  # β of the overlap penalty
+    hinge_rho: float = 0.5  # relative to the random overlap k/d
+    kappa_lr_scale: float = 5.0
+
+
+class StackedRouters:
+    """S routers of one kind behind one call: x (S, ..., D) → Routing with a leading S."""
+
+    def __init__(self, routers: list[Router]) -> None:
+        self.template = copy.deepcopy(routers[0])
+        self.params, self.buffers = stack_module_state(routers)  # type: ignore[arg-type]
+        self.template.to("meta")
+
+    def __call__(self, x: Tensor, *, train: bool) -> Routing:
+        self.template.train(train)
+
+        def one(params: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
+            r: Routing = functional_call(self.template, (params, buffers), (x,))
+            slots = (r.slots.dispatch, r.slots.combine) if r.slots else ()
+            return (r.logits, r.probs, r.selected, r.weights, r.aux_loss, *slots)
+
+        out = vmap(one, randomness="different")(self.params, self.buffers, x)
+        return Routing(*out[:5], slots=SlotMixing(*out[5:]) if len(out) > 5 else None)
+
+    def update_prior(self, rate: float) -> None:
+        with torch.no_grad():
+            prior, sums = self.buffers["log_prior"], self.buffers["prior_sums"]
+            prior.copy_(next_log_prior(prior, sums, rate))
+            sums.zero_()
+
+    @property
+    def alpha(self) -> Tensor:
+        return self.buffers["alpha_value"]
+
+
+@dataclass
+class Trained:
+    """Routers and experts of all seeds after training."""
+
+    routers: StackedRouters
+    maps_SNDO: Tensor
+    loss_S: Tensor  # last task loss, relative to the variance of the targets
+
+
+def mixture_output(x_SBD: Tensor, maps_SNDO: Tensor, routing: Routing) -> Tensor:
+    """Σ_e weight_e · f_e(x), or Soft MoE's slots through the experts and back; (S, B, O)."""
+    if routing.slots is None:
+        return torch.einsum("sbn,sbno->sbo", routing.weights, apply_experts(x_SBD, maps_SNDO))
+    slots = torch.einsum("sbnp,sbd->snpd", routing.slots.dispatch, x_SBD)
+    return torch.einsum("sbnp,snpo->sbo", routing.slots.combine, slots @ maps_SNDO)
+
+
+def train(
+    task: Task,
+    build: Callable[[int], Router],
+    config: Training,
+    *,
+    seed: int = 0,
+    supervised: bool = False,
+    on_step: Callable[[int], None] | None = None,
+) -> Trained:
+    """Train one router and N linear experts a seed on the task loss alone (or, `supervised`, on the labels)."""
+    torch.manual_seed(seed)  # routers' noise under vmap draws from the global generator
+    S = task.seeds
+    routers = StackedRouters([build(seed + s) for s in range(S)])
+    generator = torch.Generator().manual_seed(seed + 1)
+    maps_SNDO = nn.Parameter(torch.randn(task.maps_SNDO.shape, generator=generator) * task.maps_SNDO.std())
+    optimizers = _optimizers(routers, maps_SNDO, config)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(opt, lambda step: _cosine(step, config.steps)) for opt in optimizers
+    ]
+    variance = 1.0
+    frames = routers.params.get("frames")
+    loss_S = torch.full((S,), float("nan"))
+    for step in range(config.steps):
+        x_SBD, label_SB = task.tokens(config.batch)
+        routing = routers(x_SBD, train=True)
+        if supervised:
+            nll = nn.functional.cross_entropy(routing.logits.flatten(0, 1), label_SB.flatten(), reduction="none")
+            loss_S = nll.view(S, -1).mean(-1)
+        else:
+            error = mixture_output(x_SBD, maps_SNDO, routing) - task.targets(x_SBD, label_SB)
+            loss_S = error.square().mean((-2, -1)) / variance
+        total = loss_S + routing.aux_loss
+        if frames is not None and config.hinge:
+            total = total + config.hinge * overlap_penalty(frames, config.hinge_rho, relative=True)
+        for opt in optimizers:
+            opt.zero_grad(set_to_none=True)
+        total.sum().backward()  # seeds share nothing: the sum gives each its own gradient
+        for opt, schedule in zip(optimizers, schedules, strict=True):
+            opt.step()
+            schedule.step()
+        if routers.template.balance:
+            routers.update_prior(config.prior_rate * _cosine(step, config.steps))
+        if on_step is not None:
+            on_step(step)
+    return Trained(routers, maps_SNDO.detach(), loss_S.detach())
+
+
+def _cosine(step: int, steps: int) -> float:
+    """Cosine from one to a tenth."""
+    return 0.1 + 0.45 * (1 + float(torch.cos(torch.tensor(torch.pi * step / max(1, steps)))))
+
+
+def _optimizers(
+    routers: StackedRouters, maps: nn.Parameter, config: Training
+) -> list[torch.optim.Optimizer]:
+    frames = [p for name, p in routers.params.items() if name == "frames"]
+    kappa = [p for name, p in routers.params.items() if name == "log_kappa"]
+    rest = [p for name, p in routers.params.items() if name not in ("frames", "log_kappa")]
+    groups = [{"params": [maps, *rest]}, {"params": kappa, "lr": config.lr * config.kappa_lr_scale}]
+    adam = torch.optim.Adam([g for g in groups if g["params"]], lr=config.lr)
+    if not frames:
+        return [adam]
+    return [adam, GrassmannAdam(frames, lr=config.frame_lr)]
