@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grmoe.geometry import chordal_distance, haar_frames, orthonormality_error, orthonormalize
-from grmoe.optim import GrassmannAdam, Manifold, _inverse_sqrt, _reference_step, split_parameters
+from grmoe.optim import GrassmannAdam, Manifold, _inverse_sqrt_minus_one, _reference_step, split_parameters
 
 MANIFOLDS: tuple[Manifold, ...] = ("grassmann", "stiefel")
 
@@ -104,17 +104,20 @@ def test_no_drift_over_ten_thousand_steps() -> None:
     assert worst <= 1e-6
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 2e-15)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("max_step", [0.01, 0.5, 1.0])
-def test_newton_schulz_at_the_cap(dtype: torch.dtype, tolerance: float, max_step: float) -> None:
-    U = haar_frames(40, 6, 5, generator=rng(), dtype=torch.float64)
+@pytest.mark.parametrize("length", [1.0, 1e-3])
+def test_newton_schulz_up_to_the_cap(dtype: torch.dtype, max_step: float, length: float) -> None:
     X = torch.randn(5, 40, 6, generator=rng(1), dtype=torch.float64)
-    # All of the cap in one direction, which is the largest singular value it allows.
-    X = (X - U @ (U.mT @ X))[..., :1] * torch.eye(6, dtype=torch.float64)[0]
-    Y = (U + max_step * X / X.norm(dim=(-2, -1), keepdim=True)).to(dtype)
-    C = Y.mT @ Y
-    S = _inverse_sqrt(C, max_step).double()
-    assert (S @ C.double() @ S - torch.eye(6, dtype=torch.float64)).abs().max() <= tolerance
+    X[0, :, 1:] = 0.0  # all of the cap in one direction: the largest singular value it allows
+    X = length * max_step * X / X.norm(dim=(-2, -1), keepdim=True)
+    E = (X.mT @ X).to(dtype)
+    values, vectors = torch.linalg.eigh(E.double())
+    exact = (vectors * torch.expm1(-0.5 * torch.log1p(values)).unsqueeze(-2)) @ vectors.mT
+    got = _inverse_sqrt_minus_one(E, 0.0, max_step**2).double()
+    # A few roundings of Z itself, never of the one it stands next to; the last residual is under eps/4.
+    eps = torch.finfo(dtype).eps
+    assert (got - exact).abs().max() <= 8 * eps * float(exact.abs().max()) + eps / 4 * 0.75
 
 
 def test_steps_keep_to_the_cap() -> None:
@@ -382,7 +385,7 @@ def test_bad_parameters_and_gradients() -> None:
 # -------------------------------------------------------------------------------------------- damaged frames
 
 
-@pytest.mark.parametrize("when", ["first", "later", "reload", "data"])
+@pytest.mark.parametrize("when", ["first", "later", "reload", "polish"])
 def test_damaged_frames_are_repaired(when: str) -> None:
     p, q = frame_params((4, 20, 3), (2, 20, 3), dtype=torch.float32)
     opt = GrassmannAdam([p, q], lr=0.01)
@@ -391,7 +394,10 @@ def test_damaged_frames_are_repaired(when: str) -> None:
     healthy = p.detach().clone()
     mixing = torch.tensor([[2.0, 1.0, 0.0], [0.0, 0.3, 0.0], [0.0, 0.0, 5.0]])
     damaged = torch.cat([healthy[:1] @ mixing, healthy[1:]])
-    if when == "data":
+    if when == "polish":
+        run([p, q], opt, 28, seed=3)  # the next step is the 32nd
+        healthy = p.detach().clone()
+        damaged = torch.cat([healthy[:1] @ mixing, healthy[1:]])
         p.data.copy_(damaged)  # goes past the version counter
     else:
         with torch.no_grad():
@@ -401,8 +407,7 @@ def test_damaged_frames_are_repaired(when: str) -> None:
     run([p, q], opt, 1, seed=2)
     assert orthonormality_error(p.detach().double()) <= 1e-6
     # The repair keeps the subspace; the step moves it by a small multiple of lr.
-    reach = 0.03 if when != "data" else 0.6
-    assert float(chordal_distance(p.detach()[0], orthonormalize(healthy[0]))) < reach
+    assert float(chordal_distance(p.detach()[0], orthonormalize(healthy[0]))) < 0.03
     assert chordal_distance(p.detach()[1:], healthy[1:]).max() < 0.03
 
 

@@ -32,7 +32,9 @@ def finite(name: str, value: float, *, at_least: float = -math.inf, above: float
     """A finite Python number, optionally `>= at_least` and `> above`."""
     ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     limit = f" > {above:g}" if above > -math.inf else f" >= {at_least:g}" if at_least > -math.inf else ""
-    require(ok and value >= at_least and value > above, f"{name} must be a finite number{limit}, got {value!r}")
+    require(
+        ok and value >= at_least and value > above, f"{name} must be a finite number{limit}, got {value!r}"
+    )
     return float(value)
 
 

@@ -146,7 +146,9 @@ def geodesic_distance(U: Tensor, V: Tensor) -> Tensor:
 def _pairwise_inner(frames_NDK: Tensor) -> Tensor:
     """UᵢᵀUⱼ for all pairs, shape (..., N, N, K, K), as one GEMM."""
     checks.frames("frames", frames_NDK)
-    checks.require(frames_NDK.ndim >= 3, f"frames must have shape (..., N, d, k), got {tuple(frames_NDK.shape)}")
+    checks.require(
+        frames_NDK.ndim >= 3, f"frames must have shape (..., N, d, k), got {tuple(frames_NDK.shape)}"
+    )
     N, D, K = frames_NDK.shape[-3:]
     flat = frames_NDK.transpose(-3, -2).reshape(*frames_NDK.shape[:-3], D, N * K)
     return (flat.mT @ flat).unflatten(-1, (N, K)).unflatten(-3, (N, K)).transpose(-3, -2)

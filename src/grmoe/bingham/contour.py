@@ -75,7 +75,9 @@ def find_saddle(eigenvalues_J: Tensor, multiplicities: Sequence[int], gamma_J: T
     """
     dim = sum(multiplicities)
     half = dim / 2
-    weight_J = torch.tensor([m / dim for m in multiplicities], dtype=torch.float64, device=eigenvalues_J.device)
+    weight_J = torch.tensor(
+        [m / dim for m in multiplicities], dtype=torch.float64, device=eigenvalues_J.device
+    )
     shift = (weight_J * eigenvalues_J).sum(-1)
     mu_J = (eigenvalues_J - shift.unsqueeze(-1)) / half
     g_J = torch.zeros_like(mu_J) if gamma_J is None else (gamma_J / (2 * half)).square()

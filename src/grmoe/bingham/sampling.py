@@ -32,7 +32,9 @@ def sample(
     if isinstance(concentration, Tensor) and concentration.ndim > 0:
         rank = frame_DK.shape[1]
         ok = concentration.shape == (rank,)
-        checks.require(ok, f"concentration must be a number or have shape ({rank},), got {tuple(concentration.shape)}")
+        checks.require(
+            ok, f"concentration must be a number or have shape ({rank},), got {tuple(concentration.shape)}"
+        )
         checks.all_finite("concentration", concentration)
         draws = _angular_gaussian_rejection(U_DK, concentration.to(torch.float64), num, generator)
     else:

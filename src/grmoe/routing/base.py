@@ -100,7 +100,9 @@ class Router(nn.Module):
         checks.last_dim("x", x, self.dim)
         if token_ids is not None:
             ok = token_ids.shape == x.shape[:-1]
-            checks.require(ok, f"token_ids must have shape {tuple(x.shape[:-1])}, got {tuple(token_ids.shape)}")
+            checks.require(
+                ok, f"token_ids must have shape {tuple(x.shape[:-1])}, got {tuple(token_ids.shape)}"
+            )
         if self.checked:
             checks.all_finite("x", x)
         # Autocast would turn the projections into bf16, where near ties route differently in serving.

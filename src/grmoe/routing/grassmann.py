@@ -146,7 +146,9 @@ class GrassmannRouter(Router):
         mu_ND = self.token_norm * self.mu.double()
         inside_NK = torch.einsum("nd,ndk->nk", mu_ND, self.frames.double())
         squares = inside_NK.square() if kappa.ndim == 2 else inside_NK.square().sum(-1, keepdim=True)
-        outside = (mu_ND.square().sum(-1, keepdim=True) - inside_NK.square().sum(-1, keepdim=True)).clamp(min=0)
+        outside = (mu_ND.square().sum(-1, keepdim=True) - inside_NK.square().sum(-1, keepdim=True)).clamp(
+            min=0
+        )
         # log Z depends on γ² alone; the tiny floor keeps the gradient of the root finite at μ = 0.
         gamma = torch.cat([squares, outside if D > K else 0 * outside], dim=-1).clamp(min=1e-30).sqrt()
         return log_normalizer(spectrum, counts, gamma)

@@ -35,7 +35,9 @@ class SoftmaxRouter(Router):
         # At k = 1 the raw probability is kept as weight: renormalised it would be 1 and train no router.
         router.setdefault("selection", TopK(top_k, renormalize=top_k > 1))
         super().__init__(dim, num_experts, **router)
-        checks.require(top_k <= num_experts, f"top_k must be at most num_experts = {num_experts}, got {top_k}")
+        checks.require(
+            top_k <= num_experts, f"top_k must be at most num_experts = {num_experts}, got {top_k}"
+        )
         self.noise = checks.finite("noise", noise, at_least=0)
         self.z_loss = checks.finite("z_loss", z_loss, at_least=0)
         self.load_loss = checks.finite("load_loss", load_loss, at_least=0)

@@ -117,7 +117,9 @@ def frames_with_overlap(
     """
     least = max(0.0, (num * rank / dim - 1) / (num - 1))
     ok = least <= rho < 1
-    checks.require(ok, f"rho must be in [{least:.3g}, 1) for {num} rank-{rank} frames in {dim} dimensions, got {rho}")
+    checks.require(
+        ok, f"rho must be in [{least:.3g}, 1) for {num} rank-{rank} frames in {dim} dimensions, got {rho}"
+    )
     random = geometry.haar_frames(dim, rank, (batch, num), generator=generator, dtype=torch.float64)
     if rho < rank / dim:
         start, end = _tight_frames(dim, rank, num, batch, generator), random

@@ -107,7 +107,9 @@ def train(
         x_SBD, label_SB = task.tokens(config.batch)
         routing = routers(x_SBD, train=True)
         if supervised:
-            nll = nn.functional.cross_entropy(routing.logits.flatten(0, 1), label_SB.flatten(), reduction="none")
+            nll = nn.functional.cross_entropy(
+                routing.logits.flatten(0, 1), label_SB.flatten(), reduction="none"
+            )
             loss_S = nll.view(S, -1).mean(-1)
         else:
             error = mixture_output(x_SBD, maps_SNDO, routing) - task.targets(x_SBD, label_SB)
@@ -133,9 +135,7 @@ def _cosine(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + float(torch.cos(torch.tensor(torch.pi * step / max(1, steps)))))
 
 
-def _optimizers(
-    routers: StackedRouters, maps: nn.Parameter, config: Training
-) -> list[torch.optim.Optimizer]:
+def _optimizers(routers: StackedRouters, maps: nn.Parameter, config: Training) -> list[torch.optim.Optimizer]:
     frames = [p for name, p in routers.params.items() if name == "frames"]
     kappa = [p for name, p in routers.params.items() if name == "log_kappa"]
     rest = [p for name, p in routers.params.items() if name not in ("frames", "log_kappa")]
