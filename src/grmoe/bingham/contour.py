@@ -80,10 +80,12 @@ def find_saddle(eigenvalues_J: Tensor, multiplicities: Sequence[int], gamma_J: T
     )
     shift = (weight_J * eigenvalues_J).sum(-1)
     mu_J = (eigenvalues_J - shift.unsqueeze(-1)) / half
-    g_J = torch.zeros_like(mu_J) if gamma_J is None else (gamma_J / (2 * half)).square()
+    # Eigenvalues of multiplicity zero are absent: they must not push the saddle to the right.
+    present = weight_J > 0
+    g_J = torch.zeros_like(mu_J)
+    if gamma_J is not None:
+        g_J = torch.where(present, (gamma_J / (2 * half)).square(), g_J)
     with torch.no_grad():
-        # Eigenvalues of multiplicity zero are absent: they must not push the saddle to the right.
-        present = weight_J > 0
         floor = torch.where(present, mu_J - 1 + torch.maximum(weight_J, g_J.sqrt()), -math.inf).amax(-1)
         v = floor
         for _ in range(_SADDLE_STEPS):

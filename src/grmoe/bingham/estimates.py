@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ def kume_wood(eigenvalues: Tensor, multiplicities: Sequence[int] | Tensor, order
     dtype = eigenvalues.dtype
     eigenvalues, counts, _ = spectrum(eigenvalues, multiplicities)
     saddle = find_saddle(eigenvalues, counts, None)
+    # Unlike the integral, the approximation depends on where the saddle is: one Newton step that changes no
+    # value lets the gradient see v move, dv = d(S₁ − 1)/S₂.
+    saddle = replace(saddle, v=saddle.v + (saddle.power_sum(1) - 1) / saddle.power_sum(2).detach())
     h, s2 = saddle.half_dim, saddle.power_sum(2)
     peak = saddle.phi(saddle.v.unsqueeze(-1)).squeeze(-1)
     log_z = saddle.shift + stirling_remainder(h) + h * peak - 0.5 * torch.log(s2)

@@ -94,7 +94,8 @@ def _angular_gaussian_rejection(
     D, K = U_DK.shape
     outside = torch.zeros(1 if D > K else 0, dtype=torch.float64, device=U_DK.device)
     top = torch.cat([lambda_K, outside]).max()
-    beta_K, beta_rest = top - lambda_K, top
+    # With no complement (k = d) nothing stands there; a negative top would give it a negative variance.
+    beta_K, beta_rest = top - lambda_K, top.clamp(min=0)
     b = _envelope(torch.cat([beta_K, beta_rest.expand(D - K)]))
     omega_K, omega_rest = 1 + 2 * beta_K / b, 1 + 2 * beta_rest / b
     log_M = -(D - b) / 2 + D / 2 * math.log(D / b)

@@ -70,7 +70,7 @@ class Router(nn.Module):
         self.selection: Selection = Dense() if selection is None else selection
         self.balance = balance
         self.checked = checked
-        self.register_buffer("alpha_value", torch.tensor(checks.finite("alpha", alpha, at_least=0)))
+        self.register_buffer("alpha_value", torch.tensor(_dial(alpha)))
         self.register_buffer("log_prior", torch.zeros(num_experts))
         # Load since the last prior update: N sums and the token count.
         self.register_buffer("prior_sums", torch.zeros(num_experts + 1), persistent=False)
@@ -153,7 +153,7 @@ class Router(nn.Module):
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        self.alpha_value.fill_(checks.finite("alpha", value, at_least=0))
+        self.alpha_value.fill_(_dial(value))
 
     def read_metrics(self) -> RoutingMetrics:
         """Metrics since the last `reset_metrics`. Waits for the device."""
@@ -170,19 +170,25 @@ class Router(nn.Module):
             out = fn(t)
             return t.to(out.device) if out.dtype in (torch.bfloat16, torch.float16) else out
 
-        return super()._apply(keep_precision, recurse)  # type: ignore[no-any-return]
+        return super()._apply(keep_precision, recurse)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, num_experts={self.num_experts}, selection={self.selection}, balance={self.balance}"
+
+
+def _dial(value: float) -> float:
+    """α as the buffer can hold it: finite in fp32 too."""
+    checks.finite("alpha", value, at_least=0)
+    checks.require(value <= torch.finfo(torch.float32).max, f"alpha must fit into fp32, got {value!r}")
+    return float(value)
 
 
 def next_log_prior(log_prior: Tensor, sums: Tensor, rate: float) -> Tensor:
     """One step of the balanced prior from load sums (..., N+1), the last entry being the token count."""
     tokens = sums[..., -1:]
     load = sums[..., :-1] / tokens.clamp(min=1)
-    step = torch.where(tokens > 0, rate * (1 - load.shape[-1] * load), 0.0)
-    updated = log_prior + step.to(log_prior.dtype)
-    return updated - updated.mean(-1, keepdim=True)
+    updated = log_prior + (rate * (1 - load.shape[-1] * load)).to(log_prior.dtype)
+    return torch.where(tokens > 0, updated - updated.mean(-1, keepdim=True), log_prior)
 
 
 def linear_weight(num_experts: int, dim: int, generator: torch.Generator | None) -> nn.Parameter:
@@ -202,6 +208,6 @@ def set_alpha(module: nn.Module, alpha: float | Iterable[float]) -> None:
     values: list[Any] = [alpha] * len(found) if isinstance(alpha, int | float) else list(alpha)
     checks.require(len(values) == len(found), f"alpha must give {len(found)} values, got {len(values)}")
     for value in values:  # all are checked before any is set
-        checks.finite("alpha", value, at_least=0)
+        _dial(value)
     for router, value in zip(found, values, strict=True):
         router.alpha = value

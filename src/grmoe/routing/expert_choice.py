@@ -33,7 +33,7 @@ class ExpertChoiceRouter(Router):
         self.weight = linear_weight(num_experts, dim, generator)
 
     def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
-        return self.alpha_value * (x @ self.weight.to(x.dtype).T + self.log_prior)
+        return self.alpha_value * (x @ self.weight.to(x.dtype).T + self.log_prior.to(x.dtype))
 
     def select(self, probs: Tensor) -> Tensor:
         probs_TN = probs.reshape(-1, self.num_experts)
@@ -44,4 +44,5 @@ class ExpertChoiceRouter(Router):
         # topk ranks NaN above everything: a NaN token would push a good one out.
         ranked_TN = torch.where(torch.isnan(probs_TN), -1.0, probs_TN)
         taken = ranked_TN.topk(capacity, dim=0).indices
-        return torch.zeros_like(probs_TN, dtype=torch.bool).scatter(0, taken, True).view(probs.shape)
+        mask_TN = torch.zeros_like(probs_TN, dtype=torch.bool).scatter(0, taken, True)
+        return (mask_TN & ~torch.isnan(probs_TN)).view(probs.shape)

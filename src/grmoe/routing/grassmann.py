@@ -79,11 +79,10 @@ class GrassmannRouter(Router):
         if amortizer is not None:
             width = num_experts if amortizer == "affinity" else dim
             hidden = checks.positive_int("amortizer_hidden", amortizer_hidden)
-            self.amortizer_net = nn.Sequential(
-                nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, num_experts)
-            )
-            nn.init.zeros_(self.amortizer_net[2].weight)  # h = 1 at the start
-            nn.init.zeros_(self.amortizer_net[2].bias)
+            last = nn.Linear(hidden, num_experts)
+            nn.init.zeros_(last.weight)  # h = 1 at the start
+            nn.init.zeros_(last.bias)
+            self.amortizer_net = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), last)
         self.mu = nn.Parameter(torch.zeros(num_experts, dim)) if linear else None
 
     @property
@@ -111,8 +110,8 @@ class GrassmannRouter(Router):
             features = x
             if self.amortizer == "affinity":
                 features = plain if kappa.ndim == 1 else self.energies(x)
-            net_dtype = self.amortizer_net[0].weight.dtype
-            h = torch.softmax(self.amortizer_net(features.to(net_dtype)), -1) * self.num_experts
+            logits = self.amortizer_net(features.to(self.frames.dtype))
+            h = torch.softmax(logits, -1) * self.num_experts
             weighted = h.to(x.dtype) * weighted
         if self.mu is not None:
             norm2 = _squared_norm(x)
@@ -159,15 +158,15 @@ class GrassmannRouter(Router):
 
         With an amortiser h ≤ N is all that is known in advance, and no useful bound follows: `holds` is False.
         """
-        posterior = self.dial == "posterior"
+        whole, likelihood = (self.alpha, 1.0) if self.dial == "posterior" else (1.0, self.alpha)
         bound = logit_range_bound(
             self.frames,
             self.kappa,
-            alpha=self.alpha,
-            scale=self.energy_scale,
+            alpha=whole,
+            scale=likelihood * self.energy_scale,
             linear=self.mu,
-            linear_scale=self.token_norm,
-            log_prior=self.log_prior_correction() / (1 if posterior else max(self.alpha, 1e-30)),
+            linear_scale=likelihood * self.token_norm,
+            log_prior=self.log_prior_correction(),
         )
         if self.amortizer is None:
             return bound
@@ -188,7 +187,8 @@ class GrassmannRouter(Router):
 
     def extra_repr(self) -> str:
         kind = "scalar" if self.log_kappa.ndim == 1 else "diagonal"
-        return f"{super().extra_repr()}, rank={self.rank}, concentration={kind}, scaling={self.scaling}, prior={self.prior}"
+        own = f"rank={self.rank}, concentration={kind}, scaling={self.scaling}, prior={self.prior}"
+        return f"{super().extra_repr()}, {own}"
 
 
 def _squared_norm(x: Tensor) -> Tensor:
@@ -200,6 +200,7 @@ def _initial_frames(
 ) -> Tensor:
     if isinstance(init, Tensor):
         want = (num_experts, dim, rank)
+        checks.floating("init", init)
         checks.require(init.shape == want, f"init must have shape {want}, got {tuple(init.shape)}")
         checks.all_finite("init", init)
         error = float(geometry.orthonormality_error(init))

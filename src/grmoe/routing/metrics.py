@@ -6,6 +6,7 @@ Legend: N experts, T tokens (all leading dimensions together).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +80,10 @@ class MetricsAccumulator(nn.Module):
 
     def reset(self) -> None:
         self.sums.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MetricsAccumulator:
+        """Moves between devices, stays fp64: `model.float()` must not shorten the counts."""
+        return super()._apply(lambda t: t.to(fn(t).device), recurse)  # type: ignore[no-any-return]
 
     def read(self) -> RoutingMetrics:
         """Waits for the device."""

@@ -73,7 +73,8 @@ class Mass:
 
     def __call__(self, probs: Tensor) -> Tensor:
         sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
-        before = sorted_probs.cumsum(-1) - sorted_probs  # mass of the experts ranked higher
+        # Mass of the experts ranked higher. Shifted, not cumsum − p: that rounding can cost an expert too many.
+        before = torch.nn.functional.pad(sorted_probs.cumsum(-1)[..., :-1], (1, 0))
         keep = before < self.tau
         if self.cap is not None:
             keep = keep & (torch.arange(probs.shape[-1], device=probs.device) < self.cap)

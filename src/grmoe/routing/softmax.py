@@ -32,6 +32,7 @@ class SoftmaxRouter(Router):
         generator: torch.Generator | None = None,
         **router: Any,
     ) -> None:
+        checks.positive_int("top_k", top_k)
         # At k = 1 the raw probability is kept as weight: renormalised it would be 1 and train no router.
         router.setdefault("selection", TopK(top_k, renormalize=top_k > 1))
         super().__init__(dim, num_experts, **router)
@@ -44,7 +45,7 @@ class SoftmaxRouter(Router):
         self.weight = linear_weight(num_experts, dim, generator)
 
     def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
-        logits = self.alpha_value * (x @ self.weight.to(x.dtype).T + self.log_prior)
+        logits = self.alpha_value * (x @ self.weight.to(x.dtype).T + self.log_prior.to(x.dtype))
         if self.noise and self.training:
             logits = logits + self.noise * torch.randn_like(logits)
         return logits
@@ -52,7 +53,9 @@ class SoftmaxRouter(Router):
     def losses(self, routing: Routing) -> Tensor:
         loss = super().losses(routing)
         if self.z_loss:
-            loss = loss + self.z_loss * torch.logsumexp(routing.logits, -1).square().mean()
+            loss = loss + self.z_loss * _mean_over_tokens(
+                torch.logsumexp(routing.logits, -1).square().flatten()
+            )
         if self.load_loss:
             loss = loss + self.load_loss * load_balancing_loss(routing.probs, routing.selected)
         return loss
@@ -66,4 +69,9 @@ def load_balancing_loss(probs: Tensor, selected: Tensor) -> Tensor:
     N = probs.shape[-1]
     chosen = selected.reshape(-1, N).to(probs.dtype)
     share = chosen.sum(0) / chosen.sum().clamp(min=1)
-    return N * (share * probs.reshape(-1, N).mean(0)).sum()
+    return N * (share * _mean_over_tokens(probs.reshape(-1, N))).sum()
+
+
+def _mean_over_tokens(value: Tensor) -> Tensor:
+    """Mean over the first dimension; zero for an empty batch, where `mean` would put NaN into the loss."""
+    return value.sum(0) / max(len(value), 1)

@@ -36,7 +36,7 @@ class SwitchRouter(Router):
         self.weight = linear_weight(num_experts, dim, generator)
 
     def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
-        return self.alpha_value * (x @ self.weight.to(x.dtype).T + self.log_prior)
+        return self.alpha_value * (x @ self.weight.to(x.dtype).T + self.log_prior.to(x.dtype))
 
     def select(self, probs: Tensor) -> Tensor:
         wanted_TN = self.selection(probs).reshape(-1, self.num_experts)

@@ -37,8 +37,9 @@ class VMFRouter(Router):
         direction = self.weight / self.weight.norm(dim=-1, keepdim=True)
         norm2 = x.square().sum(-1, keepdim=True).clamp(min=1e-12)
         cosine = x @ direction.to(x.dtype).T / norm2.sqrt()
-        cosine = torch.where(norm2 > 1e-12, cosine, 0.0)  # padding routes by the prior, with no gradient
-        return self.alpha_value * (self.log_kappa.exp().to(x.dtype) * cosine + self.log_prior)
+        # Padding routes by the prior, with no gradient; a NaN token stays NaN.
+        cosine = torch.where(norm2 <= 1e-12, 0.0, cosine)
+        return self.alpha_value * (self.log_kappa.exp().to(x.dtype) * cosine + self.log_prior.to(x.dtype))
 
     def geometry_metrics(self) -> dict[str, float]:
         with torch.no_grad():

@@ -1,0 +1,1 @@
+"""The paper's synthetic routing study (`grmoe synthetic`)."""

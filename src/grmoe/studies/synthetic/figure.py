@@ -1,0 +1,147 @@
+"""The picture of the synthetic study: who finds the classes, what the dial does, what was learned."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from grmoe.studies.synthetic.report import Row, caption
+from grmoe.studies.synthetic.study import MethodResult, SettingResult
+
+OURS, OTHERS, RIVAL, INK = "#1b6ca8", "#9aa5b1", "#d1495b", "#22303c"
+
+
+def draw(result: SettingResult, path: Path) -> Path:
+    """One PNG a setting."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK}
+    with plt.rc_context(style):
+        figure = plt.figure(figsize=(13.5, 8.6), layout="constrained")
+        grid = figure.add_gridspec(2, 2, width_ratios=[1.15, 1], height_ratios=[1, 1])
+        _accuracy(figure.add_subplot(grid[0, 0]), result)
+        _dial(figure.add_subplot(grid[:, 1]), result)
+        lower = grid[1, 0].subgridspec(1, 2, width_ratios=[1.2, 1])
+        _load(figure.add_subplot(lower[0]), result)
+        _recovery(figure, figure.add_subplot(lower[1]), result)
+        seeds = len(result.methods[0].scores)
+        figure.suptitle(
+            f"Synthetic routing task, {seeds} seeds a method\n{caption(result)}",
+            fontsize=11,
+            x=0.01,
+            ha="left",
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+    return path
+
+
+def _color(method: MethodResult) -> str:
+    return OURS if method.method.startswith("grmoe") else OTHERS
+
+
+def _strip(axes: Any, result: SettingResult, field: str, factor: float) -> None:
+    """A row of dots for each method, one dot a seed, a bar at the mean."""
+    for row, method in enumerate(result.methods):
+        values = [factor * getattr(s, field) for s in method.scores]
+        spread = [
+            row + 0.28 * math.sin(2.4 * i) for i in range(len(values))
+        ]  # fixed jitter: same picture always
+        axes.scatter(values, spread, s=12, color=_color(method), alpha=0.45, linewidths=0)
+        mean = sum(values) / len(values)
+        axes.plot([mean, mean], [row - 0.38, row + 0.38], color=INK, lw=1.8)
+    axes.set_yticks(range(len(result.methods)), [m.title for m in result.methods])
+    axes.invert_yaxis()
+    axes.grid(axis="x", color="#e6e9ec", zorder=0)
+    axes.set_axisbelow(True)
+
+
+def _accuracy(axes: Any, result: SettingResult) -> None:
+    _strip(axes, result, "accuracy", 100)
+    axes.axvline(100 * result.oracle_accuracy, color=RIVAL, lw=1.2)
+    axes.text(
+        100 * result.oracle_accuracy - 0.6,
+        -0.75,
+        "Bayes oracle",
+        color=RIVAL,
+        fontsize=9,
+        ha="right",
+        va="center",
+    )
+    chance = 100 / 8 if not result.methods[0].recovery else 100 / len(result.methods[0].recovery)
+    axes.axvline(chance, color=OTHERS, lw=1, ls=":")
+    axes.set_xlim(0, 103)
+    axes.set_xlabel("tokens sent to the right expert, % (dotted: chance)")
+    axes.set_title("Who finds the classes? Trained on the task loss only", loc="left", fontsize=11)
+
+
+def _load(axes: Any, result: SettingResult) -> None:
+    _strip(axes, result, "min_load", 100)
+    axes.axvspan(-0.4, 1, color=RIVAL, alpha=0.12, lw=0)
+    for row, method in enumerate(result.methods):
+        stats = Row.of(method)
+        if stats.collapsed:
+            axes.text(
+                1.15,
+                row - 0.42,
+                f"{stats.collapsed}/{stats.seeds} collapsed",
+                color=RIVAL,
+                fontsize=7.5,
+                va="center",
+            )
+    axes.set_xlim(-0.4, None)
+    axes.set_xlabel("tokens of the least used expert, % (red: < 1 %)")
+    axes.set_title("Is an expert starving?", loc="left", fontsize=11)
+
+
+def _dial(axes: Any, result: SettingResult) -> None:
+    colors = {"grmoe": OURS, "softmax_top1": "#e07a1f"}
+    names = {"grmoe": "GrMoE", "softmax_top1": "softmax gate, α = 1/temperature"}
+    top = 0.0
+    for method in result.methods:
+        if method.dial is None:
+            continue
+        color, dial = colors[method.method], method.dial
+        alphas, entropy_AS = dial["alphas"], dial["entropy_AS"]
+        axes.fill_between(alphas, dial["lower"], dial["upper"], color=color, alpha=0.16, lw=0)
+        for seed in zip(*entropy_AS, strict=True):
+            axes.plot(alphas, seed, color=color, alpha=0.25, lw=0.7)
+        mean = [sum(row) / len(row) for row in entropy_AS]
+        axes.plot(alphas, mean, color=color, lw=2.4, label=names[method.method])
+        axes.plot(alphas, [max(0.0, v) for v in dial["paper_lower"]], color=color, lw=1.1, ls="--")
+        top = max(top, *mean)
+    axes.plot([], [], color=INK, lw=1.1, ls="--", label="the paper's lower bound")
+    axes.fill_between([], [], [], color=INK, alpha=0.16, lw=0, label="certified band (mean over tokens)")
+    axes.axvline(1, color=OTHERS, lw=1, ls=":")
+    axes.text(1.04, 0.02 * max(top, 1), "trained here", color=INK, fontsize=8.5, rotation=90, va="bottom")
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(1 / 8, 16)
+    axes.set_ylim(0, None)
+    axes.set_xticks([1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16], ["⅛", "¼", "½", "1", "2", "4", "8", "16"])
+    axes.set_xlabel("the dial α, turned after training")
+    axes.set_ylabel("routing entropy, nats (one thin line a seed)")
+    axes.legend(
+        frameon=False, loc="lower left" if result.setting.name == "hard" else "upper right", fontsize=9
+    )
+    axes.set_title("The dial: both are monotone; the certificates hold for both", loc="left", fontsize=11)
+
+
+def _recovery(figure: Any, axes: Any, result: SettingResult) -> None:
+    found = next((m for m in result.methods if m.recovery is not None), None)
+    if found is None or found.recovery is None:
+        axes.axis("off")
+        return
+    image = axes.imshow(found.recovery, vmin=0, vmax=1, cmap="Blues")
+    ticks = range(len(found.recovery))
+    axes.set_xticks(ticks, [str(i + 1) for i in ticks])
+    axes.set_yticks(ticks, [str(i + 1) for i in ticks])
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("true class subspace")
+    axes.set_ylabel("learned expert subspace")
+    axes.set_title(f"{found.title}: overlap, one seed", loc="left", fontsize=11)
+    figure.colorbar(image, ax=axes, shrink=0.8, label="‖UᵀV‖² / k")
