@@ -93,19 +93,12 @@ def synthetic(
         methods = find_methods(method)
     except ValueError as error:
         _fail(str(error))
+    total = len(names) * len(methods) * config.training.steps
     results = []
     with _progress() as bar:
-        whole = bar.add_task("study", total=len(names) * len(methods) * config.training.steps)
-        base = 0
+        watch = _Watch(bar, total)
         for name in names:
-
-            def show(label: str, step: int, steps: int) -> None:
-                nonlocal base
-                bar.update(whole, description=label, completed=base + step)
-                if step == steps:
-                    base += steps
-
-            results.append(run_setting(SETTINGS[name], methods, config, out, show))
+            results.append(run_setting(SETTINGS[name], methods, config, out, watch))
     figures = [draw(result, out / f"synthetic-{result.setting.name}.png") for result in results]
     for result in results:
         console.print(rich_table(result))
@@ -150,8 +143,29 @@ def normalizer(
         json_path.write_text(json.dumps([asdict(r) for r in rows], indent=1))
 
 
+class _Watch:
+    """Shows a study's progress: a bar on a terminal, a line for each finished part elsewhere."""
+
+    def __init__(self, bar: Progress, total: int) -> None:
+        self.bar, self.total, self.done = bar, total, 0
+        self.task = bar.add_task("starting", total=total)
+
+    def __call__(self, label: str, step: int, steps: int) -> None:
+        self.bar.update(self.task, description=label, completed=self.done + step)
+        if step < steps:
+            return
+        self.done += steps
+        if not self.bar.console.is_terminal:
+            elapsed = self.bar.tasks[0].elapsed or 0
+            print(
+                f"{label} done, {self.done / self.total:.0%} after {elapsed:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
 def _progress() -> Progress:
-    """A bar on a terminal, silence elsewhere (a log is no place for a bar)."""
+    """A bar on a terminal; elsewhere it stays silent."""
     columns = (
         TextColumn("{task.description:<32}"),
         BarColumn(),

@@ -73,8 +73,7 @@ def _accuracy(axes: Any, result: SettingResult) -> None:
         ha="right",
         va="center",
     )
-    chance = 100 / 8 if not result.methods[0].recovery else 100 / len(result.methods[0].recovery)
-    axes.axvline(chance, color=OTHERS, lw=1, ls=":")
+    axes.axvline(100 / result.num_experts, color=OTHERS, lw=1, ls=":")
     axes.set_xlim(0, 103)
     axes.set_xlabel("tokens sent to the right expert, % (dotted: chance)")
     axes.set_title("Who finds the classes? Trained on the task loss only", loc="left", fontsize=11)

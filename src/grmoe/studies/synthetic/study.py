@@ -59,6 +59,7 @@ class MethodResult:
 @dataclass
 class SettingResult:
     setting: Setting
+    num_experts: int
     overlap_mean: float
     overlap_min: float
     overlap_max: float
@@ -66,7 +67,7 @@ class SettingResult:
     methods: list[MethodResult]
 
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]  # (what, step, steps)
 
 
 def run_setting(
@@ -98,7 +99,13 @@ def run_setting(
             progress(f"{setting.name}: {method.title}", config.training.steps, config.training.steps)
         results.append(result)
     return SettingResult(
-        setting, float(overlap.mean()), float(overlap.min()), float(overlap.max()), oracle, results
+        setting=setting,
+        num_experts=config.num_experts,
+        overlap_mean=float(overlap.mean()),
+        overlap_min=float(overlap.min()),
+        overlap_max=float(overlap.max()),
+        oracle_accuracy=oracle,
+        methods=results,
     )
 
 

@@ -97,7 +97,8 @@ def train(
     S = task.seeds
     routers = StackedRouters([build(seed + s) for s in range(S)])
     generator = torch.Generator().manual_seed(seed + 1)
-    maps_SNDO = nn.Parameter(torch.randn(task.maps_SNDO.shape, generator=generator) * task.maps_SNDO.std())
+    start = torch.randn(task.maps_SNDO.shape, generator=generator) / task.maps_SNDO.shape[-2] ** 0.5
+    maps_SNDO = nn.Parameter(start)
     optimizers = _optimizers(routers, maps_SNDO, config)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(opt, lambda step: _cosine(step, config.steps)) for opt in optimizers

@@ -1,0 +1,64 @@
+"""The normaliser validation table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from grmoe.cli import app
+from grmoe.studies.normalizer import rich_table, validate
+
+
+def test_row_reports_every_method_against_the_exact_value() -> None:
+    row = validate(768, 48, 4.2, samples=20_000)
+    assert row.log_z == pytest.approx(0.2638509058926054, abs=1e-12)
+    assert row.mean_energy == pytest.approx(0.0631453440167, abs=1e-12)
+    assert abs(row.series_error) < 1e-13
+    # First order misses Stirling's remainder 1/(6d) = 2.2e-4; third order removes it.
+    assert row.kume_wood_1 == pytest.approx(1 / (6 * 768), rel=0.05)
+    assert abs(row.kume_wood_3) < 1e-9
+    # The gradients see the saddle move: without that the third order would be off by 5e-5.
+    assert abs(row.gradient_1) < 1e-6
+    assert abs(row.gradient_3) < 1e-9
+    assert abs(row.monte_carlo) < 4 * row.monte_carlo_standard_error
+    assert row.monte_carlo_standard_error < 1e-3
+
+
+def test_monte_carlo_is_useless_at_high_concentration() -> None:
+    row = validate(128, 16, 1000.0, samples=20_000)
+    assert row.monte_carlo < -0.9  # nearly all of Z is missed
+    assert abs(row.kume_wood_3) < 1e-4
+
+
+def test_command_prints_the_table_and_writes_json(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    result = CliRunner().invoke(
+        app,
+        [
+            "normalizer",
+            "--dim",
+            "128",
+            "--rank",
+            "16",
+            "--kappa",
+            "10",
+            "--samples",
+            "1000",
+            "--json",
+            str(path),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    assert "1.340956035" in result.output
+    (row,) = json.loads(path.read_text())
+    assert row["log_z"] == pytest.approx(1.340956035010131, abs=1e-12)
+
+
+def test_table_has_a_line_a_row() -> None:
+    rows = [validate(32, 4, k, samples=100) for k in (1.0, 2.0)]
+    table = rich_table(rows, 100)
+    assert table.row_count == 2
+    assert len(table.columns) == 11

@@ -1,0 +1,145 @@
+"""The study end to end: files, resumption, tables, figures, command line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from grmoe.cli import app
+from grmoe.studies.synthetic import study
+from grmoe.studies.synthetic.figure import draw
+from grmoe.studies.synthetic.methods import find_methods
+from grmoe.studies.synthetic.report import HEADER, Row, markdown_table, write_results
+from grmoe.studies.synthetic.study import Config, SettingResult, run_setting
+from grmoe.studies.synthetic.task import EASY
+from grmoe.studies.synthetic.training import Training
+
+TINY = Config(
+    seeds=2,
+    num_experts=4,
+    dim=16,
+    rank=3,
+    eval_tokens=256,
+    dial_tokens=64,
+    training=Training(steps=3, batch=64),
+)
+
+
+def run(out: Path, config: Config = TINY, keys: tuple[str, ...] = ("softmax_top1", "grmoe")) -> SettingResult:
+    return run_setting(EASY, find_methods(list(keys)), config, out)
+
+
+def test_results_survive_and_are_not_computed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run(tmp_path, keys=("softmax_top1",))
+    trained: list[str] = []
+    real = study.train
+    monkeypatch.setattr(study, "train", lambda *a, **k: (trained.append("x"), real(*a, **k))[1])
+    second = run(tmp_path)  # goes on: only grmoe is missing
+    assert len(trained) == 1
+    assert second.methods[0].scores == first.methods[0].scores
+    assert [m.method for m in second.methods] == ["softmax_top1", "grmoe"]
+    run(tmp_path)
+    assert len(trained) == 1
+    run(tmp_path, replace(TINY, seeds=1))  # another configuration is another run
+    assert len(trained) == 3
+
+
+def test_the_same_configuration_gives_the_same_numbers(tmp_path: Path) -> None:
+    a, b = run(tmp_path / "a"), run(tmp_path / "b")
+    assert [m.scores for m in a.methods] == [m.scores for m in b.methods]
+    other = run(tmp_path / "c", replace(TINY, task_seed=5))
+    assert [m.scores for m in a.methods] != [m.scores for m in other.methods]
+
+
+def test_a_damaged_result_is_named(tmp_path: Path) -> None:
+    run(tmp_path, keys=("hash",))
+    path = tmp_path / "easy" / "hash.json"
+    path.write_text(path.read_text()[:50])
+    with pytest.raises(ValueError, match=r"hash\.json is not valid JSON"):
+        run(tmp_path, keys=("hash",))
+
+
+def test_table_and_json_hold_the_scores(tmp_path: Path) -> None:
+    result = run(tmp_path)
+    row = Row.of(result.methods[1])
+    scores = result.methods[1].scores
+    assert row.accuracy == pytest.approx(sum(s.accuracy for s in scores) / 2)
+    assert row.seeds == 2
+    assert row.collapsed == sum(s.collapsed for s in scores)
+    table = markdown_table(result)
+    line = next(line for line in table.splitlines() if line.startswith("| GrMoE"))
+    cells = [c.strip() for c in line.strip("|").split("|")]
+    assert len(cells) == len(HEADER)
+    assert cells[1].startswith(f"{100 * row.accuracy:.1f}")
+    assert "91.7 / 0.058 / 0 % / 1.52" in line  # the paper stands beside it
+    saved = json.loads(write_results([result], TINY, tmp_path).read_text())
+    assert saved["settings"][0]["rows"][1]["accuracy"] == pytest.approx(row.accuracy)
+    assert saved["config"]["training"]["steps"] == 3
+    assert result.overlap_mean == pytest.approx(0.1, abs=1e-3)
+
+
+def test_figure_shows_both_dials(tmp_path: Path) -> None:
+    import matplotlib.image
+
+    result = run(tmp_path)
+    path = draw(result, tmp_path / "f.png")
+    pixels = matplotlib.image.imread(path)
+    assert pixels.shape[0] > 800
+    assert pixels.shape[1] > 1200
+    # Not an empty canvas: the two dial colours are there.
+    for color in ((0x1B, 0x6C, 0xA8), (0xE0, 0x7A, 0x1F)):
+        distance = abs(pixels[..., :3] * 255 - color).sum(-1)
+        assert (distance < 12).sum() > 200
+
+
+def test_command_line_runs_the_study(tmp_path: Path) -> None:
+    arguments = ["synthetic", "--quick", "--seeds", "1", "--steps", "2", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, [*arguments, "--method", "grmoe", "--method", "hash"])
+    assert result.exit_code == 0, result.output
+    assert "GrMoE" in result.output
+    assert "Bayes oracle" in result.output
+    figure = tmp_path / "synthetic-easy.png"
+    assert str(figure) in result.output.splitlines()[-1]
+    assert figure.stat().st_size > 20_000
+    assert json.loads((tmp_path / "results.json").read_text())["config"]["seeds"] == 1
+    assert (tmp_path / "table.md").read_text().count("\n| ") >= 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["synthetic", "--setting", "medium"], "setting must be one of easy, hard, got medium"),
+        (["synthetic", "--method", "magic"], "method must be one of"),
+        (["normalizer", "--dim", "8"], "one --rank for each --dim"),
+        (["normalizer", "--dim", "8", "--rank", "9"], "rank must be at most dim = 8, got 9"),
+        (["normalizer", "--kappa", "-1"], "kappa must be a finite number >= 0, got -1.0"),
+    ],
+)
+def test_mistakes_get_one_clear_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_missing_extras_name_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "scipy" else real(name))
+    result = CliRunner().invoke(app, ["synthetic"])
+    assert result.exit_code == 2
+    assert "needs scipy; install with: pip install 'grmoe[studies]'" in result.output
+
+
+def test_version_and_help() -> None:
+    from grmoe import __version__
+
+    assert __version__ in CliRunner().invoke(app, ["--version"]).output
+    text = CliRunner().invoke(app, ["synthetic", "--help"]).output
+    assert "Example" in text
+    assert "--quick" in text
