@@ -18,7 +18,7 @@ from grmoe.bingham import log_kummer, log_normalizer
 from grmoe.certificates import Certificate, logit_range_bound
 from grmoe.routing.base import Router
 
-# ‖x‖² below this is padding: such a token routes by the prior alone, with zero gradient.
+# Floor of ‖x‖²: energies of shorter tokens fade to zero, a zero token (padding) routes by the prior alone.
 ZERO_TOKEN = 1e-12
 
 

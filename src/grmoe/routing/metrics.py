@@ -83,7 +83,7 @@ class MetricsAccumulator(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MetricsAccumulator:
         """Moves between devices, stays fp64: `model.float()` must not shorten the counts."""
-        return super()._apply(lambda t: t.to(fn(t).device), recurse)  # type: ignore[no-any-return]
+        return super()._apply(lambda t: t.to(fn(t).device), recurse)
 
     def read(self) -> RoutingMetrics:
         """Waits for the device."""

@@ -1,0 +1,21 @@
+"""What every test shares: one thread, and property tests that draw the same examples on every run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("grmoe", deadline=None, derandomize=True, database=None, max_examples=50)
+settings.load_profile("grmoe")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors of the tests are small: handing them to several threads costs more than the arithmetic."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
