@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -75,8 +76,12 @@ def find_saddle(eigenvalues_J: Tensor, multiplicities: Sequence[int], gamma_J: T
     """
     dim = sum(multiplicities)
     half = dim / 2
-    weight_J = torch.tensor(
-        [m / dim for m in multiplicities], dtype=torch.float64, device=eigenvalues_J.device
+    # Filled on the device run by run: torch.tensor(list, device="cuda") would wait for a copy from the host.
+    weight_J = torch.cat(
+        [
+            torch.full((len(list(run)),), m / dim, dtype=torch.float64, device=eigenvalues_J.device)
+            for m, run in groupby(multiplicities)
+        ]
     )
     shift = (weight_J * eigenvalues_J).sum(-1)
     mu_J = (eigenvalues_J - shift.unsqueeze(-1)) / half

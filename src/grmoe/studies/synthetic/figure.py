@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from grmoe.studies.synthetic.report import Row, caption
 from grmoe.studies.synthetic.study import MethodResult, SettingResult
 
-OURS, OTHERS, RIVAL, INK = "#1b6ca8", "#9aa5b1", "#d1495b", "#22303c"
+OURS, OTHERS, RIVAL, RIVAL_DIAL, INK = "#1b6ca8", "#9aa5b1", "#d1495b", "#e07a1f", "#22303c"
 
 
 def draw(result: SettingResult, path: Path) -> Path:
@@ -22,9 +23,11 @@ def draw(result: SettingResult, path: Path) -> Path:
     style: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK}
     with plt.rc_context(style):
         figure = plt.figure(figsize=(13.5, 8.6), layout="constrained")
-        grid = figure.add_gridspec(2, 2, width_ratios=[1.15, 1], height_ratios=[1, 1])
+        grid = figure.add_gridspec(2, 2, width_ratios=[1.25, 1], height_ratios=[1, 1])
         _accuracy(figure.add_subplot(grid[0, 0]), result)
-        _dial(figure.add_subplot(grid[:, 1]), result)
+        dialed = [m for m in result.methods if m.dial is not None]
+        for row, method in enumerate(reversed(dialed)):
+            _dial(figure.add_subplot(grid[row, 1]), method)
         lower = grid[1, 0].subgridspec(1, 2, width_ratios=[1.2, 1])
         _load(figure.add_subplot(lower[0]), result)
         _recovery(figure, figure.add_subplot(lower[1]), result)
@@ -98,36 +101,50 @@ def _load(axes: Any, result: SettingResult) -> None:
     axes.set_title("Is an expert starving?", loc="left", fontsize=11)
 
 
-def _dial(axes: Any, result: SettingResult) -> None:
-    colors = {"grmoe": OURS, "softmax_top1": "#e07a1f"}
-    names = {"grmoe": "GrMoE", "softmax_top1": "softmax gate, α = 1/temperature"}
-    top = 0.0
-    for method in result.methods:
-        if method.dial is None:
-            continue
-        color, dial = colors[method.method], method.dial
-        alphas, entropy_AS = dial["alphas"], dial["entropy_AS"]
-        axes.fill_between(alphas, dial["lower"], dial["upper"], color=color, alpha=0.16, lw=0)
-        for seed in zip(*entropy_AS, strict=True):
-            axes.plot(alphas, seed, color=color, alpha=0.25, lw=0.7)
-        mean = [sum(row) / len(row) for row in entropy_AS]
-        axes.plot(alphas, mean, color=color, lw=2.4, label=names[method.method])
-        axes.plot(alphas, [max(0.0, v) for v in dial["paper_lower"]], color=color, lw=1.1, ls="--")
-        top = max(top, *mean)
-    axes.plot([], [], color=INK, lw=1.1, ls="--", label="the paper's lower bound")
-    axes.fill_between([], [], [], color=INK, alpha=0.16, lw=0, label="certified band (mean over tokens)")
+def _dial(axes: Any, method: MethodResult) -> None:
+    ours = method.method.startswith("grmoe")
+    color, dial = OURS if ours else RIVAL_DIAL, method.dial or {}
+    alphas, entropy_AS = dial["alphas"], dial["entropy_AS"]
+    axes.fill_between(
+        alphas,
+        dial["lower"],
+        dial["upper"],
+        color=color,
+        alpha=0.15,
+        lw=0,
+        label="certified band, mean over tokens",
+    )
+    for seed in zip(*entropy_AS, strict=True):
+        axes.plot(alphas, seed, color=color, alpha=0.3, lw=0.7)
+    axes.plot(
+        alphas,
+        [sum(row) / len(row) for row in entropy_AS],
+        color=color,
+        lw=2.4,
+        label="entropy (thin: seeds)",
+    )
+    paper = [max(0.0, v) for v in dial["paper_lower"]]
+    axes.plot(alphas, paper, color=INK, lw=1.1, ls="--", label="the paper's lower bound")
     axes.axvline(1, color=OTHERS, lw=1, ls=":")
-    axes.text(1.04, 0.02 * max(top, 1), "trained here", color=INK, fontsize=8.5, rotation=90, va="bottom")
+    axes.text(
+        1.05, 0.99, "trained here", color=INK, fontsize=8.5, va="top", transform=axes.get_xaxis_transform()
+    )
     axes.set_xscale("log", base=2)
-    axes.set_xlim(1 / 8, 16)
+    axes.set_xlim(alphas[0], alphas[-1])
     axes.set_ylim(0, None)
     axes.set_xticks([1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16], ["⅛", "¼", "½", "1", "2", "4", "8", "16"])
-    axes.set_xlabel("the dial α, turned after training")
-    axes.set_ylabel("routing entropy, nats (one thin line a seed)")
-    axes.legend(
-        frameon=False, loc="lower left" if result.setting.name == "hard" else "upper right", fontsize=9
+    axes.set_xlabel(
+        "the dial α, turned after training" if ours else "α = 1/temperature, turned after training"
     )
-    axes.set_title("The dial: both are monotone; the certificates hold for both", loc="left", fontsize=11)
+    axes.set_ylabel("routing entropy, nats")
+    axes.legend(frameon=False, loc="center right" if ours else "lower left", fontsize=8.5)
+    falling = sum(all(b <= a + 1e-6 for a, b in pairwise(seed)) for seed in zip(*entropy_AS, strict=True))
+    what = "GrMoE" if ours else "Softmax gate"
+    axes.set_title(
+        f"{what}: entropy falls along the dial in {falling}/{len(method.scores)} seeds",
+        loc="left",
+        fontsize=11,
+    )
 
 
 def _recovery(figure: Any, axes: Any, result: SettingResult) -> None:

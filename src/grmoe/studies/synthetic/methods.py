@@ -1,7 +1,6 @@
 """The rows of the synthetic table: how each method's router is built, and what the paper reports for it.
 
-Every method has the same experts, batches, steps and schedule, and a learning rate chosen from {0.003, 0.01,
-0.03} on other seeds than those reported.
+Every method has the same experts, tokens, steps, schedule and learning rates.
 """
 
 from __future__ import annotations
