@@ -109,4 +109,4 @@ def test_certificates_and_penalty_on_the_device() -> None:
     with no_sync():
         penalty = overlap_penalty(router.frames, 0.1, relative=True)
     expected = overlap_penalty(router.frames.detach().double().cpu(), 0.1, relative=True)
-    assert float(penalty) == pytest.approx(float(expected), rel=1e-4)
+    assert float(penalty.detach()) == pytest.approx(float(expected), rel=1e-4)

@@ -112,14 +112,15 @@ def quadrature(saddle: Saddle) -> Tensor:
         k3 = (2 * saddle.weight_J / delta_J**3 + 6 * saddle.g_J / delta_J**4).sum(-1)
         bend = (k3 / (6 * k2)).unsqueeze(-1)
         step = _REACH / _NODES / (half * k2).sqrt()
-        y_Y = torch.arange(_NODES + 1, dtype=torch.float64, device=v.device) * step.unsqueeze(-1)
+        node_Y = torch.arange(_NODES + 1, dtype=torch.float64, device=v.device)
+        y_Y = node_Y * step.unsqueeze(-1)
         z_Y = torch.complex(v.unsqueeze(-1) - bend * y_Y**2, y_Y)
         dz_Y = torch.complex(torch.ones_like(y_Y), 2 * bend * y_Y)  # dz / (i dy)
-        end = torch.ones(_NODES + 1, dtype=torch.float64, device=v.device)
-        end[0] = 0.5  # the path is symmetric: twice the real part, the middle node counted once
+        # The path is symmetric: twice the real part, the middle node counted once.
+        count_Y = 1 - 0.5 * (node_Y == 0)
     peak = saddle.phi(v.unsqueeze(-1))  # (..., 1), real
     integrand = torch.exp(half * (saddle.phi(z_Y) - peak)) * dz_Y
-    integral = (integrand.real * end).sum(-1) * step / math.pi
+    integral = (integrand.real * count_Y).sum(-1) * step / math.pi
     stirling = 0.5 * math.log(2 * math.pi * half) + stirling_remainder(half)
     return saddle.shift + half * peak.squeeze(-1) + (stirling + torch.log(integral))
 

@@ -86,6 +86,10 @@ class Router(nn.Module):
         """Mask of the experts computed, (..., N)."""
         return self.selection(probs)
 
+    def most_experts(self) -> int:
+        """The most experts a token can be computed by."""
+        return self.selection.most(self.num_experts)
+
     def losses(self, routing: Routing) -> Tensor:
         """The router's own loss, 0-d."""
         return routing.logits.new_zeros(())

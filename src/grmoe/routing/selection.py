@@ -24,6 +24,10 @@ class Selection(Protocol):
 
     def __call__(self, probs: Tensor) -> Tensor: ...
 
+    def most(self, num_experts: int) -> int:
+        """The most experts a token can get, known in advance: it sizes the dispatch list."""
+        ...
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -34,6 +38,9 @@ class Dense:
 
     def __call__(self, probs: Tensor) -> Tensor:
         return torch.ones_like(probs, dtype=torch.bool)
+
+    def most(self, num_experts: int) -> int:
+        return num_experts
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,9 @@ class TopK:
         experts = probs.shape[-1]
         checks.require(self.k <= experts, f"k must be at most the number of experts {experts}, got {self.k}")
         return _mask(probs, probs.topk(self.k, dim=-1).indices)
+
+    def most(self, num_experts: int) -> int:
+        return self.k
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,9 @@ class Mass:
             keep = keep & (torch.arange(probs.shape[-1], device=probs.device) < self.cap)
         return torch.zeros_like(keep).scatter(-1, order, keep)
 
+    def most(self, num_experts: int) -> int:
+        return num_experts if self.cap is None else min(self.cap, num_experts)
+
 
 @dataclass(frozen=True)
 class Threshold:
@@ -94,6 +107,10 @@ class Threshold:
 
     def __call__(self, probs: Tensor) -> Tensor:
         return (probs >= self.minimum) | _mask(probs, probs.argmax(-1, keepdim=True))
+
+    def most(self, num_experts: int) -> int:
+        # n experts of at least `minimum` each need n·minimum <= 1, up to the rounding of the softmax.
+        return min(num_experts, int(1.000001 / self.minimum) or 1)
 
 
 def _mask(probs: Tensor, index: Tensor) -> Tensor:

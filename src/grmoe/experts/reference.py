@@ -1,0 +1,28 @@
+"""The specification of the experts: a loop over experts, any dtype, nothing clever.
+
+Reads the offsets on the host and adds with `index_add`; only correctness counts here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grmoe.experts.dispatch import Dispatch
+from grmoe.experts.weights import ExpertWeights
+
+
+def reference_experts(x_TD: Tensor, dispatch: Dispatch, weights: ExpertWeights) -> Tensor:
+    """y_t = Σ over t's assignments of weight · W_down act(W_up x_t), (T, D)."""
+    used = dispatch.slot_TM < dispatch.num_rows
+    weight_A = dispatch.weight_TM.new_zeros(dispatch.num_rows)
+    weight_A = weight_A.index_put((dispatch.slot_TM[used],), dispatch.weight_TM[used])
+    y_TD = torch.zeros_like(x_TD)
+    start = 0
+    for expert, end in enumerate(dispatch.offset_N.tolist()):
+        token = dispatch.token_A[start:end]
+        inner = weights.activate(x_TD[token] @ weights.up[expert].T)
+        rows = inner @ weights.down_proj[expert].T
+        y_TD = y_TD.index_add(0, token, rows * weight_A[start:end].unsqueeze(-1).to(rows.dtype))
+        start = end
+    return y_TD

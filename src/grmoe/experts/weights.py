@@ -1,0 +1,50 @@
+"""Expert parameters in Hugging Face's layout, so that a checkpoint needs no conversion.
+
+Legend: E experts, H model width, I expert width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from grmoe import checks
+
+Activation = Literal["swiglu", "gelu"]
+
+
+class ExpertWeights(nn.Module):
+    """`gate_up_proj` (E, 2I, H) for SwiGLU or `up_proj` (E, I, H) for GELU, and `down_proj` (E, H, I)."""
+
+    def __init__(self, dim: int, hidden: int, num_experts: int, activation: Activation = "swiglu") -> None:
+        super().__init__()
+        checks.positive_int("dim", dim)
+        checks.positive_int("hidden", hidden)
+        checks.positive_int("num_experts", num_experts)
+        self.activation = checks.one_of("activation", activation, ("swiglu", "gelu"))
+        inner = 2 * hidden if activation == "swiglu" else hidden
+        self.up_name = "gate_up_proj" if activation == "swiglu" else "up_proj"
+        self.register_parameter(self.up_name, nn.Parameter(torch.empty(num_experts, inner, dim)))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, dim, hidden))
+        for weight in (self.up, self.down_proj):
+            bound = 1 / math.sqrt(weight.shape[-1])  # nn.Linear's own start
+            nn.init.uniform_(weight, -bound, bound)
+
+    @property
+    def up(self) -> Tensor:
+        """The first projection under whichever name it has."""
+        weight: Tensor = getattr(self, self.up_name)
+        return weight
+
+    def activate(self, inner: Tensor) -> Tensor:
+        """(..., 2I) → (..., I) for SwiGLU, gate first; (..., I) → (..., I) for GELU."""
+        if self.activation == "gelu":
+            return nn.functional.gelu(inner)
+        gate, up = inner.chunk(2, dim=-1)
+        return nn.functional.silu(gate) * up
+
+    def extra_repr(self) -> str:
+        return f"{self.up_name}={tuple(self.up.shape)}, down_proj={tuple(self.down_proj.shape)}"
