@@ -129,12 +129,15 @@ class Router(nn.Module):
     def _record(self, routing: Routing) -> None:
         self.metrics.update(routing.probs, routing.weights, routing.selected)
         if self.balance and self.training:
-            # Count what the selection computes; a dense layer computes everything, there the gate's mass counts.
-            share = routing.probs if self.selection.dense else routing.selected.to(routing.probs.dtype)
-            share_TN = share.detach().reshape(-1, self.num_experts)
-            share_TN = share_TN / share_TN.sum(-1, keepdim=True).clamp(min=1e-30)
-            finite_T = torch.isfinite(routing.probs.reshape(-1, self.num_experts)).all(-1)
-            share_TN = torch.where(finite_T.unsqueeze(-1), share_TN, 0.0)
+            N, probs_TN = self.num_experts, routing.probs.reshape(-1, self.num_experts)
+            # Count what the selection computes. A dense layer computes everything; there the expert that leads
+            # counts, for the gate's mass can be balanced while an expert never leads and starves.
+            chosen_TN = routing.selected.reshape(-1, N)
+            if self.selection.dense:
+                chosen_TN = probs_TN.argmax(-1, keepdim=True) == torch.arange(N, device=probs_TN.device)
+            finite_T = torch.isfinite(probs_TN).all(-1)
+            chosen_TN = chosen_TN & finite_T.unsqueeze(-1)
+            share_TN = chosen_TN / chosen_TN.sum(-1, keepdim=True).clamp(min=1)
             tokens = finite_T.sum(0, keepdim=True)
             self.prior_sums.add_(torch.cat([share_TN.sum(0), tokens]).to(self.prior_sums.dtype))
 
