@@ -116,13 +116,8 @@ def _dial(axes: Any, method: MethodResult) -> None:
     )
     for seed in zip(*entropy_AS, strict=True):
         axes.plot(alphas, seed, color=color, alpha=0.3, lw=0.7)
-    axes.plot(
-        alphas,
-        [sum(row) / len(row) for row in entropy_AS],
-        color=color,
-        lw=2.4,
-        label="entropy (thin: seeds)",
-    )
+    mean = [sum(row) / len(row) for row in entropy_AS]
+    axes.plot(alphas, mean, color=color, lw=2.4, label="entropy (thin: seeds)")
     paper = [max(0.0, v) for v in dial["paper_lower"]]
     axes.plot(alphas, paper, color=INK, lw=1.1, ls="--", label="the paper's lower bound")
     axes.axvline(1, color=OTHERS, lw=1, ls=":")
@@ -137,7 +132,8 @@ def _dial(axes: Any, method: MethodResult) -> None:
         "the dial α, turned after training" if ours else "α = 1/temperature, turned after training"
     )
     axes.set_ylabel("routing entropy, nats")
-    axes.legend(frameon=False, loc="center right" if ours else "lower left", fontsize=8.5)
+    sharp = mean[len(mean) // 2] < mean[0] / 2  # the curve has left the right half of the panel by then
+    axes.legend(frameon=False, loc="center right" if sharp else "lower left", fontsize=8.5)
     falling = sum(all(b <= a + 1e-6 for a, b in pairwise(seed)) for seed in zip(*entropy_AS, strict=True))
     what = "GrMoE" if ours else "Softmax gate"
     axes.set_title(
