@@ -42,7 +42,7 @@ class Config:
     @classmethod
     def quick(cls) -> Config:
         """Small enough for a demo: under a minute on two cores for `QUICK_METHODS`."""
-        return cls(seeds=6, eval_tokens=2048, training=Training(steps=700))
+        return cls(seeds=6, eval_tokens=2048, training=Training(steps=600))
 
 
 @dataclass
