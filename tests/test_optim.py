@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import geoopt
@@ -19,15 +19,6 @@ from grmoe.geometry import chordal_distance, haar_frames, orthonormality_error, 
 from grmoe.optim import GrassmannAdam, Manifold, _inverse_sqrt_minus_one, _reference_step, split_parameters
 
 MANIFOLDS: tuple[Manifold, ...] = ("grassmann", "stiefel")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The frames here are tiny: handing them to several threads costs more than the arithmetic."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def rng(seed: int = 0) -> torch.Generator:
