@@ -180,4 +180,9 @@ def _progress() -> Progress:
 
 
 def main() -> None:
-    app()
+    """Entry point. A full disk or a folder that cannot be written is the machine's trouble, not a traceback's."""
+    try:
+        app()
+    except OSError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from grmoe.cli import app
+from grmoe.cli import app, main
 from grmoe.studies.synthetic import study
 from grmoe.studies.synthetic.figure import draw
 from grmoe.studies.synthetic.methods import find_methods
@@ -134,6 +134,22 @@ def test_missing_extras_name_the_install_line(monkeypatch: pytest.MonkeyPatch) -
     result = CliRunner().invoke(app, ["synthetic"])
     assert result.exit_code == 2
     assert "needs scipy; install with: pip install 'grmoe[studies]'" in result.output
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    arguments = ["grmoe", "synthetic", "--quick", "--seeds", "1", "--steps", "1", "--method", "hash"]
+    monkeypatch.setattr("sys.argv", [*arguments, "--out", str(blocked / "runs")])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 1
+    shown = capsys.readouterr().err
+    assert "error:" in shown
+    assert "Traceback" not in shown
+    assert blocked.read_text() == "in the way"
 
 
 def test_version_and_help() -> None:

@@ -37,7 +37,10 @@ class Row:
         scores = result.scores
         accuracy, half = mean_interval([s.accuracy for s in scores])
         collapsed = sum(s.collapsed for s in scores)
-        mean = lambda name: mean_interval([getattr(s, name) for s in scores])[0]  # noqa: E731
+
+        def mean(name: str) -> float:
+            return mean_interval([getattr(s, name) for s in scores])[0]
+
         return cls(
             title=result.title,
             accuracy=accuracy,
