@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from grmoe.optim import GrassmannAdam
-from grmoe.regularizers import overlap_penalty
 from grmoe.routing import Router, Routing, SlotMixing
 from grmoe.routing.base import next_log_prior
 from grmoe.studies.synthetic.task import Task, apply_experts
@@ -31,8 +30,6 @@ class Training:
         0.6  # Frobenius length of a frame's step, √k times 0.15: the task is learned in few steps
     )
     prior_rate: float = 0.05  # η of the balanced prior
-    hinge: float = 0.0  # β of the overlap penalty; off: it slows the search for subspaces here
-    hinge_rho: float = 0.5  # its threshold relative to the random overlap k/d
 
 
 class StackedRouters:
@@ -103,7 +100,6 @@ def train(
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(opt, lambda step: _cosine(step, config.steps)) for opt in optimizers
     ]
-    frames = routers.params.get("frames")
     for step in range(config.steps):
         x_SBD, label_SB = task.tokens(config.batch)
         routing = routers(x_SBD, train=True)
@@ -116,8 +112,6 @@ def train(
             error = mixture_output(x_SBD, maps_SNDO, routing) - task.targets(x_SBD, label_SB)
             loss_S = error.square().mean((-2, -1))
         total = loss_S + routing.aux_loss
-        if frames is not None and config.hinge:
-            total = total + config.hinge * overlap_penalty(frames, config.hinge_rho, relative=True)
         for opt in optimizers:
             opt.zero_grad(set_to_none=True)
         total.sum().backward()  # seeds share nothing: the sum gives each its own gradient
