@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from grmoe.certificates import truncation_error_bound
 from grmoe.experts import pick_backend
+from grmoe.experts.bounds import output_gains
 from grmoe.experts.weights import Activation, ExpertWeights
 from grmoe.layer import MoE
 from grmoe.routing import (
@@ -220,3 +224,151 @@ def test_selection_never_exceeds_its_own_bound(selection: Selection) -> None:
     count = selection(probs).sum(-1)
     assert int(count.max()) <= selection.most(N)
     assert selection.most(N) <= N
+
+
+def test_selection_argument() -> None:
+    assert MoE(DIM, HIDDEN, N, selection=Mass(0.8)).router.selection == Mass(0.8)
+    for name in ("grassmann", "softmax", "vmf"):
+        moe = layer(make_router(name), selection=Mass(0.8))
+        assert moe.router.selection == Mass(0.8)
+        assert torch.equal(moe.run(tokens(9))[1].selected, Mass(0.8)(moe.router(tokens(9)).probs))
+    for name in ("switch", "expert_choice", "hash", "soft_moe"):
+        router = make_router(name)
+        before = router.selection
+        with pytest.raises(ValueError, match=r"selection must be None for a .*Router, which makes its own"):
+            layer(router, selection=Mass(0.8))
+        assert router.selection == before
+
+
+# ------------------------------------------------------------------------------------------------ truncation
+
+
+def dense_and_routed(moe: MoE, x: Tensor, routing: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The dense sum, the routed one, and the outputs of all experts, by the plain formula."""
+    f = torch.stack([plain_expert(moe.experts, e, x) for e in range(moe.router.num_experts)], dim=-2)
+    return (routing.probs.unsqueeze(-1) * f).sum(-2), (routing.weights.unsqueeze(-1) * f).sum(-2), f
+
+
+@given(
+    activation=st.sampled_from(["swiglu", "gelu"]),
+    selection=st.one_of(
+        st.builds(Mass, st.floats(0.05, 1.0), st.sampled_from([None, 1, 3]), st.booleans()),
+        st.builds(TopK, st.integers(1, N), st.booleans()),
+        st.builds(Threshold, st.floats(0.02, 0.9), st.booleans()),
+    ),
+    shared=st.integers(0, 1),
+    decades=st.tuples(st.floats(-2, 2), st.floats(-2, 2), st.floats(-1, 1)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_truncation_bound_holds_for_every_token(
+    activation: Activation,
+    selection: Any,
+    shared: int,
+    decades: tuple[float, float, float],
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    router = GrassmannRouter(DIM, N, 3, alpha=10 ** decades[2])
+    options: dict[str, Any] = {"activation": activation, "shared_experts": shared, "selection": selection}
+    moe = MoE(DIM, HIDDEN, N, router, **options).double()
+    x = torch.randn(3, 8, DIM, dtype=torch.float64) * 10 ** decades[1]
+    with torch.no_grad():
+        for weight in moe.experts.parameters():
+            weight *= 10 ** decades[0] * torch.rand(N, 1, 1)
+        y, routing = moe.run(x)
+        dense, routed, f = dense_and_routed(moe, x, routing)
+    error = (dense - routed).norm(dim=-1)
+    tolerance = 1e-13 * f.norm(dim=-1).amax(-1)  # the rounding of the sums on both sides
+    found = moe.truncation(x, routing, y, output_gains(moe.experts))
+    assert found.dropped.shape == found.bound.shape == found.holds.shape == (3, 8)
+    assert bool(found.holds.all())
+    assert bool((error <= found.bound + tolerance).all())
+    # Nothing dropped, nothing lost; and a bound of zero says that nothing was dropped.
+    assert torch.equal(found.bound == 0, found.dropped == 0)
+    assert bool((found.dropped[routing.selected.all(-1)] == 0).all())
+    kept = torch.where(routing.selected, routing.probs, 0.0).sum(-1)
+    torch.testing.assert_close(found.dropped, 1 - kept, rtol=0, atol=1e-12)
+    if isinstance(selection, Mass) and selection.cap is None:
+        assert float(found.dropped.max()) < 1 - selection.tau + 1e-12
+    alone = moe.truncation(x)
+    torch.testing.assert_close(alone.bound, found.bound, rtol=1e-6, atol=0)
+    exact = moe.truncation(x, exact=True)
+    assert bool(((exact.bound - error).abs() <= tolerance).all())
+    assert bool((exact.bound[exact.dropped == 0] == 0).all())
+    if selection.renormalize:
+        sharp = truncation_error_bound(routing.probs, routing.selected, outputs=f).bound
+        assert bool((exact.bound <= sharp * (1 + 1e-7) + tolerance).all())
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_truncation_bound_is_nearly_attained(activation: Activation, renormalize: bool) -> None:
+    """Kept and dropped experts point in opposite directions at full gain: a bound 0.1 % smaller would be wrong."""
+    moe = layer(
+        make_router(), activation=activation, selection=TopK(2, renormalize), shared_experts=1
+    ).double()
+    direction, probe = tokens(2, dtype=torch.float64)
+    x = 40 * probe / probe.norm()
+    routing = moe.router(x)
+    with torch.no_grad():
+        moe.experts.up.zero_()
+        moe.experts.down_proj.zero_()
+        moe.experts.up[:, ::HIDDEN] = probe
+        for e in range(N):
+            moe.experts.down_proj[e, :, 0] = direction if routing.selected[e] else -direction
+        y, routing = moe.run(x)
+        dense, routed, _ = dense_and_routed(moe, x, routing)
+    error, found = float((dense - routed).norm()), moe.truncation(x, routing, y)
+    assert 0.1 < float(found.dropped) < 0.9
+    assert 0.999 * float(found.bound) < error <= float(found.bound)
+
+
+def test_truncation_in_bf16_with_shared_experts() -> None:
+    moe = layer(make_router(selection=Mass(0.6)), shared_experts=2).bfloat16()
+    with torch.no_grad():
+        for weight in moe.shared.parameters():  # type: ignore[union-attr]
+            weight *= 10  # most of the output: subtracting it leaves little
+    x = tokens(50).bfloat16()
+    y, routing = moe.run(x)
+    given, alone = moe.truncation(x, routing, y), moe.truncation(x, routing)
+    assert given.bound.dtype == torch.float32
+    assert bool((given.bound >= alone.bound * (1 - 1e-6)).all())  # the subtraction rounds up
+    dense, routed, _ = dense_and_routed(moe.float(), x.float(), routing)
+    assert bool(((dense - routed).norm(dim=-1) <= alone.bound).all())
+
+
+@pytest.mark.parametrize("name", [n for n in ROUTERS if n != "soft_moe"])
+def test_truncation_counts_nothing_and_fits_every_router(name: str) -> None:
+    moe = layer(make_router(name, balance=True) if name != "grassmann" else make_router(name))
+    x = tokens(40)
+    with torch.no_grad():
+        y, routing = moe.run(x)
+        before = moe.router.metrics.sums.clone(), moe.router.prior_sums.clone()
+        found, again = moe.truncation(x), moe.truncation(x, routing, y)
+        assert torch.equal(moe.router.metrics.sums, before[0])
+        assert torch.equal(moe.router.prior_sums, before[1])
+        dense, routed, _ = dense_and_routed(moe, x, routing)
+    torch.testing.assert_close(found.bound, again.bound)
+    assert not moe.truncation(x).bound.requires_grad
+    assert moe.router.record
+    # fp32 sums on both sides.
+    assert bool(((dense - routed).norm(dim=-1) <= found.bound + 1e-5).all())
+
+
+def test_truncation_of_bad_tokens_and_mistakes() -> None:
+    moe = layer(make_router(selection=TopK(2)))
+    x = tokens(6)
+    clean = moe.truncation(x)
+    x[2, 3], x[4] = float("nan"), 1e30  # 1e60 does not fit into fp32
+    found = moe.truncation(x)
+    good = torch.tensor([True, True, False, True, False, True])
+    assert torch.equal(found.holds, good)
+    assert bool(found.bound[~good].isinf().all())
+    torch.testing.assert_close(found.bound[good], clean.bound[good])
+    assert moe.truncation(x[:0]).bound.shape == (0,)
+    with pytest.raises(ValueError, match="y must come with the routing"):
+        moe.truncation(x, y=moe(x))
+    with pytest.raises(ValueError, match=r"gain_N must have shape \(5,\), got \(4,\)"):
+        moe.truncation(x, gain_N=torch.ones(4))
+    with pytest.raises(ValueError, match="Soft MoE has none"):
+        layer(make_router("soft_moe")).truncation(tokens(3, 4))

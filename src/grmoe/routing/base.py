@@ -70,6 +70,7 @@ class Router(nn.Module):
         self.selection: Selection = Dense() if selection is None else selection
         self.balance = balance
         self.checked = checked
+        self.record = True  # off: forward passes leave metrics and prior sums as they are
         self.register_buffer("alpha_value", torch.tensor(_dial(alpha)))
         self.register_buffer("log_prior", torch.zeros(num_experts))
         # Load since the last prior update: N sums and the token count.
@@ -127,6 +128,10 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _record(self, routing: Routing) -> None:
+        """Add to metrics and prior sums, once a token: activation checkpointing runs the forward again."""
+        # That second run happens inside the backward, which is what the graph task tells. Dynamo cannot trace it.
+        if not self.record or (not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1):
+            return
         self.metrics.update(routing.probs, routing.weights, routing.selected)
         if self.balance and self.training:
             N, probs_TN = self.num_experts, routing.probs.reshape(-1, self.num_experts)
