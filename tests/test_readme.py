@@ -26,11 +26,16 @@ def test_the_python_example_runs_and_the_entropy_is_inside_its_bounds() -> None:
 
 
 def test_the_command_table_names_every_command() -> None:
-    shown = set(re.findall(r"^\| `grmoe (\w+)`", README, re.MULTILINE))
-    registered = {command.name or command.callback.__name__ for command in app.registered_commands}  # type: ignore[union-attr]
+    shown = set(re.findall(r"^\| `grmoe ([\w -]+)`", README, re.MULTILINE))
+    groups = {"": app} | {f"{group.name} ": group.typer_instance for group in app.registered_groups}
+    registered = {
+        prefix + (command.name or command.callback.__name__)  # type: ignore[union-attr]
+        for prefix, group in groups.items()
+        for command in group.registered_commands  # type: ignore[union-attr]
+    }
     assert shown == registered
     for name in shown:
-        assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
+        assert CliRunner().invoke(app, [*name.split(), "--help"]).exit_code == 0
 
 
 def test_every_linked_file_exists() -> None:

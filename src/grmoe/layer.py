@@ -43,7 +43,9 @@ class MoE(nn.Module):
     router: any `Router`; by default a `GrassmannRouter` of rank dim // num_experts with top-2 selection.
     selection: which experts a token gets: of the default router, or in place of what `router` came with.
     activation: "swiglu" (width `hidden` after the gate) or "gelu".
-    backend: "reference" (a loop, any dtype), "grouped" (grouped GEMMs), or "auto".
+    backend: "reference" (a loop, any dtype), "grouped" (grouped GEMMs), "triton" (our kernels, CUDA), or "auto", the
+        fastest that runs on the tokens' device, dtype and shape. The gate follows: the first two leave the router
+        to PyTorch.
     shared_experts: that many experts every token goes through, beside the routed ones and with weight one.
     """
 
@@ -56,7 +58,7 @@ class MoE(nn.Module):
         *,
         selection: Selection | None = None,
         activation: Activation = "swiglu",
-        backend: Literal["auto", "reference", "grouped"] = "auto",
+        backend: Literal["auto", "reference", "grouped", "triton"] = "auto",
         shared_experts: int = 0,
     ) -> None:
         super().__init__()
@@ -76,6 +78,8 @@ class MoE(nn.Module):
             router.selection = selection
         self.router = router
         self.backend = checks.one_of("backend", backend, ("auto", *BACKENDS))
+        if backend != "auto":
+            router.backend = "triton" if backend == "triton" else "reference"
         self.experts = ExpertWeights(dim, hidden, num_experts, activation)
         checks.positive_int("shared_experts", shared_experts, at_least=0)
         # k experts of width I with weight one are one expert of width k·I.
@@ -98,8 +102,12 @@ class MoE(nn.Module):
         x_TD = x.reshape(-1, x.shape[-1])
         shape = (len(x_TD), self.router.num_experts)
         weights_TN, selected_TN = routing.weights.reshape(shape), routing.selected.reshape(shape)
-        dispatch = Dispatch.build(weights_TN, selected_TN, self.router.most_experts())
-        return pick_backend(self.backend, x_TD)(x_TD, dispatch, self.experts).view(x.shape)
+        return self._run_experts(x_TD, weights_TN, selected_TN, self.router.most_experts()).view(x.shape)
+
+    def _run_experts(self, x_TD: Tensor, weights_TN: Tensor, selected_TN: Tensor, most: int) -> Tensor:
+        backend = pick_backend(self.backend, x_TD, self.experts.hidden)
+        dispatch = Dispatch.build(weights_TN, selected_TN, most, kernels=backend == "triton")
+        return BACKENDS[backend](x_TD, dispatch, self.experts)
 
     def mix(self, x: Tensor, slots: SlotMixing) -> Tensor:
         """Soft MoE: experts run on slots, weighted means of a sequence's tokens."""
@@ -112,8 +120,7 @@ class MoE(nn.Module):
         each = len(rows_AD) // N
         expert = torch.arange(len(rows_AD), device=x.device) // max(1, each)
         selected = expert.unsqueeze(-1) == torch.arange(N, device=x.device)
-        dispatch = Dispatch.build(selected.to(torch.float32), selected, 1)
-        out_AD = pick_backend(self.backend, rows_AD)(rows_AD, dispatch, self.experts)
+        out_AD = self._run_experts(rows_AD, selected.to(torch.float32), selected, 1)
         outputs = out_AD.view(N, -1, P, D).transpose(0, 1).view(inputs.shape)
         return torch.einsum("...tnp,...npd->...td", slots.combine.to(x.dtype), outputs)
 

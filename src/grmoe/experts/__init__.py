@@ -1,6 +1,7 @@
 """Expert computation: a dispatch list, and backends that run the experts over it.
 
 `reference` is the specification, a plain loop. `grouped` runs on `torch.nn.functional.grouped_mm`, CPU and GPU.
+`triton` runs on kernels of our own, CUDA.
 """
 
 from __future__ import annotations
@@ -14,20 +15,35 @@ from grmoe import checks
 from grmoe.experts.dispatch import Dispatch
 from grmoe.experts.grouped import grouped_experts
 from grmoe.experts.reference import reference_experts
+from grmoe.experts.triton import triton_experts
 from grmoe.experts.weights import ExpertWeights
+from grmoe.kernels import runtime
 
 Backend = Callable[[Tensor, Dispatch, ExpertWeights], Tensor]
 
-BACKENDS: dict[str, Backend] = {"reference": reference_experts, "grouped": grouped_experts}
+BACKENDS: dict[str, Backend] = {
+    "reference": reference_experts,
+    "grouped": grouped_experts,
+    "triton": triton_experts,
+}
 
 
-def pick_backend(name: str, x: Tensor) -> Backend:
-    """A backend by name; "auto" takes the fastest that can run on this dtype."""
+def pick_backend(name: str, x: Tensor, hidden: int) -> str:
+    """Which backend runs tokens x through experts of width `hidden`: "auto" takes the fastest that can."""
     checks.one_of("backend", name, ("auto", *BACKENDS))
+    kernels = runtime.runs_on(x) and hidden * x.element_size() % 16 == 0
+    if name == "triton" and not kernels:
+        checks.require(runtime.HAS_TRITON, "backend 'triton' needs Triton; install with: pip install triton")
+        rows = f"rows of {x.shape[-1]} and {hidden} {x.dtype} on {x.device}"
+        need = "CUDA (compute capability 8.0 or later), 16 or 32 bit floats and rows of whole 16 bytes"
+        raise ValueError(f"backend 'triton' needs {need}, got {rows}")
     if name == "auto":
-        # grouped_mm has no fp64 kernel: there the loop is the only one.
-        name = "reference" if x.dtype == torch.float64 else "grouped"
-    return BACKENDS[name]
+        if kernels and not runtime.INTERPRETED and not runtime.has_failed("experts"):
+            return "triton"
+        # grouped_mm has no fp64 kernel and wants rows of whole 16 bytes.
+        aligned = x.shape[-1] * x.element_size() % 16 == 0 and hidden * x.element_size() % 16 == 0
+        return "grouped" if aligned and x.dtype != torch.float64 else "reference"
+    return name
 
 
 __all__ = ["BACKENDS", "Backend", "Dispatch", "ExpertWeights", "pick_backend"]

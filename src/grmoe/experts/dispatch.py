@@ -4,6 +4,7 @@ Its length is a static bound, A = T · (most experts a token may have), so that 
 host; how many of its rows are real stands in the last offset. Any number of experts a token fits, none included.
 
 Legend: T tokens, N experts, A rows of the list, M most experts of a token, D model width.
+    pair_A     token · M + slot of a row, its place in the token's list (0 on unused rows)
     token_A    which token a row belongs to (0 on unused rows)
     expert ends: rows [offset_N[e−1], offset_N[e]) are expert e's, rows past offset_N[−1] are unused
     slot_TM    where a token's assignments lie in the list, in expert order (A where it has fewer than M)
@@ -24,6 +25,7 @@ from grmoe import checks
 @dataclass(frozen=True)
 class Dispatch:
     token_A: Tensor
+    pair_A: Tensor
     offset_N: Tensor  # int32, as grouped_mm wants it
     slot_TM: Tensor
     weight_TM: Tensor  # carries the gradient to the router
@@ -34,30 +36,33 @@ class Dispatch:
         return len(self.token_A)
 
     @classmethod
-    def build(cls, weights_TN: Tensor, selected_TN: Tensor, most: int) -> Dispatch:
+    def build(cls, weights_TN: Tensor, selected_TN: Tensor, most: int, *, kernels: bool = False) -> Dispatch:
         """From combine weights and the selection mask; `most` bounds the experts of a token.
 
         Positions come from running counts over tokens (row within an expert) and over experts (slot within a
-        token): integer arithmetic, so the list is the same every time, and no sort.
+        token): integer arithmetic, so the list is the same every time, and no sort. kernels: by Triton.
         """
         T, N = selected_TN.shape
         checks.require(1 <= most <= N, f"most must be between 1 and {N}, got {most}")
+        if kernels:
+            from grmoe.kernels.dispatch import dispatch
+
+            return cls(*dispatch(weights_TN, selected_TN, most))
         A, device = T * most, selected_TN.device
         count_TN = selected_TN.long()
         offset_N = count_TN.sum(0).cumsum(0)
         start_N = offset_N - count_TN.sum(0)
         row_TN = start_N + count_TN.cumsum(0) - 1
         rank_TN = count_TN.cumsum(1) - 1
+        pair_TN = torch.arange(T, device=device).unsqueeze(1) * most + rank_TN
         # Unselected pairs write into one spare place behind the end, which is cut off.
         row_TN = torch.where(selected_TN, row_TN, A)
-        token_TN = torch.arange(T, device=device).unsqueeze(1).expand(T, N)
-        token_A = torch.zeros(A + 1, dtype=torch.long, device=device).scatter(
-            0, row_TN.flatten(), token_TN.flatten()
-        )
+        pair_A = torch.zeros(A + 1, dtype=torch.long, device=device)
+        pair_A = pair_A.scatter(0, row_TN.flatten(), pair_TN.flatten())[:A]
         rank_TN = torch.where(selected_TN, rank_TN, most)
         slot_TM = torch.full((T, most + 1), A, device=device).scatter(1, rank_TN, row_TN)[:, :most]
         weight_TM = weights_TN.new_zeros(T, most + 1).scatter(1, rank_TN, weights_TN)[:, :most]
-        return cls(token_A[:A], offset_N.to(torch.int32), slot_TM, weight_TM)
+        return cls(pair_A // most, pair_A, offset_N.to(torch.int32), slot_TM, weight_TM)
 
 
 def gather(x_TD: Tensor, dispatch: Dispatch) -> Tensor:
@@ -67,7 +72,8 @@ def gather(x_TD: Tensor, dispatch: Dispatch) -> Tensor:
 
 def combine(y_AD: Tensor, dispatch: Dispatch) -> Tensor:
     """Σ over a token's rows of weight · row, (T, D), summed in fp32 (fp64 for fp64 rows)."""
-    return _Combine.apply(y_AD, dispatch.weight_TM, dispatch.token_A, dispatch.slot_TM, dispatch.offset_N)
+    d = dispatch
+    return _Combine.apply(y_AD, d.weight_TM, d.token_A, d.pair_A, d.slot_TM, d.offset_N)
 
 
 def _rows(y_AD: Tensor, slot_TM: Tensor) -> Tensor:
@@ -99,23 +105,27 @@ class _Gather(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y_AD: Tensor, weight_TM: Tensor, token_A: Tensor, slot_TM: Tensor, offset_N: Tensor
+        ctx: Any,
+        y_AD: Tensor,
+        weight_TM: Tensor,
+        token_A: Tensor,
+        pair_A: Tensor,
+        slot_TM: Tensor,
+        offset_N: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(y_AD, weight_TM, token_A, slot_TM, offset_N)
+        ctx.save_for_backward(y_AD, weight_TM, token_A, pair_A, slot_TM, offset_N)
         wide = _wide(y_AD.dtype)
         rows_TMD = _rows(y_AD, slot_TM).to(wide)
         return (rows_TMD * weight_TM.to(wide).unsqueeze(-1)).sum(1).to(y_AD.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        y_AD, weight_TM, token_A, slot_TM, offset_N = ctx.saved_tensors
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        y_AD, weight_TM, token_A, pair_A, slot_TM, offset_N = ctx.saved_tensors
         wide = _wide(y_AD.dtype)
         rows_TMD = _rows(y_AD, slot_TM).to(wide)
         grad_weight_TM = (rows_TMD * grad_TD.to(wide).unsqueeze(1)).sum(-1)
-        # A row's weight, found through its token's slots; unused rows get zero.
-        A = len(token_A)
-        weight_A = weight_TM.new_zeros(A + 1).scatter(0, slot_TM.flatten(), weight_TM.flatten())[:A]
-        used_A = torch.arange(A, device=token_A.device) < offset_N[-1]
+        used_A = torch.arange(len(token_A), device=token_A.device) < offset_N[-1]
+        weight_A = weight_TM.flatten()[pair_A]
         scale_A = torch.where(used_A, weight_A, 0.0).to(wide).unsqueeze(-1)
         grad_AD = (grad_TD[token_A].to(wide) * scale_A).to(y_AD.dtype)
-        return grad_AD, grad_weight_TM.to(weight_TM.dtype), None, None, None
+        return grad_AD, grad_weight_TM.to(weight_TM.dtype), None, None, None, None

@@ -34,6 +34,11 @@ class ExpertWeights(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
 
     @property
+    def hidden(self) -> int:
+        """I, the width of an expert."""
+        return self.down_proj.shape[-1]
+
+    @property
     def up(self) -> Tensor:
         """The first projection under whichever name it has."""
         weight: Tensor = getattr(self, self.up_name)

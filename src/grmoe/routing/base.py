@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from grmoe import checks
+from grmoe.kernels.runtime import INTERPRETED, attempt, available, has_failed, is_capturing
+from grmoe.routing.fused import GateOperands, fused_gate, fuses, pack_operands
 from grmoe.routing.metrics import MetricsAccumulator, RoutingMetrics
 from grmoe.routing.selection import Dense, Selection
 
@@ -46,6 +48,8 @@ class Router(nn.Module):
 
     alpha: the dial, ℓ = α·score. 0 gives the uniform gate, ∞ top-1. Changeable at any time, no recompilation.
     balance: learn a log-prior b_e without gradients, b ← b + η(1 − N·load_e) (see `update_prior`).
+    backend: attribute. "auto" and "triton" run gate and selection as one kernel where there is one for them (see
+    `grmoe.routing.fused`; "auto" not in Triton's interpreter), "reference" never does.
     checked: raise on NaN or Inf in the input. This waits for the device; without it such a token gets a NaN
     gate of its own and touches no other token, no metric and no prior.
     """
@@ -70,6 +74,8 @@ class Router(nn.Module):
         self.selection: Selection = Dense() if selection is None else selection
         self.balance = balance
         self.checked = checked
+        self.backend: Literal["auto", "reference", "triton"] = "auto"
+        self._packed: tuple[tuple[Any, ...], Tensor] | None = None
         self.record = True  # off: forward passes leave metrics and prior sums as they are
         self.register_buffer("alpha_value", torch.tensor(_dial(alpha)))
         self.register_buffer("log_prior", torch.zeros(num_experts))
@@ -83,6 +89,10 @@ class Router(nn.Module):
         """Scaled logits (..., N) for tokens x (..., D), dial and prior included."""
         raise NotImplementedError(f"{type(self).__name__} must define gate()")
 
+    def gate_operands(self) -> GateOperands | None:
+        """The gate in the fused kernel's terms; None where its logits are anything else."""
+        return None
+
     def select(self, probs: Tensor) -> Tensor:
         """Mask of the experts computed, (..., N)."""
         return self.selection(probs)
@@ -93,7 +103,7 @@ class Router(nn.Module):
 
     def losses(self, routing: Routing) -> Tensor:
         """The router's own loss, 0-d."""
-        return routing.logits.new_zeros(())
+        return routing.aux_loss
 
     def geometry_metrics(self) -> dict[str, float]:
         """Frame and concentration figures for `read_metrics`, where a router has them."""
@@ -111,11 +121,55 @@ class Router(nn.Module):
         if self.checked:
             checks.all_finite("x", x)
         # Autocast would turn the projections into bf16, where near ties route differently in serving.
-        with torch.autocast(device_type=x.device.type, enabled=False):
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(device_type=x.device.type, enabled=False):
+                return self._forward(x, token_ids)
+        return self._forward(x, token_ids)
+
+    def _forward(self, x: Tensor, token_ids: Tensor | None) -> Routing:
+        routing = self._fused(x)
+        if routing is None:
             routing = self.route(x if x.dtype == torch.float64 else x.float(), token_ids)
-            routing.aux_loss = self.losses(routing)
+        routing.aux_loss = self.losses(routing)
         self._record(routing)
         return routing
+
+    def _wants_kernels(self) -> bool:
+        return self.backend == "triton" or (self.backend == "auto" and not INTERPRETED)
+
+    def _fused(self, x: Tensor) -> Routing | None:
+        """The routing by one kernel, or None where that is not possible."""
+        if not self._wants_kernels() or type(self).select is not Router.select:
+            return None
+        if not fuses(x, self.selection, self.num_experts) or (operands := self.gate_operands()) is None:
+            return None
+        packed = self._packed_operands(operands, x)
+        results = attempt(
+            "gate", lambda: fused_gate(x, operands, self.alpha_value, self.selection, packed), lambda: None
+        )
+        if results is None:
+            return None
+        logits, probs, weights, selected, zero = results
+        return Routing(logits, probs, selected, weights, zero)
+
+    def _packed_operands(self, operands: GateOperands, x: Tensor) -> Tensor | None:
+        """The kernel's copy of frames or weights, kept in eval mode, where nobody trains them.
+
+        `train()` forgets it and a write in place changes the version. Not for a graph that is being captured,
+        which must see later changes.
+        """
+        matrix = operands.matrix
+        if self.training or torch.compiler.is_compiling() or matrix.is_inference() or is_capturing(x):
+            return None
+        state = (matrix._version, matrix.data_ptr(), x.dtype)
+        if self._packed is None or self._packed[0] != state:
+            packed = attempt("gate", lambda: pack_operands(operands, x.dtype), lambda: None)
+            self._packed = None if packed is None else (state, packed)
+        return None if self._packed is None else self._packed[1]
+
+    def train(self, mode: bool = True) -> Router:
+        self._packed = None
+        return super().train(mode)
 
     def route(self, x: Tensor, token_ids: Tensor | None) -> Routing:
         logits = self.gate(x, token_ids)
@@ -132,8 +186,13 @@ class Router(nn.Module):
         # That second run happens inside the backward, which is what the graph task tells. Dynamo cannot trace it.
         if not self.record or (not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1):
             return
+        keep_prior = self.balance and self.training
+        if self._wants_kernels() and available(routing.probs) and not has_failed("metrics"):
+            attempt("metrics", lambda: self._record_fused(routing, keep_prior), lambda: None)
+            if not has_failed("metrics"):
+                return
         self.metrics.update(routing.probs, routing.weights, routing.selected)
-        if self.balance and self.training:
+        if keep_prior:
             N, probs_TN = self.num_experts, routing.probs.reshape(-1, self.num_experts)
             # Count what the selection computes. A dense layer computes everything; there the expert that leads
             # counts, for the gate's mass can be balanced while an expert never leads and starves.
@@ -145,6 +204,15 @@ class Router(nn.Module):
             share_TN = chosen_TN / chosen_TN.sum(-1, keepdim=True).clamp(min=1)
             tokens = finite_T.sum(0, keepdim=True)
             self.prior_sums.add_(torch.cat([share_TN.sum(0), tokens]).to(self.prior_sums.dtype))
+
+    def _record_fused(self, routing: Routing, keep_prior: bool) -> None:
+        from grmoe.kernels.metrics import record
+
+        N, dense = self.num_experts, self.selection.dense
+        probs, weights, selected = (
+            t.reshape(-1, N) for t in (routing.probs, routing.weights, routing.selected)
+        )
+        record(probs, weights, selected, self.metrics.sums, self.prior_sums, prior=keep_prior, dense=dense)
 
     @torch.no_grad()
     def update_prior(self, rate: float) -> None:
@@ -177,6 +245,8 @@ class Router(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         """Moves between devices but stays out of half precision: frames in bf16 lose orthonormality and stall
         training, so `model.bfloat16()` leaves a router in fp32."""
+
+        self._packed = None
 
         def keep_precision(t: Tensor) -> Tensor:
             out = fn(t)

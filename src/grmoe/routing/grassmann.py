@@ -17,6 +17,7 @@ from grmoe import checks, geometry
 from grmoe.bingham import log_kummer, log_normalizer
 from grmoe.certificates import Certificate, logit_range_bound
 from grmoe.routing.base import Router
+from grmoe.routing.fused import GateOperands
 
 # Floor of ‖x‖²: energies of shorter tokens fade to zero, a zero token (padding) routes by the prior alone.
 ZERO_TOKEN = 1e-12
@@ -125,6 +126,13 @@ class GrassmannRouter(Router):
         if self.prior == "uniform":
             return -self._log_normalizers().to(self.log_prior.dtype)
         return self.log_prior  # zeros unless balanced
+
+    def gate_operands(self) -> GateOperands | None:
+        if self.amortizer is not None or self.mu is not None:
+            return None
+        prior_N = self.log_prior_correction()
+        posterior = self.dial == "posterior"
+        return GateOperands(self.frames, prior_N, self.log_kappa, self.energy_scale, posterior)
 
     def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
         scores, prior = self.scores(x), self.log_prior_correction().to(x.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grmoe import checks
 from grmoe.routing.base import Router, Routing, linear_weight
+from grmoe.routing.fused import GateOperands
 from grmoe.routing.selection import TopK
 
 
@@ -49,6 +50,9 @@ class SoftmaxRouter(Router):
         if self.noise and self.training:
             logits = logits + self.noise * torch.randn_like(logits)
         return logits
+
+    def gate_operands(self) -> GateOperands | None:
+        return None if self.noise and self.training else GateOperands(self.weight, self.log_prior)
 
     def losses(self, routing: Routing) -> Tensor:
         loss = super().losses(routing)

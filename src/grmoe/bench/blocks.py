@@ -1,0 +1,228 @@
+"""MoE blocks that compute the same thing: ours in every form, and what other libraries run.
+
+All of a `Setting`'s blocks see the same tokens and the same expert weights. The others' gate is the softmax gate as
+people write it. Errors are against fp64 on fewer tokens and an uneven load: one expert gets nothing, one gets most.
+
+Legend: T tokens, D model width, N experts, K experts a token.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grmoe.bench.measure import SEED, relative_error
+from grmoe.bench.shapes import LayerShape
+from grmoe.experts import Dispatch, ExpertWeights
+from grmoe.experts.reference import reference_experts
+from grmoe.layer import MoE
+from grmoe.routing import GrassmannRouter, Router, Selection, SoftmaxRouter, TopK
+
+CHECKED_TOKENS = 2048
+STARVED, FAVOURED = -8.0, 3.0  # shifts of the first and the last expert's logit, whose spread is about one
+
+Call = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A whole MoE block: router and experts."""
+
+    call: Call
+    parameters: list[nn.Parameter]
+    errors: Callable[[], dict[str, float]]
+    module: nn.Module | None = None
+    served: Call | None = None  # for the forward alone: the same block in eval mode, where that differs
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        with torch.no_grad():
+            return (self.call if self.served is None else self.served)(x_TD)
+
+    def both(self, x_TD: Tensor, grad_TD: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of the input and of every parameter, given the output's."""
+        return torch.autograd.grad(self.call(x_TD), [x_TD, *self.parameters], grad_TD)
+
+
+class Setting:
+    """Tokens and weights of one shape."""
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        selection: Selection | None = None,
+    ) -> None:
+        self.shape, self.device, self.dtype = shape, device, dtype
+        T, D, N = shape.tokens, shape.dim, shape.experts
+        torch.manual_seed(SEED)
+        with torch.device(device):
+            self.x_TD = torch.randn(T, D).to(dtype).requires_grad_()
+            self.grad_TD = torch.randn(T, D).to(dtype)
+            self.experts = ExpertWeights(D, shape.width, N).to(dtype)
+            self.softmax = SoftmaxRouter(D, N, shape.top_k)
+            self.gate_ND = nn.Parameter(self.softmax.weight.detach().to(dtype))
+        # Frames are drawn on the CPU.
+        self.grassmann = GrassmannRouter(D, N, rank, selection=selection or TopK(shape.top_k)).to(device)
+
+    @cached_property
+    def experts64(self) -> ExpertWeights:
+        return copy.deepcopy(self.experts).double()
+
+    # -- ours ------------------------------------------------------------------------------------------
+
+    def ours(self, backend: str = "auto", router: Router | None = None, compiled: bool = False) -> Block:
+        """Our layer, by default with the Grassmann gate."""
+        router = copy.deepcopy(router or self.grassmann)  # a layer tells its router which backend to use
+        moe = self.layer(router, backend)
+
+        def prepared(layer: MoE) -> Call:
+            # One shape is timed: a graph that fits all would only be slower.
+            return torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
+
+        def errors() -> dict[str, float]:
+            probe = self.layer(skewed(router), backend)
+            return self.errors(probe, prepared(probe))
+
+        served = self.layer(copy.deepcopy(router), backend).eval()
+        return Block(prepared(moe), list(moe.parameters()), errors, moe, prepared(served))
+
+    def layer(self, router: Router, backend: str = "auto") -> MoE:
+        """A layer around the shared experts."""
+        name: Any = backend  # from BACKENDS at run time; the signature lists them
+        with torch.device(self.device):
+            moe = MoE(self.shape.dim, self.shape.width, self.shape.experts, router, backend=name)
+        moe.experts = self.experts
+        return moe
+
+    def errors(self, moe: MoE, call: Call, x_TD: Tensor | None = None) -> dict[str, float]:
+        """Output and every gradient against the specification in fp64, which gets the same selection."""
+        x_TD = (self.x_TD if x_TD is None else x_TD)[:CHECKED_TOKENS].detach().requires_grad_()
+        grad_TD = self.grad_TD[: len(x_TD)]
+        named = dict(moe.router.named_parameters()) | dict(moe.experts.named_parameters())
+        y_TD = call(x_TD)
+        gradients = torch.autograd.grad(y_TD, [x_TD, *named.values()], grad_TD)
+
+        with torch.no_grad():
+            selected_TN = moe.router(x_TD).selected
+        moe64 = self.layer(as_reference(moe.router), "reference")
+        moe64.experts = self.experts64
+        named64 = dict(moe64.router.named_parameters()) | dict(moe64.experts.named_parameters())
+        x64_TD = x_TD.detach().double().requires_grad_()
+        y64_TD = routed(moe64, x64_TD, selected_TN)
+        gradients64 = torch.autograd.grad(y64_TD, [x64_TD, *named64.values()], grad_TD.double())
+        pairs = zip(["x", *named], gradients, gradients64, strict=True)
+        return {"y": relative_error(y_TD, y64_TD)} | {name: relative_error(a, b) for name, a, b in pairs}
+
+    # -- theirs ----------------------------------------------------------------------------------------
+
+    def hugging_face(self) -> Block:
+        """`OlmoeSparseMoeBlock` on PyTorch's grouped GEMMs, the fastest it runs without kernels from elsewhere."""
+        olmoe: Any = import_module("transformers.models.olmoe.modeling_olmoe")
+        shape = self.shape
+        config = olmoe.OlmoeConfig(
+            hidden_size=shape.dim,
+            intermediate_size=shape.width,
+            num_experts=shape.experts,
+            num_experts_per_tok=shape.top_k,
+            norm_topk_prob=True,
+            num_attention_heads=1,  # of no consequence here, but it must divide hidden_size
+        )
+        config._experts_implementation = "grouped_mm"
+        with torch.device("meta"):
+            block = olmoe.OlmoeSparseMoeBlock(config)
+        block.gate.weight = self.gate_ND
+        block.experts.gate_up_proj = self.experts.gate_up_proj
+        block.experts.down_proj = self.experts.down_proj
+
+        def call(x_TD: Tensor) -> Tensor:
+            y = block(x_TD.unsqueeze(0))
+            return (y[0] if isinstance(y, tuple) else y).squeeze(0)  # a tuple before transformers 5
+
+        return Block(call, list(block.parameters()), lambda: self.peer_errors(call), block)
+
+    def liger(self) -> Block:
+        fused: Any = import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
+        up, down = self.experts.up, self.experts.down_proj
+
+        def call(x_TD: Tensor) -> Tensor:
+            weight_TK, expert_TK = softmax_gate(x_TD, self.gate_ND, self.shape.top_k)
+            y_TD: Tensor = fused.apply(x_TD, up, down, expert_TK.to(torch.int32), weight_TK)
+            return y_TD
+
+        parameters = [self.gate_ND, *self.experts.parameters()]
+        return Block(call, parameters, lambda: self.peer_errors(call))
+
+    def scattermoe(self) -> Block:
+        mlp: Any = import_module("scattermoe.mlp")
+        shape = self.shape
+        with torch.device("meta"):
+            experts = mlp.GLUMLP(shape.dim, shape.width, shape.experts, shape.top_k)
+        gate, up = self.experts.up.detach().chunk(2, dim=1)
+        experts.experts.weight = nn.Parameter(torch.cat([up, gate], dim=1))  # its gate comes second
+        experts.output_experts.weight = self.experts.down_proj
+
+        def call(x_TD: Tensor) -> Tensor:
+            weight_TK, expert_TK = softmax_gate(x_TD, self.gate_ND, shape.top_k)
+            y_TD: Tensor = experts(x_TD, weight_TK, expert_TK)
+            return y_TD
+
+        parameters = [self.gate_ND, *experts.parameters()]
+        return Block(call, parameters, lambda: self.peer_errors(call))
+
+    @torch.no_grad()
+    def peer_errors(self, call: Call) -> dict[str, float]:
+        """The output against fp64, with the experts the block's own gate chose."""
+        N, K = self.shape.experts, self.shape.top_k
+        shift_N = torch.zeros(N, device=self.device)
+        shift_N[0], shift_N[-1] = STARVED, FAVOURED
+        # A softmax gate without bias is skewed through its input: Wc = shift.
+        c_D = torch.linalg.pinv(self.gate_ND.float()) @ shift_N
+        x_TD = (self.x_TD[:CHECKED_TOKENS] + c_D).to(self.dtype)
+        _, expert_TK = softmax_gate(x_TD, self.gate_ND, K)
+        x64_TD = x_TD.double()
+        probs_TN = torch.softmax(x64_TD @ self.gate_ND.double().T, -1)
+        chosen_TK = probs_TN.gather(1, expert_TK)
+        weights_TN = torch.zeros_like(probs_TN).scatter(1, expert_TK, chosen_TK / chosen_TK.sum(-1, True))
+        dispatch = Dispatch.build(weights_TN, weights_TN > 0, K)
+        return {"y": relative_error(call(x_TD), reference_experts(x64_TD, dispatch, self.experts64))}
+
+
+def softmax_gate(x_TD: Tensor, weight_ND: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The softmax gate as OLMoE, Mixtral and Qwen write it: weights in the model's dtype and experts, (T, K)."""
+    logits_TN = nn.functional.linear(x_TD, weight_ND)
+    probs_TN = nn.functional.softmax(logits_TN, dim=-1, dtype=torch.float)
+    weight_TK, expert_TK = torch.topk(probs_TN, top_k, dim=-1)
+    weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
+    return weight_TK.to(x_TD.dtype), expert_TK
+
+
+def routed(moe: MoE, x_TD: Tensor, selected_TN: Tensor) -> Tensor:
+    """The layer with a given selection, its weights still the gate's own."""
+    routing = moe.router(x_TD)
+    weights_TN = torch.where(selected_TN, routing.probs, 0.0)
+    if moe.router.selection.renormalize:
+        weights_TN = weights_TN / weights_TN.sum(-1, keepdim=True)
+    return moe.compute(x_TD, replace(routing, selected=selected_TN, weights=weights_TN))
+
+
+def skewed(router: Router) -> Router:
+    """A copy that starves the first expert and favours the last."""
+    router = copy.deepcopy(router)
+    router.log_prior[0], router.log_prior[-1] = STARVED, FAVOURED
+    return router
+
+
+def as_reference(router: Router) -> Router:
+    """A copy in fp64 on the plain arithmetic."""
+    router = copy.deepcopy(router).double()
+    router.backend = "reference"
+    return router

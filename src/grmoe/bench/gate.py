@@ -1,0 +1,148 @@
+"""The gate alone: ours beside the softmax gate, the bare GEMM inside it, and its own plain arithmetic.
+
+Legend: T tokens, D model width, N experts, R subspace rank, K experts a token.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from grmoe.bench.blocks import as_reference, softmax_gate
+from grmoe.bench.measure import SEED, Contender, Result, Row, Runs, relative_error
+from grmoe.bench.shapes import TOP_K, GateShape
+from grmoe.bench.timing import Ratio, time_ratio
+from grmoe.routing import GrassmannRouter, Router, Routing, SoftmaxRouter, TopK
+
+CUDA_SHAPES = (GateShape(16384, 768, 8, 48), GateShape(16384, 2048, 16, 64), GateShape(16384, 2560, 32, 64))
+CPU_SHAPES = (GateShape(2048, 256, 8, 16), GateShape(2048, 768, 8, 48))
+
+OURS, METRICS, NAIVE = "ours", "ours, with metrics", "naive Grassmann gate"
+SOFTMAX, GEMM = "softmax gate as people write it", "one bare GEMM (three with backward)"
+FORWARD, BOTH = "forward", "forward+backward"
+TRAINING = (
+    "forward, training"  # frames may have changed since the last call, so their packed copy is made anew
+)
+
+
+def contenders(shape: GateShape, device: torch.device, dtype: torch.dtype) -> list[Contender]:
+    gates = cache(lambda: Gates(shape, device, dtype))
+    return [
+        Contender(SOFTMAX, lambda: gates().softmax(), "peer", "torch"),
+        Contender(GEMM, lambda: gates().gemm(), "ceiling", "torch"),
+        Contender(NAIVE, lambda: gates().grassmann("reference", record=False)),
+        Contender(OURS, lambda: gates().grassmann("auto", record=False)),
+        Contender(METRICS, lambda: gates().grassmann("auto", record=True)),
+    ]
+
+
+class Gates:
+    """Tokens and gates of one shape."""
+
+    def __init__(self, shape: GateShape, device: torch.device, dtype: torch.dtype) -> None:
+        T, D, N, R = shape.tokens, shape.dim, shape.experts, shape.rank
+        torch.manual_seed(SEED)
+        with torch.device(device):
+            self.x_TD = torch.randn(T, D).to(dtype).requires_grad_()
+            self.linear = SoftmaxRouter(D, N, TOP_K)
+            self.direction_TN = torch.randn(T, N)
+            self.grad_TNR = torch.randn(T, N * R).to(dtype)
+        self.router = GrassmannRouter(D, N, R, selection=TopK(TOP_K)).to(
+            device
+        )  # frames are drawn on the CPU
+
+    def grassmann(self, backend: Literal["auto", "reference"], record: bool) -> Runs:
+        router, x_TD = copy.deepcopy(self.router), self.x_TD
+        router.record, router.backend = record, backend
+        leaves = [x_TD, *router.parameters()]
+
+        served = copy.deepcopy(router).eval()
+
+        def forward() -> Routing:
+            with torch.no_grad():
+                return served(x_TD)
+
+        def training() -> Routing:
+            with torch.no_grad():
+                return router(x_TD)
+
+        def both() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(router(x_TD).weights, leaves, self.direction_TN)
+
+        def errors() -> dict[str, float]:
+            return self.errors(router, lambda x: router(x).probs, dict(router.named_parameters()))
+
+        return Runs({FORWARD: forward, TRAINING: training, BOTH: both}, errors)
+
+    def softmax(self) -> Runs:
+        x_TD = self.x_TD
+        weight_ND = nn.Parameter(self.linear.weight.detach().to(x_TD.dtype))
+        direction_TK = self.direction_TN[:, :TOP_K].to(x_TD.dtype)
+        rounded = copy.deepcopy(self.linear)
+        rounded.weight.data.copy_(weight_ND.data)  # the reference gets the weights this gate multiplies with
+
+        def forward() -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                return softmax_gate(x_TD, weight_ND, TOP_K)
+
+        def both() -> tuple[Tensor, ...]:
+            weight_TK, _ = softmax_gate(x_TD, weight_ND, TOP_K)
+            return torch.autograd.grad(weight_TK, [x_TD, weight_ND], direction_TK)
+
+        def probs(x: Tensor) -> Tensor:
+            return nn.functional.softmax(nn.functional.linear(x, weight_ND), dim=-1, dtype=torch.float)
+
+        return Runs(
+            {FORWARD: forward, BOTH: both}, lambda: self.errors(rounded, probs, {"weight": weight_ND})
+        )
+
+    def gemm(self) -> Runs:
+        x_TD, grad = self.x_TD.detach(), self.grad_TNR
+        flat = self.router.frames.detach().permute(1, 0, 2).flatten(1).to(x_TD.dtype)
+
+        def three() -> tuple[Tensor, Tensor, Tensor]:
+            return x_TD @ flat, grad @ flat.T, x_TD.T @ grad
+
+        return Runs({FORWARD: lambda: x_TD @ flat, BOTH: three})
+
+    def errors(
+        self, router: Router, probs: Callable[[Tensor], Tensor], named: dict[str, nn.Parameter]
+    ) -> dict[str, float]:
+        """Probabilities (largest absolute error) and gradients (relative) against fp64.
+
+        The loss is on the probabilities: a selection that flips on a near tie is no error of the gate.
+        """
+        got_TN = probs(self.x_TD)
+        gradients = torch.autograd.grad(got_TN, [self.x_TD, *named.values()], self.direction_TN)
+        router64 = as_reference(router)
+        x64_TD = self.x_TD.detach().double().requires_grad_()
+        want_TN = router64(x64_TD).probs
+        leaves64 = [x64_TD, *router64.parameters()]
+        gradients64 = torch.autograd.grad(want_TN, leaves64, self.direction_TN.double())
+        pairs = zip(["x", *named], gradients, gradients64, strict=True)
+        errors = {name: relative_error(a, b) for name, a, b in pairs}
+        return {"probs": float((got_TN - want_TN).detach().abs().max())} | errors
+
+
+def compare(shape: GateShape, rows: list[Row]) -> Result:
+    result = Result(shape, rows)
+    pairs = [
+        (f"{OURS} / softmax gate, {FORWARD}", OURS, SOFTMAX, FORWARD),
+        (f"{OURS} / softmax gate, {BOTH}", OURS, SOFTMAX, BOTH),
+        (f"{OURS} / one bare GEMM, {FORWARD}", OURS, GEMM, FORWARD),
+        (f"{OURS} / three bare GEMMs, {BOTH}", OURS, GEMM, BOTH),
+        (f"naive / {OURS}, {BOTH}", NAIVE, OURS, BOTH),
+        (f"with metrics / {OURS}, {FORWARD}", METRICS, OURS, FORWARD),
+    ]
+    result.ratios = [r for name, a, b, mode in pairs if (r := _ratio(result, name, a, b, mode))]
+    return result
+
+
+def _ratio(result: Result, name: str, over: str, under: str, mode: str) -> Ratio | None:
+    a, b = result.times(over, mode), result.times(under, mode)
+    return time_ratio(name, a, b) if a and b else None

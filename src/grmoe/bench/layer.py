@@ -1,0 +1,121 @@
+"""The whole MoE layer: every backend of ours beside other libraries and the dense GEMMs of the same FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from grmoe.bench.blocks import Block, Setting
+from grmoe.bench.measure import Contender, Result, Row, Runs
+from grmoe.bench.shapes import LayerShape, default_rank
+from grmoe.bench.timing import Ratio, Times, time_ratio
+from grmoe.experts import BACKENDS
+
+CUDA_SHAPES = (
+    LayerShape(16384, 768, 8, 1536, 2),
+    LayerShape(16384, 2048, 16, 2752, 2),
+    LayerShape(32768, 2048, 64, 1024, 8),
+)
+CPU_SHAPES = tuple(LayerShape(2048, 256, experts, 256, 2) for experts in (4, 8, 16, 64))
+
+# The specification reads offsets on the host and launches a handful of kernels an expert.
+LOOP_EXPERTS, LOOP_ROUNDS = 64, 5
+
+OURS, SOFTMAX, COMPILED = "ours", "ours, softmax gate", "ours, compiled"
+HUGGING_FACE, LIGER, SCATTER = "Hugging Face OLMoE block", "Liger fused MoE", "ScatterMoE"
+DENSE = "dense GEMMs, same FLOPs"
+FORWARD, BOTH = "forward", "forward+backward"
+
+
+def contenders(
+    shape: LayerShape, device: torch.device, dtype: torch.dtype, rank: int | None = None
+) -> list[Contender]:
+    rank = default_rank(shape.dim, shape.experts) if rank is None else rank
+    setting = cache(lambda: Setting(shape, rank, device, dtype))
+
+    def runs(block: Callable[[Setting], Block]) -> Callable[[], Runs]:
+        return lambda: block_runs(setting(), block(setting()))
+
+    backends = [
+        Contender(
+            f"ours, {name}",
+            runs(partial(Setting.ours, backend=name)),
+            rounds=LOOP_ROUNDS if name == "reference" else None,
+        )
+        for name in BACKENDS
+        if name != "reference" or shape.experts <= LOOP_EXPERTS
+    ]
+    listed = [
+        Contender(HUGGING_FACE, runs(Setting.hugging_face), "peer", "transformers"),
+        Contender(LIGER, runs(Setting.liger), "peer", "liger_kernel"),
+        Contender(SCATTER, runs(Setting.scattermoe), "peer", "scattermoe"),
+        Contender(DENSE, lambda: dense_runs(setting()), "ceiling", "torch"),
+        *backends,
+        Contender(OURS, runs(Setting.ours)),
+        Contender(SOFTMAX, runs(lambda s: s.ours(router=s.softmax))),
+    ]
+    if device.type == "cuda":  # on a CPU compiling takes longer than the whole benchmark
+        listed.append(Contender(COMPILED, runs(lambda s: s.ours(compiled=True))))
+    return listed
+
+
+def block_runs(setting: Setting, block: Block) -> Runs:
+    x_TD, grad_TD = setting.x_TD, setting.grad_TD
+    timed = {FORWARD: lambda: block.forward(x_TD), BOTH: lambda: block.both(x_TD, grad_TD)}
+    return Runs(timed, block.errors)
+
+
+def dense_runs(setting: Setting) -> Runs:
+    """All T·K rows through one expert's matrices, nothing but GEMMs: the rate nothing can beat."""
+    shape = setting.shape
+    rows = shape.tokens * shape.top_k
+    up, down = setting.experts.up[0].detach(), setting.experts.down_proj[0].detach()
+    with torch.device(setting.device):
+        x, inner, grad = (torch.randn(rows, n).to(setting.dtype) for n in (shape.dim, shape.width, shape.dim))
+        grad_inner = torch.randn(rows, 2 * shape.width).to(setting.dtype)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        return x @ up.T, inner @ down.T
+
+    def both() -> tuple[Tensor, ...]:
+        return *forward(), grad @ down, grad.T @ inner, grad_inner @ up, grad_inner.T @ x
+
+    return Runs({FORWARD: forward, BOTH: both})
+
+
+def compare(shape: LayerShape, rows: list[Row]) -> Result:
+    result = Result(shape, rows)
+    peers = [row for row in rows if row.kind == "peer"]
+    for mode in (FORWARD, BOTH):
+        ours = result.times(OURS, mode)
+        if ours is None:
+            continue
+        if (best := best_peer(peers, mode)) is not None:
+            name = f"best peer ({best.name}) / {OURS}, {mode}"
+            result.ratios.append(time_ratio(name, best.times[mode], ours))
+        others: list[tuple[str, Times | None, bool]] = [
+            (f"ours, reference / {OURS}, {mode}", result.times("ours, reference", mode), False),
+            (f"share of the dense rate, {mode}", result.times(DENSE, mode), True),
+        ]
+        for name, times, share in others:
+            if times is not None:
+                result.ratios.append(time_ratio(name, times, ours, "share" if share else "times"))
+        if (softmax := result.times(SOFTMAX, mode)) is not None:
+            name = f"Grassmann gate over softmax gate, {mode}"
+            result.ratios.append(time_ratio(name, ours, softmax, "excess"))
+    row = result.row(OURS)
+    held = [peer for peer in peers if peer.peak]
+    if row is not None and row.peak and held:
+        least = min(held, key=lambda peer: peer.peak or 0)
+        result.ratios.append(
+            Ratio(f"peak memory, {OURS} / best peer ({least.name})", row.peak / (least.peak or 1))
+        )
+    return result
+
+
+def best_peer(peers: list[Row], mode: str) -> Row | None:
+    timed = [peer for peer in peers if mode in peer.times]
+    return min(timed, key=lambda peer: peer.times[mode].median, default=None)

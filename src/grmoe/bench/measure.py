@@ -1,0 +1,150 @@
+"""Contenders take turns: warm-up, rounds, peak memory, errors. One that fails becomes a row that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from grmoe.bench.shapes import Shape
+from grmoe.bench.timing import Ratio, Timer, Times, peak_bytes
+
+SEED = 0
+WARM_UPS = {"cpu": 1, "cuda": 3}  # the first may compile or tune, the second may still allocate
+ERROR_LENGTH = 90
+
+Kind = Literal["ours", "peer", "ceiling"]
+Watch = Callable[[str, int, int], None]  # label, step, steps
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What a contender does once it is built. `errors` are relative, against fp64."""
+
+    timed: Mapping[str, Callable[[], object]]
+    errors: Callable[[], dict[str, float]] = dict
+    facts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    build: Callable[[], Runs]
+    kind: Kind = "ours"
+    library: str = "grmoe"
+    rounds: int | None = None  # at most so many: for a specification that is slow by intent
+
+
+@dataclass
+class Row:
+    """A contender's line: times in ms by mode, peak memory of the last mode, errors, or why there are none."""
+
+    name: str
+    kind: Kind
+    library: str
+    times: dict[str, Times] = field(default_factory=dict)
+    peak: int | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None
+
+    @contextmanager
+    def catching(self) -> Iterator[None]:
+        """Whatever a contender raises, the others go on."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = shorten(error)
+            torch.cuda.empty_cache()  # nothing to do without CUDA
+
+
+@dataclass
+class Result:
+    """One shape: its rows, how they compare, and what else a benchmark found."""
+
+    shape: Shape
+    rows: list[Row]
+    ratios: list[Ratio] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def row(self, name: str) -> Row | None:
+        return next((row for row in self.rows if row.name == name), None)
+
+    def times(self, name: str, mode: str) -> Times | None:
+        row = self.row(name)
+        return None if row is None else row.times.get(mode)
+
+
+def parts(contenders: list[Contender], rounds: int) -> int:
+    """How many steps `measure` reports."""
+    return 2 * len(contenders) + rounds
+
+
+def measure(
+    contenders: list[Contender], device: torch.device, rounds: int, watch: Watch, label: str
+) -> list[Row]:
+    """Rows in the contenders' order. Errors come last: tuning must see the sizes that are timed."""
+    rows = [Row(c.name, c.kind, c.library) for c in contenders]
+    runs: list[Runs | None] = [None] * len(rows)
+    for i, (row, contender) in enumerate(zip(rows, contenders, strict=True)):
+        with row.catching():
+            built = contender.build()
+            for run in built.timed.values():
+                for _ in range(WARM_UPS[device.type]):
+                    run()
+            _wait(device)
+            runs[i], row.facts = built, built.facts
+        watch(f"{label}: warm-up of {row.name}", 1, 1)
+    live = [(row, c, r) for row, c, r in zip(rows, contenders, runs, strict=True) if r is not None]
+    timer = Timer(device)
+    for i in range(rounds):
+        for mode in dict.fromkeys(mode for _, _, r in live for mode in r.timed):
+            for row, contender, r in live:
+                if row.failure or mode not in r.timed or i >= (contender.rounds or rounds):
+                    continue
+                with row.catching():
+                    row.times.setdefault(mode, Times()).add(timer, r.timed[mode])
+        watch(f"{label}: timing", i + 1, rounds)
+    for i, (row, done) in enumerate(zip(rows, runs, strict=True)):
+        if row.failure:
+            row.times.clear()  # of a contender that broke down on the way
+        elif done is not None:
+            with row.catching():
+                row.peak = peak_bytes(list(done.timed.values())[-1], device)
+                row.errors = done.errors()
+        watch(f"{label}: memory and errors", i + 1, len(rows))
+    return rows
+
+
+def shorten(error: Exception) -> str:
+    """One line that still says what happened."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"not installed: {error.name}"
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return text if len(text) <= ERROR_LENGTH else text[: ERROR_LENGTH - 1] + "…"
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """‖value − reference‖ / ‖reference‖ in fp64."""
+    wide = reference.detach().double()
+    return float((value.detach().double() - wide).norm() / wide.norm())
+
+
+def pick(contenders: list[Contender], wanted: list[str] | None) -> list[Contender]:
+    """Those whose name contains one of the words, in their order; all of them without words."""
+    if not wanted:
+        return contenders
+    kept = [c for c in contenders if any(word.lower() in c.name.lower() for word in wanted)]
+    if not kept:
+        raise ValueError(f"--contender must be in one of {'; '.join(c.name for c in contenders)}")
+    return kept
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()

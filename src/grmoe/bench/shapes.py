@@ -1,0 +1,91 @@
+"""The sizes a benchmark runs at, as text on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields
+from typing import TypeVar
+
+from grmoe import checks
+
+TOP_K = 2  # of the gate benchmark, which computes no experts
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Positive integers; a subclass's fields are what its text lists."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            checks.positive_int(field.name, getattr(self, field.name))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name} {getattr(self, field.name)}" for field in fields(self))
+
+    @property
+    def text(self) -> str:
+        """As `--shape` takes it."""
+        return ",".join(map(str, astuple(self)))
+
+
+@dataclass(frozen=True)
+class GateShape(Shape):
+    tokens: int
+    dim: int
+    experts: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.subspace(self.dim, self.rank)
+        _at_least("experts", self.experts, TOP_K)
+
+
+@dataclass(frozen=True)
+class LayerShape(Shape):
+    tokens: int
+    dim: int
+    experts: int
+    width: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least("experts", self.experts, max(2, self.top_k))
+
+
+@dataclass(frozen=True)
+class DialShape(Shape):
+    tokens: int
+    dim: int
+    experts: int
+    width: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least("experts", self.experts, 4)
+
+
+S = TypeVar("S", bound=Shape)
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    checks.require(value >= least, f"{name} must be at least {least}, got {value}")
+
+
+def parse_shape(kind: type[S], text: str) -> S:
+    """A shape from "16384,768,8,48"; a `ValueError` says what was wanted."""
+    names = [field.name for field in fields(kind)]
+    try:
+        return kind(*[int(part) for part in text.split(",")])
+    except TypeError:
+        got = f"{len(text.split(','))} numbers in {text!r}"
+    except ValueError as error:
+        got = f"{text!r}" if "invalid literal" in str(error) else f"{text!r}: {error}"
+    raise ValueError(f"--shape must be {','.join(names)}, got {got}")
+
+
+def default_rank(dim: int, experts: int) -> int:
+    """Half of d/N in steps of 16, at least 32 where d/N has room for it: half the paper's k, at which the frames
+    of all experts take half of the model's space."""
+    share = max(1, dim // experts)
+    return max(share // 2 // 16 * 16, min(32, share))

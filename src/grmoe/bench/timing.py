@@ -1,0 +1,142 @@
+"""Times of calls, and their ratios.
+
+On a GPU a call is timed by two events around it. All calls of a turn are enqueued without waiting, behind a pause
+of the device that lets the host get ahead: what is measured is the device's time, as inside a model whose kernels
+keep the queue full. What the host needs to enqueue the call is kept beside it. A call that waits for the device by
+itself drains the queue and pays for it. Before each call a buffer larger than the L2 cache is written, so that nobody
+finds his input there.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Literal
+
+import torch
+
+FLUSH_BYTES = 256 << 20
+CALLS_A_TURN = 10  # on a GPU; one on a CPU, where nothing has to be kept busy
+PAUSE_CYCLES = 80_000_000  # 40 ms at 2 GHz: ten forward and backward passes can be enqueued meanwhile
+
+
+class Timer:
+    """One contender's turn at a time."""
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = perf_counter) -> None:
+        self.clock = clock
+        cuda = device.type == "cuda"
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if cuda else None
+        self.host_ms: float | None = None  # a call of the last turn, on a GPU
+
+    def turn(self, run: Callable[[], object]) -> list[float]:
+        """Milliseconds of each call."""
+        if self.flush is None:
+            start = self.clock()
+            run()
+            return [1e3 * (self.clock() - start)]
+        new = torch.cuda.Event
+        pairs = [(new(enable_timing=True), new(enable_timing=True)) for _ in range(CALLS_A_TURN)]
+        torch.cuda._sleep(PAUSE_CYCLES)
+        host = 0.0
+        for start_event, end_event in pairs:
+            self.flush.zero_()
+            start_event.record()
+            before = self.clock()
+            run()
+            host += self.clock() - before
+            end_event.record()
+        self.host_ms = 1e3 * host / CALLS_A_TURN
+        torch.cuda.synchronize()
+        return [start_event.elapsed_time(end_event) for start_event, end_event in pairs]
+
+
+@dataclass
+class Times:
+    """Milliseconds, by round."""
+
+    rounds: list[list[float]] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)  # a call's enqueueing, by round; empty on a CPU
+
+    def add(self, timer: Timer, run: Callable[[], object]) -> None:
+        """One more turn."""
+        self.rounds.append(timer.turn(run))
+        if timer.host_ms is not None:
+            self.host.append(timer.host_ms)
+
+    @property
+    def calls(self) -> list[float]:
+        return [value for turn in self.rounds for value in turn]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.calls)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Where the middle 80 % of the calls lie."""
+        return quantile(self.calls, 0.1), quantile(self.calls, 0.9)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One figure against another: times are ratios of medians, the interval the middle 80 % of the rounds'."""
+
+    name: str
+    value: float
+    interval: tuple[float, float] | None = None
+    style: Literal["times", "share", "excess"] = "times"
+
+    def __str__(self) -> str:
+        def show(value: float) -> str:
+            if self.style == "share":
+                return f"{100 * value:.1f}"
+            return f"{100 * (value - 1):+.1f}" if self.style == "excess" else three_figures(value)
+
+        spread = f" ({show(self.interval[0])} to {show(self.interval[1])})" if self.interval else ""
+        return show(self.value) + spread + ("" if self.style == "times" else " %")
+
+
+def time_ratio(
+    name: str, over: Times, under: Times, style: Literal["times", "share", "excess"] = "times"
+) -> Ratio:
+    """over / under, of the rounds both took part in: the interval compares what ran under the same clock."""
+    shared = min(len(over.rounds), len(under.rounds))  # the loop runs fewer
+    over, under = Times(over.rounds[:shared]), Times(under.rounds[:shared])
+    each = [
+        statistics.median(a) / statistics.median(b) for a, b in zip(over.rounds, under.rounds, strict=True)
+    ]
+    return Ratio(name, over.median / under.median, (quantile(each, 0.1), quantile(each, 0.9)), style)
+
+
+def three_figures(value: float) -> str:
+    """As many digits as carry information, and no exponent."""
+    return f"{value:.{figure_digits(value)}f}"
+
+
+def figure_digits(value: float) -> int:
+    return max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0
+
+
+def quantile(values: list[float], q: float) -> float:
+    """Linear between the sorted values."""
+    ordered = sorted(values)
+    place = q * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
+    """The most memory a call holds beyond what was there before; None where the device keeps no count."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

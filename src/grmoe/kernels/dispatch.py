@@ -1,0 +1,180 @@
+"""The dispatch list (see `grmoe.experts.dispatch`) by two kernels: count, then place. No sort, no atomics.
+
+Tokens are cut into chunks, one a program. The first kernel counts each chunk's assignments for every expert; in
+the second each program adds up the counts before it, which gives its first row with every expert.
+
+Legend: T tokens, N experts (padded to a power of two), A rows of the list, M most experts of a token, P chunks,
+B tokens of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grmoe.kernels.launch import ceil_div, launch, power_of_2
+
+CHUNKS = 256  # programs at most: each reads the counts of all
+
+
+def token_tile(num_experts: int) -> int:
+    """Tokens a step: a tile of tokens × experts stays in registers."""
+    return 128 if num_experts <= 32 else 64
+
+
+@triton.jit(do_not_specialize=["num_tokens", "chunk"])
+def count_kernel(
+    selected_ptr, counts_ptr, num_tokens, chunk, num_experts: tl.constexpr, NP: tl.constexpr, B: tl.constexpr
+):
+    """counts[p, e] = assignments of chunk p to expert e."""
+    program, expert = tl.program_id(0), tl.arange(0, NP)
+    total_N = tl.zeros((NP,), tl.int32)
+    end = tl.minimum(num_tokens, (program + 1) * chunk)
+    for start in range(0, chunk, B):
+        token = program * chunk + start + tl.arange(0, B)
+        inside = (token < end)[:, None] & (expert < num_experts)[None, :]
+        place = token[:, None].to(tl.int64) * num_experts + expert[None, :]
+        total_N += tl.sum(tl.load(selected_ptr + place, mask=inside, other=0).to(tl.int32), axis=0)
+    tl.store(counts_ptr + program * NP + expert, total_N)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "chunk", "rows"])
+def place_kernel(
+    selected_ptr, weights_ptr, counts_ptr, token_ptr, pair_ptr, offset_ptr, slot_ptr, weight_ptr,
+    num_tokens, chunk, rows,
+    num_experts: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, NP: tl.constexpr, P: tl.constexpr,
+    B: tl.constexpr, BA: tl.constexpr,
+):  # fmt: skip
+    """Writes a chunk's entries of token, pair, slot and weight; program 0 also the offsets."""
+    program, expert, chunks = tl.program_id(0), tl.arange(0, NP), tl.arange(0, P)
+    counts_PN = tl.load(
+        counts_ptr + chunks[:, None] * NP + expert[None, :],
+        mask=(chunks < tl.num_programs(0))[:, None] & (expert < NP)[None, :],
+        other=0,
+    )
+    totals_N = tl.sum(counts_PN, axis=0)
+    offset_N = tl.cumsum(totals_N, axis=0)
+    if program == 0:
+        tl.store(offset_ptr + expert, offset_N, mask=expert < num_experts)
+    next_N = offset_N - totals_N + tl.sum(tl.where((chunks < program)[:, None], counts_PN, 0), axis=0)
+    end = tl.minimum(num_tokens, (program + 1) * chunk)
+    slots = tl.arange(0, MP)
+    for start in range(0, chunk, B):
+        token = program * chunk + start + tl.arange(0, B)
+        inside = (token < end)[:, None] & (expert < num_experts)[None, :]
+        place = token[:, None].to(tl.int64) * num_experts + expert[None, :]
+        chosen_BN = tl.load(selected_ptr + place, mask=inside, other=0).to(tl.int32)
+        row_BN = next_N[None, :] + tl.cumsum(chosen_BN, axis=0) - 1
+        rank_BN = tl.cumsum(chosen_BN, axis=1) - 1
+        next_N += tl.sum(chosen_BN, axis=0)
+        pair_BN = token[:, None] * M + rank_BN
+        chosen = (chosen_BN != 0) & (rank_BN < M)
+        tl.store(token_ptr + row_BN, tl.broadcast_to(token[:, None], (B, NP)), mask=chosen)
+        tl.store(pair_ptr + row_BN, pair_BN, mask=chosen)
+        tl.store(slot_ptr + pair_BN, row_BN, mask=chosen)
+        tl.store(weight_ptr + pair_BN, tl.load(weights_ptr + place, mask=chosen, other=0.0), mask=chosen)
+        # A token with fewer than M experts has empty slots behind.
+        empty = (
+            (slots[None, :] >= tl.sum(chosen_BN, axis=1)[:, None])
+            & (slots < M)[None, :]
+            & (token < end)[:, None]
+        )
+        spare = token[:, None] * M + slots[None, :]
+        tl.store(slot_ptr + spare, tl.zeros((B, MP), tl.int32) + rows, mask=empty)
+        tl.store(weight_ptr + spare, tl.zeros((B, MP), tl.float32), mask=empty)
+    # Unused rows name token 0, so that whoever reads them reads something.
+    used = tl.sum(totals_N, axis=0)
+    for start in range(0, chunk * M, BA):
+        row = program * chunk * M + start + tl.arange(0, BA)
+        unused = (row >= used) & (row < rows)
+        tl.store(token_ptr + row, tl.zeros((BA,), tl.int32), mask=unused)
+        tl.store(pair_ptr + row, tl.zeros((BA,), tl.int32), mask=unused)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def spread_kernel(grad_ptr, selected_ptr, out_ptr, num_tokens, num_experts: tl.constexpr, M: tl.constexpr,
+                  NP: tl.constexpr, B: tl.constexpr):  # fmt: skip
+    """Gradient of weight_TM with respect to weights_TN: slot m goes back to the token's m-th chosen expert."""
+    token, expert = tl.program_id(0) * B + tl.arange(0, B), tl.arange(0, NP)
+    inside = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
+    place = token[:, None].to(tl.int64) * num_experts + expert[None, :]
+    chosen_BN = tl.load(selected_ptr + place, mask=inside, other=0).to(tl.int32)
+    rank_BN = tl.cumsum(chosen_BN, axis=1) - 1
+    chosen = (chosen_BN != 0) & (rank_BN < M)
+    tl.store(
+        out_ptr + place, tl.load(grad_ptr + token[:, None] * M + rank_BN, mask=chosen, other=0.0), mask=inside
+    )
+
+
+def _forward(weights: Tensor, selected: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(token_A, pair_A, offset_N, slot_TM, weight_TM), all int32 but the weights."""
+    (T, N), M = selected.shape, most
+    token, pair, offset, slot, weight = outputs = _outputs(weights, selected, most)
+    if T == 0:
+        offset.zero_()
+        return outputs
+    weights, marks = weights.contiguous(), selected.contiguous().view(torch.uint8)
+    NP, tile = power_of_2(N), token_tile(N)
+    chunk = ceil_div(ceil_div(T, CHUNKS), tile) * tile
+    programs = ceil_div(T, chunk)
+    counts = torch.empty(programs, NP, dtype=torch.int32, device=selected.device)
+    launch(count_kernel, (programs,), (marks, counts, T, chunk), (N, NP, tile))
+    args = (marks, weights, counts, token, pair, offset, slot, weight, T, chunk, T * M)
+    MP, P = power_of_2(M), power_of_2(programs)
+    launch(place_kernel, (programs,), args, (N, M, MP, NP, P, tile, 1024))
+    return outputs
+
+
+def _outputs(weights: Tensor, selected: Tensor, M: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    T, N = selected.shape
+    token, pair = (selected.new_empty(T * M, dtype=torch.int32) for _ in range(2))
+    offset = selected.new_empty(N, dtype=torch.int32)
+    slot, weight = selected.new_empty(T, M, dtype=torch.int32), weights.new_empty(T, M)
+    return token, pair, offset, slot, weight
+
+
+def _backward(grad: Tensor, selected: Tensor) -> Tensor:
+    (T, N), M = selected.shape, grad.shape[1]
+    out = torch.empty(T, N, dtype=grad.dtype, device=grad.device)
+    if T:
+        tile = token_tile(N)
+        args = (grad.contiguous(), selected.contiguous().view(torch.uint8), out, T)
+        launch(spread_kernel, (ceil_div(T, tile),), args, (N, M, power_of_2(N), tile))
+    return out
+
+
+# The compiler sees opaque operators; eager mode calls the functions themselves, which costs the host less.
+_forward_op = torch.library.custom_op("grmoe::dispatch", _forward, mutates_args=())
+_backward_op = torch.library.custom_op("grmoe::dispatch_backward", _backward, mutates_args=())
+_forward_op.register_fake(_outputs)
+
+
+@_backward_op.register_fake
+def _(grad: Tensor, selected: Tensor) -> Tensor:
+    return grad.new_empty(selected.shape)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, selected: Tensor, most: int) -> tuple[Tensor, ...]:
+        run = _forward_op if torch.compiler.is_compiling() else _forward
+        token, pair, offset, slot, weight = run(weights, selected, most)
+        ctx.save_for_backward(selected)
+        ctx.mark_non_differentiable(token, pair, offset, slot)
+        return token, pair, offset, slot, weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        run = _backward_op if torch.compiler.is_compiling() else _backward
+        return run(grads[4], *ctx.saved_tensors), None, None
+
+
+def dispatch(
+    weights_TN: Tensor, selected_TN: Tensor, most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(token_A, pair_A, offset_N, slot_TM, weight_TM), differentiable in the weights."""
+    return _Dispatch.apply(weights_TN, selected_TN, most)

@@ -1,0 +1,162 @@
+"""The experts as one differentiable operator over the dispatch list: gather, two grouped GEMMs, combine.
+
+The forward keeps the pre-activations alone (and x); the backward recomputes the activation, and gets the gradient
+of a combine weight as ⟨∂y·W_down, h⟩, so that neither the experts' outputs nor the activations are stored.
+
+Legend: T tokens, D model width, N experts, A rows of the list, M most experts of a token, I expert width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from grmoe.kernels import rows
+from grmoe.kernels.grouped_gemm import Tiles, grouped_gemm, weight_gradient
+
+
+class Engines(NamedTuple):
+    """Tiles of our kernel for each GEMM, or None for torch's grouped_mm behind a gather."""
+
+    up: Tiles | None
+    down: Tiles | None
+    grad_hidden: Tiles | None
+    grad_rows: Tiles | None
+    grad_weight: Tiles | None
+    gather_up: bool  # gather x inside the first GEMM rather than before it
+
+
+def engines(dtype: torch.dtype, dim: int, hidden: int) -> Engines:
+    """Measured on Hopper; see docs/performance.md."""
+    if dtype == torch.float32:  # three tf32 products need the registers
+        small = Tiles(64, 64, 32, 4, 3)
+        return Engines(small, small, small, small, small, gather_up=True)
+    up, plain = Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 3, flatten=True)
+    # torch's grouped_mm has bf16 kernels only: elsewhere it loops over experts, and the host waits.
+    grad_weight = None if dtype == torch.bfloat16 else Tiles(128, 256, 64, 8, 3)
+    return Engines(up, plain, plain, plain, grad_weight, gather_up=True)
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    up: Tensor,
+    down: Tensor,
+    token: Tensor,
+    pair: Tensor,
+    offset: Tensor,
+    slot: Tensor,
+    glu: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """(y, pre-activations); the latter empty unless `save`."""
+    x, up, down = x.contiguous(), up.contiguous(), down.contiguous()
+    inner = torch.empty(len(token) if save else 0, up.shape[1], dtype=x.dtype, device=x.device)
+    if len(token) == 0:
+        return torch.zeros_like(x), inner
+    e = engines(x.dtype, x.shape[1], down.shape[2])
+    if e.up is not None:
+        a, by = (x, token) if e.gather_up else (rows.gather(x, token, offset), None)
+        kind, keep = 1 if glu else 2, inner if save else None
+        hidden = grouped_gemm(a, up, offset, e.up, token=by, transposed=True, activation=kind, inner=keep)
+    else:
+        inner = grouped_mm(rows.gather(x, token, offset), up.mT, offs=offset)
+        hidden = rows.activation(inner, offset, glu)
+    if e.down is not None:
+        out = grouped_gemm(hidden, down, offset, e.down, transposed=True)
+    else:
+        out = grouped_mm(hidden, down.mT, offs=offset)
+    return rows.combine(out, slot, weight), inner if save else inner.new_empty(0, up.shape[1])
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    up: Tensor,
+    down: Tensor,
+    token: Tensor,
+    pair: Tensor,
+    offset: Tensor,
+    slot: Tensor,
+    inner: Tensor,
+    glu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(∂x, ∂weight, ∂up, ∂down)."""
+    if len(token) == 0:
+        return torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(up), torch.zeros_like(down)
+    x, grad, up, down = x.contiguous(), grad.contiguous(), up.contiguous(), down.contiguous()
+    e = engines(x.dtype, x.shape[1], down.shape[2])
+    grad_rows = rows.gather(grad, token, offset)
+    if e.grad_hidden is not None:
+        hidden = grouped_gemm(grad_rows, down, offset, e.grad_hidden, transposed=False)
+    else:
+        hidden = grouped_mm(grad_rows, down, offs=offset)
+    grad_inner, grad_weight = rows.activation_backward(inner, hidden, pair, weight, offset, glu)
+    grad_down = _weight_gradient(grad_rows, hidden, offset, e.grad_weight)
+    del grad_rows, hidden
+    grad_up = _weight_gradient(grad_inner, rows.gather(x, token, offset), offset, e.grad_weight)
+    if e.grad_rows is not None:
+        per_row = grouped_gemm(grad_inner, up, offset, e.grad_rows, transposed=False)
+    else:
+        per_row = grouped_mm(grad_inner, up, offs=offset)
+    return rows.combine(per_row, slot, None), grad_weight, grad_up, grad_down
+
+
+def _weight_gradient(p: Tensor, q: Tensor, offset: Tensor, tiles: Tiles | None) -> Tensor:
+    return grouped_mm(p.T, q, offs=offset) if tiles is None else weight_gradient(p, q, offset, tiles)
+
+
+# The compiler sees opaque operators; eager mode calls the functions themselves, which costs the host less.
+_forward_op = torch.library.custom_op("grmoe::experts", _forward, mutates_args=())
+_backward_op = torch.library.custom_op("grmoe::experts_backward", _backward, mutates_args=())
+
+
+@_forward_op.register_fake
+def _(
+    x: Tensor, weight: Tensor, up: Tensor, down: Tensor, token: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(len(token) if rest[-1] else 0, up.shape[1])
+
+
+@_backward_op.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, up: Tensor, down: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(up), torch.empty_like(down)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, up: Tensor, down: Tensor, token: Tensor, pair: Tensor,
+        offset: Tensor, slot: Tensor, glu: bool, save: bool,
+    ) -> Tensor:  # fmt: skip
+        run = _forward_op if torch.compiler.is_compiling() else _forward
+        y, inner = run(x, weight, up, down, token, pair, offset, slot, glu, save)
+        ctx.save_for_backward(x, weight, up, down, token, pair, offset, slot, inner)
+        ctx.glu = glu
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        run: Any = _backward_op if torch.compiler.is_compiling() else _backward
+        return (*run(grad, *ctx.saved_tensors, ctx.glu), *(None,) * 6)
+
+
+def experts(
+    x_TD: Tensor,
+    weight_TM: Tensor,
+    up: Tensor,
+    down: Tensor,
+    token_A: Tensor,
+    pair_A: Tensor,
+    offset_N: Tensor,
+    slot_TM: Tensor,
+    *,
+    glu: bool,
+) -> Tensor:
+    """Σ over a token's assignments of weight · W_down act(W_up x), (T, D)."""
+    save = torch.is_grad_enabled() and any(t.requires_grad for t in (x_TD, weight_TM, up, down))
+    return _Experts.apply(x_TD, weight_TM, up, down, token_A, pair_A, offset_N, slot_TM, glu, save)

@@ -1,0 +1,314 @@
+"""The fused gate as one differentiable operator: tokens in; logits, probabilities, weights and selection out.
+
+    ℓ_e = α(c·Σ_j λ_ej (u_ejᵀx)²/‖x‖² + prior_e)   (square),      ℓ_e = α(w_eᵀx + prior_e)   (linear)
+
+Products take x's own precision and add in fp32 (fp32 tokens: three tf32 products, as exact as fp32); everything
+after the products is fp32. The dial and the prior are read on the device, so changing them compiles nothing.
+
+Legend: T tokens, D model width, N experts, K rank, C packed columns (see `gate_kernels`).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grmoe.kernels import gate_kernels as kernels
+from grmoe.kernels.launch import ceil_div, launch, power_of_2, tiled
+from grmoe.kernels.runtime import INTERPRETED
+
+DENSE, LARGEST, ABOVE = 0, 1, 2
+
+
+class Tiles(NamedTuple):
+    """Tile sizes of one kernel: tokens, packed columns, width; warps and pipeline stages."""
+
+    tokens: int
+    columns: int
+    width: int
+    warps: int
+    stages: int
+    at_once: bool = False  # all three column tiles in one pass
+    first_stages: int = 3
+
+
+class Plan(NamedTuple):
+    """What the shapes decide."""
+
+    experts: int  # padded
+    columns: int  # padded
+    forward: Tiles
+    backward: Tiles
+    input_gradient: Tiles
+    precision: str
+
+
+ONE_PASS = Tiles(128, 128, 64, 8, 3, at_once=True)
+
+
+@cache
+def plan(dtype: torch.dtype, num_experts: int, rank: int, square: bool) -> Plan:
+    """Measured on Hopper; see docs/performance.md."""
+    NP = max(power_of_2(num_experts), 2 if square else 16)
+    if dtype == torch.float32:
+        precision = "ieee" if INTERPRETED else "tf32x3"
+        forward = Tiles(64, max(NP, 64), 32, 8, 2) if square else Tiles(64, NP, 64, 4, 3)
+        backward, gradient = forward, Tiles(64, 32, 64, 8, 2)
+    else:
+        precision = "ieee"
+        wide = rank * NP >= 512
+        forward = Tiles(128, max(NP, 256 if wide else 128), 64, 8, 4) if square else Tiles(64, NP, 128, 4, 4)
+        backward, gradient = forward._replace(stages=3), Tiles(128, 64, 256, 8, 3)
+        if square and rank * NP == 3 * forward.columns:
+            forward = ONE_PASS
+    C = ceil_div(rank * NP, forward.columns) * forward.columns
+    return Plan(NP, C, forward, backward, gradient, precision)
+
+
+def _rank(matrix: Tensor) -> int:
+    return matrix.shape[2] if matrix.ndim == 3 else 1
+
+
+def pack(matrix: Tensor, dtype: torch.dtype, square: bool) -> Tensor:
+    """Frames (N, D, K), or linear weights (N, D) as K = 1, in packed order and the tokens' precision, (C, D)."""
+    (N, D), K = matrix.shape[:2], _rank(matrix)
+    p = plan(dtype, N, K, square)
+    packed = torch.empty(p.columns, D, dtype=dtype, device=matrix.device)
+    BD, BK = (64, 64) if square else (1024, 1)
+    grid = (p.experts, ceil_div(D, BD), ceil_div(p.columns // p.experts, BK))
+    launch(kernels.pack_kernel, grid, (matrix.contiguous(), packed), (N, D, K, p.columns, p.experts, BD, BK))
+    return packed
+
+
+def _forward(
+    x: Tensor,
+    matrix: Tensor,
+    log_kappa: Tensor | None,
+    prior: Tensor,
+    alpha: Tensor,
+    energy_scale: float,
+    posterior: bool,
+    mode: int,
+    most: int,
+    limit: float,
+    renormalize: bool,
+    packed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(logits, probs, weights, selected, 0, ‖x‖², packed); without log_kappa the gate is linear."""
+    square = log_kappa is not None
+    (T, D), N, K = x.shape, len(matrix), _rank(matrix)
+    p = plan(x.dtype, N, K, square)
+    logits, probs, weights, selected, zero, norm = outputs = _outputs(x, N, square)
+    if packed is None:
+        packed = pack(matrix, x.dtype, square)
+    if T == 0:
+        zero.zero_()
+        return *outputs, packed
+    x = x.contiguous()
+    t = p.forward
+    args = (
+        tiled(x, t.tokens, t.width),
+        tiled(x, t.tokens, t.width),
+        tiled(packed, t.columns, t.width),
+        *(prior if log_kappa is None else log_kappa, prior, alpha),
+        *(logits, probs, weights, selected.view(torch.uint8), norm, zero),
+        *(T, energy_scale, limit),
+    )
+    constants = (
+        *(D, K, p.columns, N),
+        *(
+            square,
+            log_kappa is not None and log_kappa.ndim == 2,
+            posterior,
+            mode,
+            most,
+            renormalize,
+            p.precision,
+        ),
+        *(p.experts, t.tokens, t.columns, t.width, t.at_once, t.first_stages),
+    )
+    launch(kernels.gate_kernel, (ceil_div(T, t.tokens),), args, constants, t.warps, t.stages)
+    return *outputs, packed
+
+
+def _outputs(x: Tensor, N: int, square: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def wide(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+    T = len(x)
+    selected = torch.empty(T, N, dtype=torch.bool, device=x.device)
+    # A linear gate needs no lengths.
+    return wide(T, N), wide(T, N), wide(T, N), selected, wide(), wide(T if square else 1)
+
+
+def _backward(
+    grad_logits: Tensor | None,
+    grad_probs: Tensor | None,
+    grad_weights: Tensor | None,
+    x: Tensor,
+    matrix: Tensor,
+    log_kappa: Tensor | None,
+    alpha: Tensor,
+    probs: Tensor,
+    selected: Tensor,
+    norm: Tensor,
+    packed: Tensor,
+    energy_scale: float,
+    posterior: bool,
+    renormalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(∂x, ∂matrix, ∂log_kappa, ∂prior); ∂log_kappa is empty for a linear gate."""
+    (T, D), N, K = x.shape, len(matrix), _rank(matrix)
+    if T == 0:
+        kappa = alpha.new_zeros(0) if log_kappa is None else torch.zeros_like(log_kappa)
+        return torch.zeros_like(x), torch.zeros_like(matrix), kappa, probs.new_zeros(N)
+    x = x.contiguous()
+    given = [g.contiguous() if g is not None else None for g in (grad_logits, grad_probs, grad_weights)]
+    gates = (probs, selected.view(torch.uint8), *(probs if g is None else g for g in given))
+    flags = tuple(g is not None for g in given)
+    p = plan(x.dtype, N, K, log_kappa is not None)
+    if log_kappa is None:
+        grad = torch.empty(T, N, dtype=x.dtype, device=x.device)
+        constants: tuple[Any, ...] = (N, renormalize, *flags, 128, p.experts)
+        launch(kernels.linear_backward_kernel, (ceil_div(T, 128),), (*gates, alpha, grad, T), constants)
+        total = grad.sum(0, dtype=torch.float32)
+        # α is inside: under a posterior dial it multiplies the prior too.
+        return (
+            grad @ packed[:N],
+            _wide_mm(grad.T, x),
+            alpha.new_zeros(0),
+            total if posterior else total / alpha,
+        )
+    C, t = p.columns, p.backward
+    programs = ceil_div(T, t.tokens)
+    scaled = torch.empty(T, C, dtype=x.dtype, device=x.device)
+    along = torch.empty(T, dtype=torch.float32, device=x.device)
+    column_sums = torch.empty(programs, C, dtype=torch.float32, device=x.device)
+    prior_sums = torch.empty(programs, N, dtype=torch.float32, device=x.device)
+    args = (
+        tiled(x, t.tokens, t.width),
+        tiled(packed, t.columns, t.width),
+        tiled(scaled, t.tokens, t.columns),
+        *(log_kappa, alpha, norm, *gates, along, column_sums, prior_sums),
+        *(T, energy_scale),
+    )
+    diagonal = log_kappa.ndim == 2
+    constants = (
+        *(D, K, C, N, diagonal, posterior, renormalize, *flags, p.precision),
+        *(p.experts, t.tokens, t.columns, t.width),
+    )
+    launch(kernels.gate_backward_kernel, (programs,), args, constants, t.warps, t.stages)
+    grad_x, t = torch.empty_like(x), p.input_gradient
+    args = (
+        tiled(scaled, t.tokens, t.columns),
+        tiled(packed, t.columns, t.width),
+        tiled(x, t.tokens, t.width),
+        tiled(grad_x, t.tokens, t.width),
+        *(along, T),
+    )
+    grid: tuple[int, ...] = (ceil_div(D, t.width), ceil_div(T, t.tokens))
+    constants = (C, p.precision, t.tokens, t.width, t.columns)
+    launch(kernels.gate_input_gradient_kernel, grid, args, constants, t.warps, t.stages)
+    grad_packed, grad_frames = _wide_mm(scaled.T, x), torch.empty_like(matrix)
+    grid = (N, ceil_div(D, 32), ceil_div(K, 64))
+    launch(kernels.unpack_kernel, grid, (grad_packed, grad_frames), (D, K, p.experts, 32, 64))
+    grad_log_kappa, grad_prior = torch.empty_like(log_kappa), probs.new_empty(N)
+    args = (column_sums, prior_sums, log_kappa, grad_log_kappa, grad_prior, programs)
+    launch(kernels.parameter_gradients_kernel, (N,), args, (K, C, N, diagonal, p.experts, 64, 64))
+    return grad_x, grad_frames, grad_log_kappa, grad_prior
+
+
+def _wide_mm(a: Tensor, b: Tensor) -> Tensor:
+    """a·b with an fp32 result."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b).float()
+
+
+# The compiler sees two opaque operators; eager mode calls the functions themselves, which costs the host less.
+_forward_op = torch.library.custom_op("grmoe::gate", _forward, mutates_args=())
+_backward_op = torch.library.custom_op("grmoe::gate_backward", _backward, mutates_args=())
+
+
+@_forward_op.register_fake
+def _(x: Tensor, matrix: Tensor, log_kappa: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+    N, square = len(matrix), log_kappa is not None
+    return *_outputs(x, N, square), x.new_empty(plan(x.dtype, N, _rank(matrix), square).columns, x.shape[1])
+
+
+@_backward_op.register_fake
+def _(
+    _a: Any, _b: Any, _c: Any, x: Tensor, matrix: Tensor, log_kappa: Tensor | None, *_: Any
+) -> tuple[Tensor, ...]:
+    kappa = x.new_empty(0, dtype=torch.float32) if log_kappa is None else torch.empty_like(log_kappa)
+    return torch.empty_like(x), torch.empty_like(matrix), kappa, matrix.new_empty(len(matrix))
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Tensor, log_kappa: Tensor | None, prior: Tensor, alpha: Tensor,
+                energy_scale: float, posterior: bool, mode: int, most: int, limit: float,
+                renormalize: bool, packed: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
+        args = (x, matrix, log_kappa, prior, alpha, energy_scale, posterior, mode, most, limit, renormalize)
+        # The operator must not return its input, so it packs; the compiler's user pays a few microseconds.
+        results = _forward_op(*args) if torch.compiler.is_compiling() else _forward(*args, packed)
+        logits, probs, weights, selected, zero, norm, packed = results
+        if not torch.compiler.is_compiling():
+            ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(selected, zero)
+        ctx.save_for_backward(x, matrix, log_kappa, alpha, probs, selected, norm, packed)
+        ctx.options = (energy_scale, posterior, renormalize)
+        return logits, probs, weights, selected, zero
+
+    @staticmethod
+    def backward(ctx: Any, grad_logits: Any, grad_probs: Any, grad_weights: Any, *_: Any) -> tuple[Any, ...]:
+        nothing = (None,) * 12
+        if grad_logits is None and grad_probs is None and grad_weights is None:
+            return nothing
+        run = _backward_op if torch.compiler.is_compiling() else _backward
+        grads = run(grad_logits, grad_probs, grad_weights, *ctx.saved_tensors, *ctx.options)
+        log_kappa = ctx.saved_tensors[2]
+        return (grads[0], grads[1], None if log_kappa is None else grads[2], grads[3], *nothing[4:])
+
+
+def gate(
+    x_TD: Tensor,
+    matrix: Tensor,
+    log_kappa: Tensor | None,
+    prior_N: Tensor,
+    alpha: Tensor,
+    *,
+    energy_scale: float = 1.0,
+    posterior: bool = True,
+    mode: int = DENSE,
+    most: int,
+    limit: float = 2.0,
+    renormalize: bool,
+    packed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(logits, probs, weights, selected, 0), (T, N) but for the last, where an auxiliary loss starts.
+
+    Differentiable in x, matrix, log_kappa and the prior.
+
+    matrix: frames (N, D, K) with log_kappa (N,) or (N, K), or linear weights (N, D) with None.
+    mode: DENSE; LARGEST takes experts by probability, at most `most`, while the mass before is under `limit`;
+    ABOVE takes all of probability at least `limit`, and the largest.
+    packed: `pack(matrix, x.dtype, square)` where the caller knows that the matrix has not changed since.
+    """
+    return _Gate.apply(
+        x_TD,
+        matrix,
+        log_kappa,
+        prior_N,
+        alpha,
+        energy_scale,
+        posterior,
+        mode,
+        most,
+        limit,
+        renormalize,
+        packed,
+    )

@@ -1,0 +1,204 @@
+"""Grouped GEMM over the dispatch list, with what surrounds it folded in.
+
+    out[a] = epilogue(A[a] · B_e(a)),   rows of expert e between its offsets
+
+The A operand is a row of the list or, gathered on the way in, the token it belongs to. The epilogue applies the
+activation (SwiGLU's two halves are computed side by side, so gate and up meet in registers) and, when training,
+also leaves the pre-activations. Each program works out from the offsets which expert a tile belongs to; tiles past
+the last used row do not exist, so the time follows the experts really computed.
+
+Legend: A rows, N experts (padded to a power of two), K inner dimension, O output columns; B… tile sizes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grmoe.kernels.launch import ceil_div, launch, power_of_2, tiled
+from grmoe.kernels.rows import gelu, sigmoid
+from grmoe.kernels.runtime import INTERPRETED, num_programs
+
+
+class Tiles(NamedTuple):
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+    group: int = 16  # row tiles that share the columns of B while they are in the cache
+    per_multiprocessor: int = 1  # programs of the persistent grid; 0: one program a tile
+    flatten: bool = False
+
+
+@triton.jit
+def _locate(tile, end_N, start_N, tiles_N, last_N, row_tiles, column_tiles: tl.constexpr, GROUP: tl.constexpr,
+            BM: tl.constexpr, NP: tl.constexpr):  # fmt: skip
+    """(expert, first row, end row, column tile) of a tile; groups of row tiles walk the columns together."""
+    width = GROUP * column_tiles
+    group = tile // width
+    size = tl.minimum(row_tiles - group * GROUP, GROUP)
+    index = group * GROUP + (tile % width) % size
+    column = (tile % width) // size
+    expert = tl.sum((last_N <= index).to(tl.int32), axis=0)
+    mine = tl.arange(0, NP) == expert
+    before = tl.sum(tl.where(mine, last_N - tiles_N, 0), axis=0)
+    start = tl.sum(tl.where(mine, start_N, 0), axis=0) + (index - before) * BM
+    return expert, start, tl.sum(tl.where(mine, end_N, 0), axis=0), column
+
+
+@triton.jit
+def grouped_gemm_kernel(
+    a_ptr, a_desc, b_desc, out_ptr, inner_ptr, token_ptr, offset_ptr,
+    num_experts: tl.constexpr, K: tl.constexpr, O: tl.constexpr, B_ROWS: tl.constexpr,
+    GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, ACTIVATION: tl.constexpr, SAVE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, NP: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """ACTIVATION: 0 none, 1 SwiGLU (B holds 2·O rows an expert, gate first), 2 GELU.
+
+    TRANSPOSED: B is (N·O, K), rows are output columns; otherwise (N·K, O).
+    """
+    experts = tl.arange(0, NP)
+    end_N = tl.load(offset_ptr + experts, mask=experts < num_experts, other=0)
+    start_N = tl.load(offset_ptr + experts - 1, mask=(experts > 0) & (experts < num_experts), other=0)
+    tiles_N = tl.where(experts < num_experts, (end_N - start_N + BM - 1) // BM, 0)
+    last_N = tl.cumsum(tiles_N, axis=0)
+    row_tiles = tl.sum(tiles_N, axis=0)
+    column_tiles: tl.constexpr = (O + BO - 1) // BO
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN):
+        expert, first, end, column_tile = _locate(
+            tile, end_N, start_N, tiles_N, last_N, row_tiles, column_tiles, GROUP, BM, NP
+        )
+        row = first + tl.arange(0, BM)
+        column = column_tile * BO
+        if GATHER:
+            token = tl.load(token_ptr + row, mask=row < end, other=0).to(tl.int64)
+            a_rows = a_ptr + token[:, None] * K
+        acc = tl.zeros((BM, BO), tl.float32)
+        if ACTIVATION == 1:
+            acc_up = tl.zeros((BM, BO), tl.float32)
+        for k in range(0, K, BK):
+            if GATHER:
+                here = k + tl.arange(0, BK)
+                if K % BK == 0:
+                    a = tl.load(a_rows + here[None, :])
+                else:
+                    a = tl.load(a_rows + here[None, :], mask=(here < K)[None, :], other=0.0)
+            else:
+                a = a_desc.load([first, k])
+            if TRANSPOSED:
+                b = b_desc.load([expert * B_ROWS + column, k]).T
+            else:
+                b = b_desc.load([expert * B_ROWS + k, column])
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            if ACTIVATION == 1:
+                b_up = b_desc.load([expert * B_ROWS + O + column, k]).T
+                acc_up = tl.dot(a, b_up, acc_up, input_precision=PRECISION)
+        here = column + tl.arange(0, BO)
+        inside = (row < end)[:, None] & (here < O)[None, :]
+        if SAVE:
+            width: tl.constexpr = 2 * O if ACTIVATION == 1 else O
+            place = inner_ptr + row[:, None].to(tl.int64) * width + here[None, :]
+            tl.store(place, acc.to(inner_ptr.dtype.element_ty), mask=inside)
+            if ACTIVATION == 1:
+                tl.store(place + O, acc_up.to(inner_ptr.dtype.element_ty), mask=inside)
+        if ACTIVATION == 1:
+            acc = acc * sigmoid(acc) * acc_up
+        if ACTIVATION == 2:
+            acc = gelu(acc)
+        place = out_ptr + row[:, None].to(tl.int64) * O + here[None, :]
+        tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    offset: Tensor,
+    tiles: Tiles,
+    *,
+    token: Tensor | None = None,
+    transposed: bool,
+    activation: int = 0,
+    inner: Tensor | None = None,
+) -> Tensor:
+    """a (A, K), or (T, K) gathered by `token`; b (N, O, K) when transposed, else (N, K, O); `inner` receives the
+    pre-activations."""
+    N = len(b)
+    O, K = (
+        (b.shape[1] // (2 if activation == 1 else 1), b.shape[2]) if transposed else (b.shape[2], b.shape[1])
+    )
+    A = len(a) if token is None else len(token)
+    out = torch.empty(A, O, dtype=a.dtype, device=a.device)
+    flat = b.view(-1, b.shape[2])
+    shape = (tiles.columns, tiles.inner) if transposed else (tiles.inner, tiles.columns)
+    most = (ceil_div(A, tiles.rows) + N) * ceil_div(O, tiles.columns)
+    programs = tiles.per_multiprocessor * num_programs(a.device) or most
+    args = (
+        a,
+        tiled(a, tiles.rows, tiles.inner),
+        tiled(flat, *shape),
+        out,
+        out if inner is None else inner,
+        offset if token is None else token,
+        offset,
+    )
+    precision = "ieee" if INTERPRETED or a.dtype != torch.float32 else "tf32x3"
+    constants = (
+        *(N, K, O, b.shape[1]),
+        *(token is not None, transposed, activation, inner is not None, precision),
+        *(tiles.rows, tiles.columns, tiles.inner, tiles.group, power_of_2(N), tiles.flatten),
+    )
+    launch(grouped_gemm_kernel, (min(programs, most),), args, constants, tiles.warps, tiles.stages)
+    return out
+
+
+@triton.jit
+def weight_gradient_kernel(
+    p_desc, q_desc, out_ptr, offset_ptr,
+    num_experts: tl.constexpr, M: tl.constexpr, O: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BO: tl.constexpr, BA: tl.constexpr,
+):  # fmt: skip
+    """out[e] = Σ over the rows of expert e of p_aᵀ·q_a, (M, O). One tile a program; an idle expert gets zeros."""
+    row_tiles: tl.constexpr = (M + BM - 1) // BM
+    column_tiles: tl.constexpr = (O + BO - 1) // BO
+    tile = tl.program_id(0)
+    expert = tile // (row_tiles * column_tiles)
+    m = (tile % row_tiles) * BM
+    o = (tile // row_tiles % column_tiles) * BO
+    end = tl.load(offset_ptr + expert)
+    start = tl.load(offset_ptr + expert - 1, mask=expert > 0, other=0)
+    whole = start + (end - start) // BA * BA
+    acc = tl.zeros((BM, BO), tl.float32)
+    for row in range(start, whole, BA):
+        acc = tl.dot(p_desc.load([row, m]).T, q_desc.load([row, o]), acc, input_precision=PRECISION)
+    if whole < end:
+        # What follows belongs to the next expert, or to nobody and may be NaN.
+        mine = (whole + tl.arange(0, BA) < end)[:, None]
+        p = tl.where(mine, p_desc.load([whole, m]), 0.0)
+        q = tl.where(mine, q_desc.load([whole, o]), 0.0)
+        acc = tl.dot(p.T, q, acc, input_precision=PRECISION)
+    here_m, here_o = m + tl.arange(0, BM), o + tl.arange(0, BO)
+    place = out_ptr + expert.to(tl.int64) * M * O + here_m[:, None].to(tl.int64) * O + here_o[None, :]
+    tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=(here_m < M)[:, None] & (here_o < O)[None, :])
+
+
+def weight_gradient(p: Tensor, q: Tensor, offset: Tensor, tiles: Tiles) -> Tensor:
+    """pᵀq over each expert's rows, (N, M, O)."""
+    N, M, O = len(offset), p.shape[1], q.shape[1]
+    out = torch.empty(N, M, O, dtype=p.dtype, device=p.device)
+    args = (
+        tiled(p, tiles.inner, tiles.rows),
+        tiled(q, tiles.inner, tiles.columns),
+        out,
+        offset,
+    )
+    precision = "ieee" if INTERPRETED or p.dtype != torch.float32 else "tf32x3"
+    grid = (N * ceil_div(M, tiles.rows) * ceil_div(O, tiles.columns),)
+    constants = (N, M, O, precision, tiles.rows, tiles.columns, tiles.inner)
+    launch(weight_gradient_kernel, grid, args, constants, tiles.warps, tiles.stages)
+    return out

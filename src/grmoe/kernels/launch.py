@@ -1,0 +1,94 @@
+"""Launching a kernel again without analysing its arguments again.
+
+Triton's own launch works out the types, alignments and divisibilities of all arguments each time, which costs
+the host more than a small kernel costs the device. Here the first launch of a set of constants and types goes that
+way and the compiled kernel is kept. Two conditions make this sound: integers are marked `do_not_specialize`, so a
+compiled kernel serves every value, and a tensor that is not aligned to 16 bytes goes Triton's way each time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from grmoe.kernels.runtime import INTERPRETED
+
+_compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+
+
+class Tiled(TensorDescriptor):
+    """A contiguous matrix read or written in tiles by the copy engine; `tiled` builds it, unchecked."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def tiled(matrix: Tensor, rows: int, columns: int) -> Tiled:
+    """`matrix`, contiguous, with rows of whole 16 bytes, in tiles of rows × columns."""
+    shape = matrix.shape
+    return Tiled(matrix, list(shape), [shape[1], 1], [rows, columns])
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    warps: int = 4,
+    stages: int = 3,
+) -> None:
+    """Run `kernel` with its run-time arguments first and its constants after them, both in the kernel's order."""
+    if INTERPRETED:
+        kernel[grid](*args, *constants)
+        return None
+    values: list[Any] = []
+    types: list[Any] = []
+    index = -1
+    for arg in args:
+        kind = type(arg)
+        if kind is int or kind is float:
+            values.append(arg)
+            continue
+        base = arg.base if kind is Tiled else arg
+        address = base.data_ptr()
+        if address & 15:
+            return _launch_anew(kernel, grid, args, constants, warps, stages, base.device)
+        values.append(arg if kind is Tiled else address)
+        types.append(base.dtype)
+        index = base.device.index
+    key = (kernel.fn, index, warps, stages, constants, *types)
+    known = _compiled.get(key)
+    if known is None or index != torch._C._cuda_getDevice():
+        made = _launch_anew(kernel, grid, args, constants, warps, stages, torch.device("cuda", index))
+        _compiled[key] = (made.run, made.function, made.packed_metadata)
+        return None
+    run, function, metadata = known
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    run(x, y, z, stream, function, metadata, None, None, None, *values, *constants)
+    return None
+
+
+def _launch_anew(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: Any,
+    constants: Any,
+    warps: int,
+    stages: int,
+    device: torch.device,
+) -> Any:
+    with torch.cuda.device(device):
+        return kernel[grid](*args, *constants, num_warps=warps, num_stages=stages)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, and at least two: tiles have no dimension of one."""
+    return max(2, 1 << (n - 1).bit_length())

@@ -1,0 +1,195 @@
+"""Kernels that move or transform rows of the dispatch list: bound by bytes, each row touched once.
+
+Programs past the last used row stop at once, so that the time follows the experts really computed.
+
+Legend: T tokens, D model width, A rows of the list, M most experts of a token, I expert width; B… tile sizes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grmoe.kernels.launch import ceil_div, launch, power_of_2
+
+ELEMENTS = 4096  # of a tile: with 4 warps every thread moves four times 16 bytes of bf16
+
+
+def _tile(width: int) -> tuple[int, int]:
+    """(rows, columns) of a tile."""
+    columns = min(power_of_2(width), 1024)
+    return max(1, ELEMENTS // columns), columns
+
+
+@triton.jit
+def sigmoid(a):
+    return 1.0 / (1.0 + tl.exp(-a))
+
+
+@triton.jit
+def gelu(a):
+    """Exact GELU, a·Φ(a)."""
+    return 0.5 * a * (1.0 + tl.erf(a * 0.7071067811865476))
+
+
+@triton.jit(do_not_specialize=["last"])
+def gather_kernel(
+    x_ptr, token_ptr, offset_ptr, out_ptr, last, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
+):
+    """out[a] = x[token_a]."""
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    used = tl.load(offset_ptr + last)
+    if tl.program_id(0) * BR >= used:
+        return
+    column = tl.program_id(1) * BD + tl.arange(0, BD)
+    inside = (row < used)[:, None] & (column < D)[None, :]
+    token = tl.load(token_ptr + row, mask=row < used, other=0).to(tl.int64)
+    value = tl.load(x_ptr + token[:, None] * D + column[None, :], mask=inside)
+    tl.store(out_ptr + row[:, None].to(tl.int64) * D + column[None, :], value, mask=inside)
+
+
+def gather(x: Tensor, token: Tensor, offset: Tensor) -> Tensor:
+    """Each used row's token, (A, D)."""
+    A, D = len(token), x.shape[1]
+    out = torch.empty(A, D, dtype=x.dtype, device=x.device)
+    BR, BD = _tile(D)
+    grid = (ceil_div(A, BR), ceil_div(D, BD))
+    launch(gather_kernel, grid, (x, token, offset, out, len(offset) - 1), (D, BR, BD))
+    return out
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+def combine_kernel(
+    rows_ptr, slot_ptr, weight_ptr, out_ptr, num_tokens, num_rows,
+    WEIGHTED: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """out_t = Σ_m w_tm · rows[slot_tm] in fp32, in slot order: the same bits every time."""
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    column = tl.program_id(1) * BD + tl.arange(0, BD)
+    inside = (token < num_tokens)[:, None] & (column < D)[None, :]
+    total = tl.zeros((BT, BD), tl.float32)
+    for m in range(M):
+        slot = tl.load(slot_ptr + token * M + m, mask=token < num_tokens, other=num_rows)
+        filled = (slot < num_rows)[:, None] & (column < D)[None, :]
+        place = slot[:, None].to(tl.int64) * D + column[None, :]
+        value = tl.load(rows_ptr + place, mask=filled, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            weight = tl.load(weight_ptr + token * M + m, mask=token < num_tokens, other=0.0)
+            # An empty slot stays out even where its weight is NaN.
+            value = tl.where(filled, value * weight[:, None].to(tl.float32), 0.0)
+        total += value
+    place = token[:, None].to(tl.int64) * D + column[None, :]
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def combine(rows: Tensor, slot: Tensor, weight: Tensor | None) -> Tensor:
+    """Σ over a token's rows, (T, D)."""
+    (T, M), (A, D) = slot.shape, rows.shape
+    out = torch.empty(T, D, dtype=rows.dtype, device=rows.device)
+    BT, BD = _tile(D)
+    grid = (ceil_div(T, BT), ceil_div(D, BD))
+    args = (rows, slot, slot if weight is None else weight, out, T, A)
+    launch(combine_kernel, grid, args, (weight is not None, M, D, BT, BD))
+    return out
+
+
+@triton.jit(do_not_specialize=["last"])
+def activation_kernel(
+    inner_ptr,
+    offset_ptr,
+    out_ptr,
+    last,
+    GLU: tl.constexpr,
+    I: tl.constexpr,
+    BR: tl.constexpr,
+    BI: tl.constexpr,
+):
+    """silu(gate)·up from (gate | up), or gelu."""
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    used = tl.load(offset_ptr + last)
+    if tl.program_id(0) * BR >= used:
+        return
+    column = tl.program_id(1) * BI + tl.arange(0, BI)
+    inside = (row < used)[:, None] & (column < I)[None, :]
+    width: tl.constexpr = 2 * I if GLU else I
+    place = inner_ptr + row[:, None].to(tl.int64) * width + column[None, :]
+    first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    value = gelu(first)
+    if GLU:
+        value = first * sigmoid(first) * tl.load(place + I, mask=inside, other=0.0).to(tl.float32)
+    out = out_ptr + row[:, None].to(tl.int64) * I + column[None, :]
+    tl.store(out, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def activation(inner: Tensor, offset: Tensor, glu: bool) -> Tensor:
+    """(A, 2I) → (A, I) for SwiGLU, (A, I) → (A, I) for GELU, on the used rows."""
+    A, I = len(inner), inner.shape[1] // (2 if glu else 1)
+    out = torch.empty(A, I, dtype=inner.dtype, device=inner.device)
+    BR, BI = _tile(I)
+    grid = (ceil_div(A, BR), ceil_div(I, BI))
+    launch(activation_kernel, grid, (inner, offset, out, len(offset) - 1), (glu, I, BR, BI))
+    return out
+
+
+@triton.jit(do_not_specialize=["last"])
+def activation_backward_kernel(
+    inner_ptr, grad_ptr, pair_ptr, weight_ptr, offset_ptr, grad_inner_ptr, grad_weight_ptr, last,
+    GLU: tl.constexpr, I: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr,
+):  # fmt: skip
+    """From q = ∂y·W_down (not yet weighted) of each row, with h = act(inner) recomputed:
+
+    ∂inner = w·q·act'(inner),    ∂w = ⟨q, h⟩,    and w·h over q in place, which ∂W_down needs.
+    """
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    used = tl.load(offset_ptr + last)
+    if tl.program_id(0) * BR >= used:
+        return
+    pair = tl.load(pair_ptr + row, mask=row < used, other=0)
+    weight = tl.load(weight_ptr + pair, mask=row < used, other=0.0).to(tl.float32)[:, None]
+    width: tl.constexpr = 2 * I if GLU else I
+    inner_row = row[:, None].to(tl.int64) * width
+    dot = tl.zeros((BR,), tl.float32)
+    for start in range(0, I, BI):
+        column = start + tl.arange(0, BI)
+        inside = (row < used)[:, None] & (column < I)[None, :]
+        first = tl.load(inner_ptr + inner_row + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        place = grad_ptr + row[:, None].to(tl.int64) * I + column[None, :]
+        q = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        if GLU:
+            up = tl.load(inner_ptr + inner_row + I + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            s = sigmoid(first)
+            silu = first * s
+            h = silu * up
+            tl.store(
+                grad_inner_ptr + inner_row + I + column[None, :],
+                (weight * q * silu).to(grad_inner_ptr.dtype.element_ty),
+                mask=inside,
+            )
+            slope = up * s * (1.0 + first * (1.0 - s))
+        else:
+            h = gelu(first)
+            # Φ(a) + a·φ(a)
+            phi = 0.3989422804014327 * tl.exp(-0.5 * first * first)
+            slope = 0.5 * (1.0 + tl.erf(first * 0.7071067811865476)) + first * phi
+        tl.store(
+            grad_inner_ptr + inner_row + column[None, :],
+            (weight * q * slope).to(grad_inner_ptr.dtype.element_ty),
+            mask=inside,
+        )
+        dot += tl.sum(q * h, axis=1)
+        tl.store(place, (weight * h).to(grad_ptr.dtype.element_ty), mask=inside)
+    tl.store(grad_weight_ptr + pair, dot.to(grad_weight_ptr.dtype.element_ty), mask=row < used)
+
+
+def activation_backward(
+    inner: Tensor, grad: Tensor, pair: Tensor, weight: Tensor, offset: Tensor, glu: bool
+) -> tuple[Tensor, Tensor]:
+    """(∂inner, ∂weight_TM); `grad` (A, I) becomes w·h."""
+    A, I = grad.shape
+    grad_inner, grad_weight = torch.empty_like(inner), torch.zeros_like(weight)
+    BR, BI = 2, min(power_of_2(I), 1024)
+    args = (inner, grad, pair, weight, offset, grad_inner, grad_weight, len(offset) - 1)
+    launch(activation_backward_kernel, (ceil_div(A, BR),), args, (glu, I, BR, BI))
+    return grad_inner, grad_weight

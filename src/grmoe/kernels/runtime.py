@@ -1,0 +1,93 @@
+"""Where the Triton kernels can run, and what happens where they cannot.
+
+Triton comes with CUDA builds of torch. Without it, on a CPU, or for a shape the kernels do not cover, callers
+take the PyTorch path; a kernel that does not compile is reported once and not tried again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+# The interpreter runs kernels on the CPU, for tests. It must be chosen before a kernel is defined.
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+Result = TypeVar("Result")
+_failed: set[str] = set()
+
+
+def available(x: Tensor) -> bool:
+    """Whether kernels run where this tensor is, in its precision: CUDA, 16 or 32 bits."""
+    if not HAS_TRITON or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False
+    if INTERPRETED:
+        return x.dtype != torch.bfloat16  # which the interpreter computes silently wrong
+    return x.is_cuda and torch.version.hip is None and _capable(x.device.index)
+
+
+def runs_on(x: Tensor) -> bool:
+    """`available`, and rows of whole 16 bytes, as the copy engine wants them."""
+    return available(x) and x.shape[-1] * x.element_size() % 16 == 0
+
+
+@torch.compiler.assume_constant_result
+@cache
+def _capable(index: int) -> bool:
+    """bf16 tensor cores: Ampere and later."""
+    return torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+def is_capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being recorded."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def num_programs(device: torch.device) -> int:
+    """Programs of a persistent grid: one for each multiprocessor."""
+    return multiprocessors(device.index) if device.type == "cuda" else 4
+
+
+def has_failed(name: str) -> bool:
+    return name in _failed
+
+
+def attempt(name: str, kernel: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
+    """`kernel()`; where that does not compile, one warning, and `otherwise()` from then on."""
+    if name not in _failed:
+        try:
+            return kernel()
+        except Exception as error:
+            if not _is_compile_error(error):
+                raise
+            _failed.add(name)
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:300]
+            text = (
+                f"the Triton kernel {name!r} did not compile; PyTorch takes its place from now on: {reason}"
+            )
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return otherwise()
+
+
+def _is_compile_error(error: Exception) -> bool:
+    """Whether the error came out of Triton's compiler, rather than of a launch or of our own code."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    frame, inside = error.__traceback__, type(error).__module__.startswith("triton.compiler")
+    while frame is not None and not inside:
+        module = frame.tb_frame.f_globals.get("__name__", "")
+        inside = module.startswith(("triton.compiler", "triton.backends")) or module == "triton.runtime.build"
+        frame = frame.tb_next
+    return inside or type(error).__name__ in ("OutOfResources", "CompilationError", "PTXASError")

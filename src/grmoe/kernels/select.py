@@ -1,0 +1,78 @@
+"""Device functions on a tile of gates: softmax, selection and their backward. Registers in, registers out.
+
+Legend: B tokens of a tile, N experts padded to a power of two; columns past the real experts hold probability 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# How experts are chosen: all of them, the largest until a mass or a count is reached, all above a threshold.
+DENSE: tl.constexpr = tl.constexpr(0)
+LARGEST: tl.constexpr = tl.constexpr(1)
+ABOVE: tl.constexpr = tl.constexpr(2)
+
+
+@triton.jit
+def softmax_BN(logits_BN):
+    """Along experts. A row with NaN in it becomes NaN."""
+    shifted = logits_BN - tl.max(logits_BN, axis=1)[:, None]
+    e_BN = tl.exp(shifted)
+    return e_BN / tl.sum(e_BN, axis=1)[:, None]
+
+
+@triton.jit
+def select_BN(probs_BN, real_N, limit, MODE: tl.constexpr, MOST: tl.constexpr):
+    """Which experts are computed, as 0/1. LARGEST takes at most MOST while the mass before is under `limit`.
+
+    Ties go to the lower index. A row of NaN is treated as uniform, so that it too has an expert.
+    """
+    index_N = tl.arange(0, probs_BN.shape[1])
+    if MODE == DENSE:
+        chosen_BN = (probs_BN == probs_BN) | (probs_BN != probs_BN)
+        chosen_BN = chosen_BN & real_N[None, :]
+        return chosen_BN.to(tl.int32)
+    # Padding can never be chosen; what has been taken cannot be taken again.
+    left_BN = tl.where(probs_BN == probs_BN, probs_BN, 0.0)
+    left_BN = tl.where(real_N[None, :], left_BN, -1.0)
+    if MODE == ABOVE:
+        best_B = tl.max(left_BN, axis=1)
+        first_B = tl.min(tl.where(left_BN == best_B[:, None], index_N[None, :], probs_BN.shape[1]), axis=1)
+        chosen_BN = (left_BN >= limit) | (index_N[None, :] == first_B[:, None])
+        return (chosen_BN & real_N[None, :]).to(tl.int32)
+    chosen_BN = tl.zeros_like(left_BN).to(tl.int32)
+    mass_B = tl.sum(chosen_BN, axis=1).to(tl.float32)
+    for _ in range(MOST):
+        best_B = tl.max(left_BN, axis=1)
+        first_B = tl.min(tl.where(left_BN == best_B[:, None], index_N[None, :], probs_BN.shape[1]), axis=1)
+        take_BN = (index_N[None, :] == first_B[:, None]) & (mass_B < limit)[:, None]
+        chosen_BN = tl.where(take_BN, 1, chosen_BN)
+        left_BN = tl.where(take_BN, -1.0, left_BN)
+        mass_B += tl.where(mass_B < limit, best_B, 0.0)
+    return chosen_BN
+
+
+@triton.jit
+def weigh_BN(probs_BN, chosen_BN, RENORMALIZE: tl.constexpr):
+    """Combine weights: the probabilities of the chosen, scaled to sum one where asked for."""
+    weights_BN = tl.where(chosen_BN != 0, probs_BN, 0.0)
+    if RENORMALIZE:
+        weights_BN = weights_BN / tl.sum(weights_BN, axis=1)[:, None]
+    return weights_BN
+
+
+@triton.jit
+def grad_logits_BN(
+    probs_BN, chosen_BN, grad_logits_BN, grad_probs_BN, grad_weights_BN, RENORMALIZE: tl.constexpr
+):
+    """∂loss/∂ℓ from the gradients of logits, probabilities and combine weights."""
+    through_BN = tl.where(chosen_BN != 0, grad_weights_BN, 0.0)
+    if RENORMALIZE:
+        kept_BN = tl.where(chosen_BN != 0, probs_BN, 0.0)
+        mass_B = tl.sum(kept_BN, axis=1)
+        mean_B = tl.sum(through_BN * kept_BN, axis=1) / mass_B
+        through_BN = tl.where(chosen_BN != 0, (through_BN - mean_B[:, None]) / mass_B[:, None], 0.0)
+    grad_BN = grad_probs_BN + through_BN
+    inner_B = tl.sum(probs_BN * grad_BN, axis=1)
+    return probs_BN * (grad_BN - inner_B[:, None]) + grad_logits_BN

@@ -1,0 +1,61 @@
+"""What all commands say and how: tables on stdout, progress and mistakes on stderr."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+# Tables are wider than the 80 columns rich assumes where there is no terminal.
+console = Console(width=None if sys.stdout.isatty() else 160)
+
+
+def fail(message: str) -> NoReturn:
+    """A mistake of the caller: one line on stderr, exit status 2."""
+    Console(stderr=True).print(f"[bold red]error:[/] {message}", highlight=False, soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def need(*modules: str) -> None:
+    """Stop with the install line when an optional dependency is missing."""
+    missing = [m for m in modules if importlib.util.find_spec(m) is None]
+    if missing:
+        fail(f"this command needs {' and '.join(missing)}; install with: pip install 'grmoe\\[studies]'")
+
+
+class Watch:
+    """Shows a study's progress: a bar on a terminal, a line for each finished part elsewhere."""
+
+    def __init__(self, bar: Progress, total: int) -> None:
+        self.bar, self.total, self.done = bar, total, 0
+        self.task = bar.add_task("starting", total=total)
+
+    def __call__(self, label: str, step: int, steps: int) -> None:
+        self.bar.update(self.task, description=label, completed=self.done + step)
+        if step < steps:
+            return
+        self.done += steps
+        if not self.bar.console.is_terminal:
+            elapsed = self.bar.tasks[0].elapsed or 0
+            print(
+                f"{label} done, {self.done / self.total:.0%} after {elapsed:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def progress() -> Progress:
+    """A bar on a terminal; elsewhere it stays silent."""
+    columns = (
+        TextColumn("{task.description:<32}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=True)

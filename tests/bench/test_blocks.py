@@ -1,0 +1,167 @@
+"""Blocks compute the same thing, the checks can tell when they do not, and the dial's inputs are what they say.
+
+The other libraries are not installed here. Their stand-ins follow the documented call and weight layout of each.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from grmoe.bench.blocks import Setting, skewed, softmax_gate
+from grmoe.bench.dial import fit_line, given_selection, near_tokens
+from grmoe.bench.shapes import LayerShape
+from grmoe.routing import Mass
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def setting() -> Setting:
+    return Setting(LayerShape(96, 32, 4, 24, 2), 8, CPU, torch.float32)
+
+
+def loop(x: Tensor, up: Tensor, down: Tensor, expert: Tensor, weight: Tensor, *, gate_first: bool) -> Tensor:
+    rows = []
+    for token, experts, weights in zip(x, expert, weight, strict=True):
+        parts = [(up[e] @ token).chunk(2) for e in experts]
+        inner = [F.silu(a) * b if gate_first else F.silu(b) * a for a, b in parts]
+        rows.append(sum(w * (down[e] @ h) for w, e, h in zip(weights, experts, inner, strict=True)))
+    return torch.stack(rows)
+
+
+class FakeOlmoe(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        assert config._experts_implementation == "grouped_mm"
+        N, D, I = config.num_experts, config.hidden_size, config.intermediate_size
+        self.gate, self.experts, self.top_k = nn.Module(), nn.Module(), config.num_experts_per_tok
+        self.gate.weight = nn.Parameter(torch.zeros(N, D))
+        self.experts.gate_up_proj = nn.Parameter(torch.empty(N, 2 * I, D))
+        self.experts.down_proj = nn.Parameter(torch.empty(N, D, I))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.view(-1, x.shape[-1])
+        weight, expert = softmax_gate(x_TD, self.gate.weight, self.top_k)
+        up, down = self.experts.gate_up_proj, self.experts.down_proj
+        return loop(x_TD, up, down, expert, weight, gate_first=True).view(x.shape)
+
+
+class FakeLiger:
+    @staticmethod
+    def apply(x: Tensor, up: Tensor, down: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
+        assert expert.dtype == torch.int32
+        return loop(x, up, down, expert, weight, gate_first=True)
+
+
+class FakeGLUMLP(nn.Module):
+    def __init__(self, input_size: int, hidden_size: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.experts, self.output_experts = nn.Module(), nn.Module()
+        self.experts.weight = nn.Parameter(torch.empty(num_experts, 2 * hidden_size, input_size))
+        self.output_experts.weight = nn.Parameter(torch.empty(num_experts, input_size, hidden_size))
+
+    def forward(self, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+        return loop(x, self.experts.weight, self.output_experts.weight, expert, weight, gate_first=False)
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    contents: dict[str, dict[str, Any]] = {
+        "transformers.models.olmoe.modeling_olmoe": {
+            "OlmoeConfig": SimpleNamespace,
+            "OlmoeSparseMoeBlock": FakeOlmoe,
+        },
+        "liger_kernel.ops.fused_moe": {"LigerFusedMoEFunction": FakeLiger},
+        "scattermoe.mlp": {"GLUMLP": FakeGLUMLP},
+    }
+    for name, names in contents.items():
+        module = ModuleType(name)
+        vars(module).update(names)
+        # Import finds the full name first; parents are only looked up on the way to it.
+        for parent in ("", *name.split(".")[:-1]):
+            if parent:
+                path = name[: name.index(parent) + len(parent)]
+                monkeypatch.setitem(sys.modules, path, ModuleType(path))
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.usefixtures("peers")
+@pytest.mark.parametrize("peer", ["hugging_face", "liger", "scattermoe"])
+def test_peers_compute_what_our_layer_with_a_softmax_gate_computes(setting: Setting, peer: str) -> None:
+    block = getattr(setting, peer)()
+    ours = setting.ours(router=setting.softmax)
+    # fp32 sums of 24 to 32 terms in another order.
+    torch.testing.assert_close(block.forward(setting.x_TD), ours.forward(setting.x_TD), rtol=1e-4, atol=1e-5)
+    theirs, own = (b.both(setting.x_TD, setting.grad_TD) for b in (block, ours))
+    assert len(theirs) == len(own) == 4  # x, gate and two expert weights
+    torch.testing.assert_close(theirs[0], own[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(theirs[1], own[1], rtol=1e-4, atol=1e-5)
+    assert block.errors()["y"] < 1e-6
+
+
+@pytest.mark.usefixtures("peers")
+def test_the_check_of_a_peer_can_fail(setting: Setting) -> None:
+    call = setting.liger().call
+    assert setting.peer_errors(lambda x: 1.01 * call(x))["y"] == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["reference", "grouped", "auto"])
+def test_errors_of_ours_are_rounding(setting: Setting, backend: str) -> None:
+    errors = setting.ours(backend).errors()
+    assert set(errors) == {"y", "x", "frames", "log_kappa", "gate_up_proj", "down_proj"}
+    assert max(errors.values()) < 1e-5  # fp32, sums of 100 terms, some of them cancelling
+
+
+def test_the_check_of_ours_can_fail(setting: Setting) -> None:
+    moe = setting.layer(skewed(setting.grassmann))
+    errors = setting.errors(moe, lambda x: 1.01 * moe(x))
+    assert min(errors.values()) > 0.009  # the output and every gradient
+
+
+def test_skew_starves_one_expert_and_favours_another(setting: Setting) -> None:
+    load = skewed(setting.grassmann)(setting.x_TD).selected.sum(0)
+    assert load[0] == 0
+    assert load[-1] > 0.75 * len(setting.x_TD)
+    assert setting.grassmann.log_prior.abs().max() == 0  # the original stays as it was
+
+
+def test_backends_do_not_leak_through_a_shared_router(setting: Setting) -> None:
+    blocks = [setting.ours(name) for name in ("reference", "auto")]
+    routers: list[Any] = [block.module.router for block in blocks if block.module is not None]
+    assert routers[0] is not routers[1]
+    assert [router.backend for router in routers] == ["reference", "auto"]
+
+
+@pytest.mark.parametrize("average", [1.0, 1.25, 2.5, 4.0])
+def test_given_selections_have_their_average_and_an_even_load(average: float) -> None:
+    torch.manual_seed(0)
+    selected = given_selection(400, 6, average, CPU)
+    assert selected.sum() == average * 400
+    assert set(selected.sum(1).tolist()) <= {int(average), int(average) + 1}
+    load = selected.sum(0)
+    assert load.max() - load.min() <= 1
+
+
+def test_near_tokens_make_the_dial_move_the_compute() -> None:
+    setting = Setting(LayerShape(512, 64, 8, 8, 4), 8, CPU, torch.float32, Mass(0.9, cap=4))
+    router = setting.grassmann
+    x = near_tokens(router, 512)
+    used = []
+    for alpha in (0.5, 1.0, 2.0, 5.0):
+        router.alpha = alpha
+        used.append(float(router(x).selected.sum() / 512))
+    assert used == sorted(used, reverse=True)
+    assert used[0] > 1.5 * used[-1]
+
+
+def test_a_line_is_fitted_exactly() -> None:
+    fit = fit_line([1.0, 2.0, 4.0], [5.0, 8.0, 14.0])
+    assert (fit.slope_ms, fit.offset_ms, fit.r2) == pytest.approx((3.0, 2.0, 1.0))
+    assert fit(3.0) == pytest.approx(11.0)

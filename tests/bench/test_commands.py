@@ -1,0 +1,159 @@
+"""`grmoe bench` on tiny sizes: every contender has its row, errors are small, ratios follow from the medians."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from grmoe.cli import app
+from grmoe.experts import BACKENDS
+from grmoe.kernels.runtime import INTERPRETED
+
+RUN = ["--device", "cpu", "--rounds", "2"]
+Json = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without them, whatever this one has."""
+    for name in ("transformers", "liger_kernel", "scattermoe"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def run(command: str, shape: str, out: Path, *options: str) -> tuple[Json, str]:
+    result = CliRunner().invoke(app, ["bench", command, "--shape", shape, "--out", str(out), *RUN, *options])
+    assert result.exit_code == 0, result.output
+    figure = out / f"{command}.png"
+    assert str(figure) in result.output.splitlines()[-1]
+    assert figure.stat().st_size > 10_000
+    return json.loads((out / "results.json").read_text()), result.output
+
+
+def rows_of(content: Json) -> dict[str, Json]:
+    (shape,) = content["shapes"]
+    return {row["contender"]: row for row in shape["rows"]}
+
+
+def ratios_of(content: Json) -> dict[str, float]:
+    return {ratio["name"]: ratio["value"] for ratio in content["shapes"][0]["ratios"]}
+
+
+def median(row: Json, mode: str) -> float:
+    return float(row["times"][mode]["median_ms"])
+
+
+def test_gate(tmp_path: Path) -> None:
+    content, output = run("gate", "64,32,4,8", tmp_path)
+    rows, ratios = rows_of(content), ratios_of(content)
+    assert list(rows) == [
+        "softmax gate as people write it",
+        "one bare GEMM (three with backward)",
+        "naive Grassmann gate",
+        "ours",
+        "ours, with metrics",
+    ]
+    for name in ("ours", "ours, with metrics", "naive Grassmann gate"):
+        assert set(rows[name]["errors"]) == {"probs", "x", "frames", "log_kappa"}
+        assert max(rows[name]["errors"].values()) < 1e-5
+    gemm = rows["one bare GEMM (three with backward)"]
+    for mode, count in (("forward", "one bare GEMM"), ("forward+backward", "three bare GEMMs")):
+        expected = median(rows["ours"], mode) / median(gemm, mode)
+        assert ratios[f"ours / {count}, {mode}"] == expected
+    assert content["shapes"][0]["shape"] == {"tokens": 64, "dim": 32, "experts": 4, "rank": 8}
+    assert content["seed"] == 0
+    assert content["versions"]["transformers"] == "not installed"
+    assert content["versions"]["torch"][0].isdigit()
+    assert "ours / softmax gate, forward" in output
+
+
+def test_layer(tmp_path: Path) -> None:
+    content, output = run("layer", "64,32,4,32,2", tmp_path)
+    rows, ratios = rows_of(content), ratios_of(content)
+    peers = {
+        "Hugging Face OLMoE block": "transformers",
+        "Liger fused MoE": "liger_kernel",
+        "ScatterMoE": "scattermoe",
+    }
+    ours = ["ours", "ours, softmax gate", *(f"ours, {name}" for name in BACKENDS)]
+    assert set(rows) == {*peers, "dense GEMMs, same FLOPs", *ours}
+    for name, library in peers.items():
+        assert rows[name]["failure"].startswith(f"not installed: {library}")
+        assert rows[name]["times"] == {}
+        assert f"{name}: not installed: {library}" in output
+    for name in ("ours", "ours, softmax gate", "ours, reference", "ours, grouped"):
+        assert max(rows[name]["errors"].values()) < 1e-5
+        assert rows[name]["failure"] is None
+    if not INTERPRETED:  # else it runs here as well
+        assert "CUDA" in rows["ours, triton"]["failure"]
+    dense = rows["dense GEMMs, same FLOPs"]
+    for mode in ("forward", "forward+backward"):
+        assert ratios[f"share of the dense rate, {mode}"] == median(dense, mode) / median(rows["ours"], mode)
+        softmax = median(rows["ours, softmax gate"], mode)
+        assert ratios[f"Grassmann gate over softmax gate, {mode}"] == median(rows["ours"], mode) / softmax
+
+
+def test_layer_runs_only_the_contenders_asked_for(tmp_path: Path) -> None:
+    content, _ = run(
+        "layer", "64,32,4,32,2", tmp_path, "--contender", "grouped", "--contender", "Liger", "--dtype", "bf16"
+    )
+    rows = rows_of(content)
+    assert list(rows) == ["Liger fused MoE", "ours, grouped"]
+    assert content["dtype"] == "bfloat16"
+    assert 1e-4 < rows["ours, grouped"]["errors"]["y"] < 2e-2  # bf16 has 8 bits
+
+
+def test_dial(tmp_path: Path) -> None:
+    content, output = run("dial", "64,32,8,16", tmp_path, "--rank", "4")
+    rows, ratios = rows_of(content), ratios_of(content)
+    given = [f"{1 + i / 4:.2f} experts" for i in range(13)]
+    own = [f"own gate, α = {alpha}" for alpha in (0.5, 1, 2, 5)]
+    assert list(rows) == [*given, *own]
+    assert [rows[name]["experts"] for name in given] == [1 + i / 4 for i in range(13)]
+    assert all(max(row["errors"].values()) < 1e-5 for row in rows.values())
+    experts = [rows[name]["experts"] for name in own]
+    assert experts == sorted(experts, reverse=True)
+    for name in own:
+        assert 0 <= rows[name]["dropped"] < 1
+        assert rows[name]["bound"] >= 0
+    one, two = (median(rows[name], "forward") for name in ("1.00 experts", "2.00 experts"))
+    assert ratios["time at 1 expert / at 2, forward"] == one / two
+    assert content["shapes"][0]["fits"].keys() == {"forward", "forward+backward"}
+    assert "R² =" in output
+
+
+def test_train_step(tmp_path: Path) -> None:
+    content, output = run("train-step", "64,32,4,32,2", tmp_path)
+    rows, ratios = rows_of(content), ratios_of(content)
+    assert list(rows) == ["Hugging Face OLMoE block", "ours", "ours, softmax gate"]
+    assert rows["Hugging Face OLMoE block"]["failure"].startswith("not installed: transformers")
+    for name in ("ours", "ours, softmax gate"):
+        step = median(rows[name], "step")
+        assert rows[name]["tokens/s"] == pytest.approx(64e3 / step)
+        assert max(rows[name]["errors"].values()) < 1e-5
+    parameters = 4 * (3 * 32 * 32) + 4 * 32  # experts and the gate, fp32, with two moments each
+    assert rows["ours, softmax gate"]["held MB"] == pytest.approx(12e-6 * parameters, rel=1e-3)
+    expected = median(rows["ours"], "step") / median(rows["ours, softmax gate"], "step")
+    assert ratios["Grassmann gate over softmax gate, step"] == expected
+    assert "tokens/s" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gate", "--shape", "64,32"], "--shape must be tokens,dim,experts,rank, got 2 numbers in '64,32'"),
+        (["layer", "--dtype", "fp8"], "dtype must be one of 'bf16', 'fp32', got 'fp8'"),
+        (["layer", "--device", "abacus"], "device must be cpu, cuda or cuda:0 and so on, got 'abacus'"),
+        (["layer", "--device", "cuda:99"], "GPUs, got 'cuda:99'"),
+        (["layer", "--contender", "nobody"], "--contender must be in one of Hugging Face OLMoE block; Liger"),
+    ],
+)
+def test_mistakes_get_one_clear_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", *arguments, "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
