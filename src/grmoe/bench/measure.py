@@ -136,10 +136,15 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 
 
 def pick(contenders: list[Contender], wanted: list[str] | None) -> list[Contender]:
-    """Those whose name contains one of the words, in their order; all of them without words."""
+    """Those named by one of the words, or containing it where no name is the word; all of them without words."""
     if not wanted:
         return contenders
-    kept = [c for c in contenders if any(word.lower() in c.name.lower() for word in wanted)]
+    names = {c.name.lower() for c in contenders}
+
+    def meant(word: str, name: str) -> bool:
+        return word == name if word in names else word in name
+
+    kept = [c for c in contenders if any(meant(word.lower(), c.name.lower()) for word in wanted)]
     if not kept:
         raise ValueError(f"--contender must be in one of {'; '.join(c.name for c in contenders)}")
     return kept

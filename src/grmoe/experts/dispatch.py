@@ -13,6 +13,7 @@ Legend: T tokens, N experts, A rows of the list, M most experts of a token, D mo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,30 +77,37 @@ def combine(y_AD: Tensor, dispatch: Dispatch) -> Tensor:
     return _Combine.apply(y_AD, d.weight_TM, d.token_A, d.pair_A, d.slot_TM, d.offset_N)
 
 
-def _rows(y_AD: Tensor, slot_TM: Tensor) -> Tensor:
-    """Rows by slot, (T, M, D), zero where a slot is empty. Unused rows may hold anything, NaN included."""
-    empty = slot_TM == len(y_AD)
-    picked = (
-        y_AD[torch.where(empty, 0, slot_TM)] if len(y_AD) else y_AD.new_zeros(*slot_TM.shape, y_AD.shape[1])
-    )
-    return torch.where(empty.unsqueeze(-1), 0.0, picked)
+def _slots(y_AD: Tensor, slot_TM: Tensor) -> Iterator[Tensor]:
+    """For each slot m its rows (T, D) in wide precision, zero where the slot is empty.
 
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    Slot by slot, so that (T, M, D) never exists. Unused rows may hold anything, NaN included.
+    """
+    A, wide = len(y_AD), _wide(y_AD.dtype)
+    if A == 0:
+        return
+    empty_TM = slot_TM == A
+    # Masking is a pass over the rows. The host may look whether it is needed, where looking costs nothing.
+    looks = y_AD.device.type == "cpu" and not torch.compiler.is_compiling()
+    masks = not looks or bool(empty_TM.any())
+    for m in range(slot_TM.shape[1]):
+        slot_T = torch.where(empty_TM[:, m], 0, slot_TM[:, m]) if masks else slot_TM[:, m]
+        rows_TD = y_AD.index_select(0, slot_T).to(wide)
+        yield torch.where(empty_TM[:, m : m + 1], 0.0, rows_TD) if masks else rows_TD
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, token_A: Tensor, slot_TM: Tensor) -> Tensor:
         ctx.save_for_backward(slot_TM)
-        return x_TD[token_A]
+        return x_TD.index_select(0, token_A)
 
     @staticmethod
     def backward(ctx: Any, grad_AD: Tensor) -> tuple[Tensor, None, None]:
         (slot_TM,) = ctx.saved_tensors
-        total_TD = _rows(grad_AD, slot_TM).to(_wide(grad_AD.dtype)).sum(1)
-        return total_TD.to(grad_AD.dtype), None, None
+        total: Tensor | float = 0.0
+        for rows_TD in _slots(grad_AD, slot_TM):
+            total = total + rows_TD if isinstance(total, float) else total.add_(rows_TD)
+        return _as_tokens(total, grad_AD, slot_TM), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -114,18 +122,31 @@ class _Combine(torch.autograd.Function):
         offset_N: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(y_AD, weight_TM, token_A, pair_A, slot_TM, offset_N)
-        wide = _wide(y_AD.dtype)
-        rows_TMD = _rows(y_AD, slot_TM).to(wide)
-        return (rows_TMD * weight_TM.to(wide).unsqueeze(-1)).sum(1).to(y_AD.dtype)
+        total: Tensor | float = 0.0
+        for m, rows_TD in enumerate(_slots(y_AD, slot_TM)):
+            weight_T1 = weight_TM[:, m : m + 1].to(rows_TD.dtype)
+            total = rows_TD * weight_T1 if isinstance(total, float) else total.addcmul_(rows_TD, weight_T1)
+        return _as_tokens(total, y_AD, slot_TM)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         y_AD, weight_TM, token_A, pair_A, slot_TM, offset_N = ctx.saved_tensors
-        wide = _wide(y_AD.dtype)
-        rows_TMD = _rows(y_AD, slot_TM).to(wide)
-        grad_weight_TM = (rows_TMD * grad_TD.to(wide).unsqueeze(1)).sum(-1)
+        grad_weight_TM = torch.zeros_like(weight_TM)
+        for m, rows_TD in enumerate(_slots(y_AD, slot_TM)):
+            grad_weight_TM[:, m] = (rows_TD * grad_TD).sum(-1).to(weight_TM.dtype)
+        # A row's gradient is its token's, weighted; unused rows get zero.
         used_A = torch.arange(len(token_A), device=token_A.device) < offset_N[-1]
-        weight_A = weight_TM.flatten()[pair_A]
-        scale_A = torch.where(used_A, weight_A, 0.0).to(wide).unsqueeze(-1)
-        grad_AD = (grad_TD[token_A].to(wide) * scale_A).to(y_AD.dtype)
-        return grad_AD, grad_weight_TM.to(weight_TM.dtype), None, None, None, None
+        weight_A = torch.where(used_A, weight_TM.flatten().index_select(0, pair_A), 0.0)
+        grad_AD = grad_TD.index_select(0, token_A) * weight_A.unsqueeze(-1).to(_wide(y_AD.dtype))
+        return grad_AD.to(y_AD.dtype), grad_weight_TM, None, None, None, None
+
+
+def _as_tokens(total: Tensor | float, rows_AD: Tensor, slot_TM: Tensor) -> Tensor:
+    """The sum in the rows' precision; zeros where there were no rows at all."""
+    if isinstance(total, float):
+        return rows_AD.new_zeros(len(slot_TM), rows_AD.shape[1])
+    return total.to(rows_AD.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

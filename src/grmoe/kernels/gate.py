@@ -46,24 +46,30 @@ class Plan(NamedTuple):
     precision: str
 
 
+# For bf16 and fp16, measured on Hopper (docs/performance.md): many columns, few, and exactly three tiles of them.
+WIDE = Tiles(128, 256, 64, 8, 4)
+NARROW = Tiles(128, 128, 64, 8, 4)
 ONE_PASS = Tiles(128, 128, 64, 8, 3, at_once=True)
+LINEAR = Tiles(64, 16, 128, 4, 4)
 
 
 @cache
 def plan(dtype: torch.dtype, num_experts: int, rank: int, square: bool) -> Plan:
-    """Measured on Hopper; see docs/performance.md."""
+    """The same for every batch of a router: nothing is tuned at run time, so the same input gives the same bits."""
     NP = max(power_of_2(num_experts), 2 if square else 16)
+    precision, gradient = "ieee", Tiles(128, 64, 256, 8, 3)
     if dtype == torch.float32:
-        precision = "ieee" if INTERPRETED else "tf32x3"
-        forward = Tiles(64, max(NP, 64), 32, 8, 2) if square else Tiles(64, NP, 64, 4, 3)
-        backward, gradient = forward, Tiles(64, 32, 64, 8, 2)
+        precision = "ieee" if INTERPRETED else "tf32x3"  # three tf32 products, as exact as fp32
+        forward, gradient = Tiles(64, max(NP, 64), 32, 8, 2), Tiles(64, 32, 64, 8, 2)
+    elif rank * NP == 3 * ONE_PASS.columns:
+        forward = ONE_PASS
+    elif rank * NP >= 2 * WIDE.columns or NARROW.columns < NP:
+        forward = WIDE
     else:
-        precision = "ieee"
-        wide = rank * NP >= 512
-        forward = Tiles(128, max(NP, 256 if wide else 128), 64, 8, 4) if square else Tiles(64, NP, 128, 4, 4)
-        backward, gradient = forward._replace(stages=3), Tiles(128, 64, 256, 8, 3)
-        if square and rank * NP == 3 * forward.columns:
-            forward = ONE_PASS
+        forward = NARROW
+    if not square:
+        forward = LINEAR._replace(columns=NP)
+    backward = forward._replace(stages=min(forward.stages, 3))
     C = ceil_div(rank * NP, forward.columns) * forward.columns
     return Plan(NP, C, forward, backward, gradient, precision)
 
