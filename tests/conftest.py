@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+# Without a GPU the kernels run through Triton's interpreter (tests/kernels). It is chosen when a kernel is defined,
+# so before anything imports triton or grmoe.kernels; "auto" backends never take it.
+if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile("grmoe", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("grmoe")

@@ -14,6 +14,7 @@ from grmoe.certificates import truncation_error_bound
 from grmoe.experts import pick_backend
 from grmoe.experts.bounds import output_gains
 from grmoe.experts.weights import Activation, ExpertWeights
+from grmoe.kernels import runtime
 from grmoe.layer import MoE
 from grmoe.routing import (
     ROUTERS,
@@ -29,6 +30,15 @@ from grmoe.routing import (
 )
 
 DIM, HIDDEN, N = 16, 24, 5
+# Our kernels through Triton's interpreter, where there is one (see conftest); more of them in tests/kernels. It
+# multiplies whole tiles, rows that nobody wrote included.
+TRITON = pytest.param(
+    "triton",
+    marks=[
+        pytest.mark.skipif(not runtime.INTERPRETED, reason="no Triton, or kernels are compiled here"),
+        pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
+    ],
+)
 
 
 def make_router(name: str = "grassmann", **options: Any) -> Router:
@@ -85,14 +95,14 @@ def test_output_and_every_gradient_equal_the_plain_sum(
 
 
 @pytest.mark.parametrize("name", [n for n in ROUTERS if n != "soft_moe"])
-@pytest.mark.parametrize("backend", ["reference", "grouped"])
+@pytest.mark.parametrize("backend", ["reference", "grouped", TRITON])
 def test_every_router_runs_through_the_layer(name: str, backend: Any) -> None:
     moe = layer(make_router(name), backend=backend)
     x = tokens(2, 9)
     torch.testing.assert_close(moe(x), plain_sum(moe, x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["reference", "grouped"])
+@pytest.mark.parametrize("backend", ["reference", "grouped", TRITON])
 def test_soft_moe_runs_through_the_layer(backend: Any) -> None:
     moe = layer(make_router("soft_moe", slots=2), backend=backend)
     x = tokens(3, 6)

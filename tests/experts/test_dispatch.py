@@ -9,6 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grmoe.experts.dispatch import Dispatch, combine, gather
+from grmoe.kernels import runtime
+
+# Our kernels run on the CPU through Triton's interpreter alone (see conftest).
+KERNELS = pytest.param(
+    True, marks=pytest.mark.skipif(not runtime.INTERPRETED, reason="no Triton, or kernels are compiled here")
+)
 
 
 def random_selection(T: int, N: int, most: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -25,12 +31,15 @@ def random_selection(T: int, N: int, most: int, seed: int) -> tuple[Tensor, Tens
 sizes = st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(0, 10**6))
 
 
+@pytest.mark.parametrize("kernels", [False, KERNELS])
 @given(sizes, st.data())
-def test_list_holds_exactly_the_selection(size: tuple[int, int, int], data: st.DataObject) -> None:
+def test_list_holds_exactly_the_selection(
+    kernels: bool, size: tuple[int, int, int], data: st.DataObject
+) -> None:
     T, N, seed = size
     most = data.draw(st.integers(1, N))
     weights, selected = random_selection(T, N, most, seed)
-    d = Dispatch.build(weights, selected, most)
+    d = Dispatch.build(weights, selected, most, kernels=kernels)
     assert d.num_rows == T * most
     ends = d.offset_N.tolist()
     starts = [0, *ends[:-1]]
@@ -46,11 +55,12 @@ def test_list_holds_exactly_the_selection(size: tuple[int, int, int], data: st.D
         assert d.weight_TM[t, len(slots) :].abs().sum() == 0
 
 
+@pytest.mark.parametrize("kernels", [False, KERNELS])
 @given(sizes)
-def test_gather_and_combine_match_plain_indexing(size: tuple[int, int, int]) -> None:
+def test_gather_and_combine_match_plain_indexing(kernels: bool, size: tuple[int, int, int]) -> None:
     T, N, seed = size
     weights, selected = random_selection(T, N, N, seed)
-    d = Dispatch.build(weights, selected, N)
+    d = Dispatch.build(weights, selected, N, kernels=kernels)
     g = torch.Generator().manual_seed(seed + 1)
     x = torch.randn(T, 3, generator=g, dtype=torch.float64)
     used = int(d.offset_N[-1])
@@ -65,13 +75,14 @@ def test_gather_and_combine_match_plain_indexing(size: tuple[int, int, int]) -> 
     torch.testing.assert_close(combine(y, d), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients() -> None:
+@pytest.mark.parametrize("kernels", [False, KERNELS])
+def test_gradients(kernels: bool) -> None:
     weights, selected = random_selection(7, 4, 3, seed=3)
     weights.requires_grad_()
     x = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
 
     def through(x: Tensor, weights: Tensor) -> Tensor:
-        d = Dispatch.build(weights, selected, 3)
+        d = Dispatch.build(weights, selected, 3, kernels=kernels)
         rows = gather(x, d)
         return combine(rows * rows, d)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from grmoe import checks
+from grmoe.kernels.runtime import attempt
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,11 @@ class Dispatch:
         if kernels:
             from grmoe.kernels.dispatch import dispatch
 
-            return cls(*dispatch(weights_TN, selected_TN, most))
+            return attempt(
+                "dispatch",
+                lambda: cls(*dispatch(weights_TN, selected_TN, most)),
+                lambda: cls.build(weights_TN, selected_TN, most),
+            )
         A, device = T * most, selected_TN.device
         count_TN = selected_TN.long()
         offset_N = count_TN.sum(0).cumsum(0)

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from grmoe.kernels.launch import ceil_div, launch, power_of_2
 
@@ -168,6 +169,7 @@ class _Dispatch(torch.autograd.Function):
         return token, pair, offset, slot, weight
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         run = _backward_op if torch.compiler.is_compiling() else _backward
         return run(grads[4], *ctx.saved_tensors), None, None

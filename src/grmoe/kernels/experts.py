@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
 from grmoe.kernels import rows
 from grmoe.kernels.grouped_gemm import Tiles, grouped_gemm, weight_gradient
+from grmoe.kernels.launch import dense
 
 
 class Engines(NamedTuple):
@@ -53,10 +55,10 @@ def _forward(
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y, pre-activations); the latter empty unless `save`."""
-    x, up, down = x.contiguous(), up.contiguous(), down.contiguous()
+    x, up, down = dense(x), dense(up), dense(down)
     inner = torch.empty(len(token) if save else 0, up.shape[1], dtype=x.dtype, device=x.device)
     if len(token) == 0:
-        return torch.zeros_like(x), inner
+        return x.new_zeros(x.shape), inner
     e = engines(x.dtype, x.shape[1], down.shape[2])
     if e.up is not None:
         a, by = (x, token) if e.gather_up else (rows.gather(x, token, offset), None)
@@ -87,8 +89,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(∂x, ∂weight, ∂up, ∂down)."""
     if len(token) == 0:
-        return torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(up), torch.zeros_like(down)
-    x, grad, up, down = x.contiguous(), grad.contiguous(), up.contiguous(), down.contiguous()
+        x_grad, weight_grad, up_grad, down_grad = (t.new_zeros(t.shape) for t in (x, weight, up, down))
+        return x_grad, weight_grad, up_grad, down_grad
+    x, grad, up, down = dense(x), dense(grad), dense(up), dense(down)
     e = engines(x.dtype, x.shape[1], down.shape[2])
     grad_rows = rows.gather(grad, token, offset)
     if e.grad_hidden is not None:
@@ -119,12 +122,13 @@ _backward_op = torch.library.custom_op("grmoe::experts_backward", _backward, mut
 def _(
     x: Tensor, weight: Tensor, up: Tensor, down: Tensor, token: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(len(token) if rest[-1] else 0, up.shape[1])
+    return x.new_empty(x.shape), x.new_empty(len(token) if rest[-1] else 0, up.shape[1])
 
 
 @_backward_op.register_fake
 def _(grad: Tensor, x: Tensor, weight: Tensor, up: Tensor, down: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(up), torch.empty_like(down)
+    x_grad, weight_grad, up_grad, down_grad = (t.new_empty(t.shape) for t in (x, weight, up, down))
+    return x_grad, weight_grad, up_grad, down_grad
 
 
 class _Experts(torch.autograd.Function):
@@ -140,6 +144,7 @@ class _Experts(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         run: Any = _backward_op if torch.compiler.is_compiling() else _backward
         return (*run(grad, *ctx.saved_tensors, ctx.glu), *(None,) * 6)
@@ -159,4 +164,5 @@ def experts(
 ) -> Tensor:
     """Σ over a token's assignments of weight · W_down act(W_up x), (T, D)."""
     save = torch.is_grad_enabled() and any(t.requires_grad for t in (x_TD, weight_TM, up, down))
-    return _Experts.apply(x_TD, weight_TM, up, down, token_A, pair_A, offset_N, slot_TM, glu, save)
+    lists = (token_A.contiguous(), pair_A.contiguous(), offset_N.contiguous(), slot_TM.contiguous())
+    return _Experts.apply(x_TD, weight_TM.contiguous(), up, down, *lists, glu, save)

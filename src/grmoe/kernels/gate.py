@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from grmoe.kernels import gate_kernels as kernels
-from grmoe.kernels.launch import ceil_div, launch, power_of_2, tiled
+from grmoe.kernels.launch import ceil_div, dense, launch, power_of_2, tiled
 from grmoe.kernels.runtime import INTERPRETED
 
 DENSE, LARGEST, ABOVE = 0, 1, 2
@@ -85,7 +86,7 @@ def pack(matrix: Tensor, dtype: torch.dtype, square: bool) -> Tensor:
     packed = torch.empty(p.columns, D, dtype=dtype, device=matrix.device)
     BD, BK = (64, 64) if square else (1024, 1)
     grid = (p.experts, ceil_div(D, BD), ceil_div(p.columns // p.experts, BK))
-    launch(kernels.pack_kernel, grid, (matrix.contiguous(), packed), (N, D, K, p.columns, p.experts, BD, BK))
+    launch(kernels.pack_kernel, grid, (dense(matrix), packed), (N, D, K, p.columns, p.experts, BD, BK))
     return packed
 
 
@@ -113,13 +114,13 @@ def _forward(
     if T == 0:
         zero.zero_()
         return *outputs, packed
-    x = x.contiguous()
+    x, prior = dense(x), prior.contiguous()
     t = p.forward
     args = (
         tiled(x, t.tokens, t.width),
         tiled(x, t.tokens, t.width),
         tiled(packed, t.columns, t.width),
-        *(prior if log_kappa is None else log_kappa, prior, alpha),
+        *(prior if log_kappa is None else log_kappa.contiguous(), prior, alpha),
         *(logits, probs, weights, selected.view(torch.uint8), norm, zero),
         *(T, energy_scale, limit),
     )
@@ -169,9 +170,9 @@ def _backward(
     """(∂x, ∂matrix, ∂log_kappa, ∂prior); ∂log_kappa is empty for a linear gate."""
     (T, D), N, K = x.shape, len(matrix), _rank(matrix)
     if T == 0:
-        kappa = alpha.new_zeros(0) if log_kappa is None else torch.zeros_like(log_kappa)
-        return torch.zeros_like(x), torch.zeros_like(matrix), kappa, probs.new_zeros(N)
-    x = x.contiguous()
+        kappa = alpha.new_zeros(0 if log_kappa is None else log_kappa.shape)
+        return x.new_zeros(x.shape), matrix.new_zeros(matrix.shape), kappa, probs.new_zeros(N)
+    x = dense(x)
     given = [g.contiguous() if g is not None else None for g in (grad_logits, grad_probs, grad_weights)]
     gates = (probs, selected.view(torch.uint8), *(probs if g is None else g for g in given))
     flags = tuple(g is not None for g in given)
@@ -180,15 +181,14 @@ def _backward(
         grad = torch.empty(T, N, dtype=x.dtype, device=x.device)
         constants: tuple[Any, ...] = (N, renormalize, *flags, 128, p.experts)
         launch(kernels.linear_backward_kernel, (ceil_div(T, 128),), (*gates, alpha, grad, T), constants)
-        total = grad.sum(0, dtype=torch.float32)
-        # α is inside: under a posterior dial it multiplies the prior too.
+        total = grad.sum(0, dtype=torch.float32)  # α is inside: it multiplies the prior too
         return (
             grad @ packed[:N],
             _wide_mm(grad.T, x),
             alpha.new_zeros(0),
             total if posterior else total / alpha,
         )
-    C, t = p.columns, p.backward
+    log_kappa, C, t = log_kappa.contiguous(), p.columns, p.backward
     programs = ceil_div(T, t.tokens)
     scaled = torch.empty(T, C, dtype=x.dtype, device=x.device)
     along = torch.empty(T, dtype=torch.float32, device=x.device)
@@ -218,7 +218,7 @@ def _backward(
     grid: tuple[int, ...] = (ceil_div(D, t.width), ceil_div(T, t.tokens))
     constants = (C, p.precision, t.tokens, t.width, t.columns)
     launch(kernels.gate_input_gradient_kernel, grid, args, constants, t.warps, t.stages)
-    grad_packed, grad_frames = _wide_mm(scaled.T, x), torch.empty_like(matrix)
+    grad_packed, grad_frames = _wide_mm(scaled.T, x), matrix.new_empty(matrix.shape)
     grid = (N, ceil_div(D, 32), ceil_div(K, 64))
     launch(kernels.unpack_kernel, grid, (grad_packed, grad_frames), (D, K, p.experts, 32, 64))
     grad_log_kappa, grad_prior = torch.empty_like(log_kappa), probs.new_empty(N)
@@ -249,8 +249,8 @@ def _(x: Tensor, matrix: Tensor, log_kappa: Tensor | None, *_: Any) -> tuple[Ten
 def _(
     _a: Any, _b: Any, _c: Any, x: Tensor, matrix: Tensor, log_kappa: Tensor | None, *_: Any
 ) -> tuple[Tensor, ...]:
-    kappa = x.new_empty(0, dtype=torch.float32) if log_kappa is None else torch.empty_like(log_kappa)
-    return torch.empty_like(x), torch.empty_like(matrix), kappa, matrix.new_empty(len(matrix))
+    kappa = x.new_empty(0 if log_kappa is None else log_kappa.shape, dtype=torch.float32)
+    return x.new_empty(x.shape), matrix.new_empty(matrix.shape), kappa, matrix.new_empty(len(matrix))
 
 
 class _Gate(torch.autograd.Function):
@@ -270,14 +270,15 @@ class _Gate(torch.autograd.Function):
         return logits, probs, weights, selected, zero
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_logits: Any, grad_probs: Any, grad_weights: Any, *_: Any) -> tuple[Any, ...]:
         nothing = (None,) * 12
         if grad_logits is None and grad_probs is None and grad_weights is None:
             return nothing
         run = _backward_op if torch.compiler.is_compiling() else _backward
-        grads = run(grad_logits, grad_probs, grad_weights, *ctx.saved_tensors, *ctx.options)
-        log_kappa = ctx.saved_tensors[2]
-        return (grads[0], grads[1], None if log_kappa is None else grads[2], grads[3], *nothing[4:])
+        saved = ctx.saved_tensors  # once: checkpointing recomputes at the first look and allows no second
+        grads = run(grad_logits, grad_probs, grad_weights, *saved, *ctx.options)
+        return (grads[0], grads[1], None if saved[2] is None else grads[2], grads[3], *nothing[4:])
 
 
 def gate(
@@ -304,6 +305,8 @@ def gate(
     ABOVE takes all of probability at least `limit`, and the largest.
     packed: `pack(matrix, x.dtype, square)` where the caller knows that the matrix has not changed since.
     """
+    if log_kappa is None and not posterior:
+        raise ValueError("posterior must be True for a linear gate, whose dial multiplies all of its logits")
     return _Gate.apply(
         x_TD,
         matrix,

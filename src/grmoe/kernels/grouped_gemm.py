@@ -95,6 +95,8 @@ def grouped_gemm_kernel(
                 b = b_desc.load([expert * B_ROWS + column, k]).T
             else:
                 b = b_desc.load([expert * B_ROWS + k, column])
+                if K % BK != 0:  # what follows is the next expert's, and its NaN is not ours
+                    b = tl.where((k + tl.arange(0, BK) < K)[:, None], b, 0.0)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
             if ACTIVATION == 1:
                 b_up = b_desc.load([expert * B_ROWS + O + column, k]).T

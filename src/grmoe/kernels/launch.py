@@ -26,8 +26,14 @@ class Tiled(TensorDescriptor):
         pass
 
 
+def dense(x: Tensor) -> Tensor:
+    """x, or a copy where it is not contiguous or does not start at 16 bytes: the copy engine takes no other."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() & 15 else x
+
+
 def tiled(matrix: Tensor, rows: int, columns: int) -> Tiled:
-    """`matrix`, contiguous, with rows of whole 16 bytes, in tiles of rows × columns."""
+    """`matrix`, `dense` and with rows of whole 16 bytes, in tiles of rows × columns."""
     shape = matrix.shape
     return Tiled(matrix, list(shape), [shape[1], 1], [rows, columns])
 

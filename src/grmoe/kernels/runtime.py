@@ -28,6 +28,8 @@ def available(x: Tensor) -> bool:
     """Whether kernels run where this tensor is, in its precision: CUDA, 16 or 32 bits."""
     if not HAS_TRITON or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return False  # vmap and its kin have no memory that a kernel could read
     if INTERPRETED:
         return x.dtype != torch.bfloat16  # which the interpreter computes silently wrong
     return x.is_cuda and torch.version.hip is None and _capable(x.device.index)
@@ -85,9 +87,16 @@ def _is_compile_error(error: Exception) -> bool:
     """Whether the error came out of Triton's compiler, rather than of a launch or of our own code."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
-    frame, inside = error.__traceback__, type(error).__module__.startswith("triton.compiler")
-    while frame is not None and not inside:
-        module = frame.tb_frame.f_globals.get("__name__", "")
-        inside = module.startswith(("triton.compiler", "triton.backends")) or module == "triton.runtime.build"
+    if type(error).__name__ in ("OutOfResources", "CompilationError", "PTXASError"):
+        return True
+    frame = error.__traceback__
+    while frame is not None:
+        module = str(frame.tb_frame.f_globals.get("__name__", ""))
+        # triton.backends.nvidia.driver is on the way of every launch; its compiler is not.
+        backend = module.startswith("triton.backends.") and module.endswith(".compiler")
+        # So is triton.compiler, where a binary is loaded; a broken CUDA context fails there, and says so.
+        compiler = module.startswith("triton.compiler") and "[CUDA]" not in str(error)
+        if backend or compiler or module == "triton.runtime.build":
+            return True
         frame = frame.tb_next
-    return inside or type(error).__name__ in ("OutOfResources", "CompilationError", "PTXASError")
+    return False

@@ -26,7 +26,7 @@ def softmax_BN(logits_BN):
 def select_BN(probs_BN, real_N, limit, MODE: tl.constexpr, MOST: tl.constexpr):
     """Which experts are computed, as 0/1. LARGEST takes at most MOST while the mass before is under `limit`.
 
-    Ties go to the lower index. A row of NaN is treated as uniform, so that it too has an expert.
+    Ties go to the lower index. A row of NaN counts as all zero, so that it too has an expert.
     """
     index_N = tl.arange(0, probs_BN.shape[1])
     if MODE == DENSE:

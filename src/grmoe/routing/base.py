@@ -9,6 +9,7 @@ Legend: N experts, D model width, T tokens; `...` any leading dimensions of the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -75,7 +76,7 @@ class Router(nn.Module):
         self.balance = balance
         self.checked = checked
         self.backend: Literal["auto", "reference", "triton"] = "auto"
-        self._packed: tuple[tuple[Any, ...], Tensor] | None = None
+        self._packed: tuple[weakref.ref[Tensor], tuple[Any, ...], Tensor] | None = None
         self.record = True  # off: forward passes leave metrics and prior sums as they are
         self.register_buffer("alpha_value", torch.tensor(_dial(alpha)))
         self.register_buffer("log_prior", torch.zeros(num_experts))
@@ -143,6 +144,10 @@ class Router(nn.Module):
             return None
         if not fuses(x, self.selection, self.num_experts) or (operands := self.gate_operands()) is None:
             return None
+        if (
+            operands.matrix.dtype == torch.float64
+        ):  # a router in fp64 computes in fp64, whatever the tokens are
+            return None
         packed = self._packed_operands(operands, x)
         results = attempt(
             "gate", lambda: fused_gate(x, operands, self.alpha_value, self.selection, packed), lambda: None
@@ -155,17 +160,20 @@ class Router(nn.Module):
     def _packed_operands(self, operands: GateOperands, x: Tensor) -> Tensor | None:
         """The kernel's copy of frames or weights, kept in eval mode, where nobody trains them.
 
-        `train()` forgets it and a write in place changes the version. Not for a graph that is being captured,
-        which must see later changes.
+        `train()` forgets it, another tensor in the parameter's place is not taken for it, and a write in place
+        changes the version; one through `.data` changes nothing that could be seen. Not for a graph that is being
+        captured, which must see later changes, nor in inference mode, whose tensors autograd refuses.
         """
         matrix = operands.matrix
-        if self.training or torch.compiler.is_compiling() or matrix.is_inference() or is_capturing(x):
+        if self.training or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return None
+        if matrix.is_inference() or is_capturing(x):
             return None
         state = (matrix._version, matrix.data_ptr(), x.dtype)
-        if self._packed is None or self._packed[0] != state:
+        if self._packed is None or self._packed[0]() is not matrix or self._packed[1] != state:
             packed = attempt("gate", lambda: pack_operands(operands, x.dtype), lambda: None)
-            self._packed = None if packed is None else (state, packed)
-        return None if self._packed is None else self._packed[1]
+            self._packed = None if packed is None else (weakref.ref(matrix), state, packed)
+        return None if self._packed is None else self._packed[2]
 
     def train(self, mode: bool = True) -> Router:
         self._packed = None
@@ -253,6 +261,10 @@ class Router(nn.Module):
             return t.to(out.device) if out.dtype in (torch.bfloat16, torch.float16) else out
 
         return super()._apply(keep_precision, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The packed copy is the kernel's affair, and holds a weak reference, which neither copies nor pickles.
+        return {**self.__dict__, "_packed": None}
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, num_experts={self.num_experts}, selection={self.selection}, balance={self.balance}"

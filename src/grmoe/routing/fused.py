@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grmoe import checks
 from grmoe.kernels import runtime
 from grmoe.routing.selection import Dense, Mass, Selection, Threshold, TopK
 
@@ -33,13 +34,17 @@ class GateOperands:
 def selection_rule(selection: Selection, num_experts: int) -> tuple[int, int, float] | None:
     """(mode, most experts, limit) in the kernel's terms; None for a policy it does not know."""
     most = selection.most(num_experts)
-    if isinstance(selection, Dense):
+    # Exact types: a subclass may choose otherwise.
+    if type(selection) is Dense:
         return 0, most, 0.0
-    if isinstance(selection, TopK):
+    if type(selection) is TopK:
+        checks.require(
+            most <= num_experts, f"k must be at most the number of experts {num_experts}, got {most}"
+        )
         return 1, most, 2.0  # a mass never reached: the count decides
-    if isinstance(selection, Mass):
+    if type(selection) is Mass:
         return 1, most, selection.tau
-    if isinstance(selection, Threshold):
+    if type(selection) is Threshold:
         return 2, most, selection.minimum
     return None
 

@@ -1,0 +1,335 @@
+"""The fused gate against the router's own torch path in fp64: outputs, selection and every gradient."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from grmoe.kernels.gate import gate, plan
+from grmoe.routing import Dense, GrassmannRouter, Mass, Router, Selection, SoftmaxRouter, Threshold, TopK
+from grmoe.routing.fused import fused_gate, pack_operands
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+OUTPUTS = ("logits", "probs", "weights")
+SELECTIONS: list[Selection] = [
+    Dense(),
+    *[TopK(k, renormalize) for k in (1, 2, 3) for renormalize in (True, False)],
+    Mass(0.6),
+    Mass(0.6, renormalize=False),
+    Mass(0.9, cap=2),
+    Mass(1.0),
+    Threshold(0.15),
+    Threshold(0.3, renormalize=False),
+]
+
+
+def tokens(T: int = 75, D: int = 32, seed: int = 0) -> Tensor:
+    """Not a multiple of the tile, lengths over a decade, one zero token (padding)."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(T, D, generator=g) * torch.exp(torch.randn(T, 1, generator=g))
+    if T:
+        x[T // 3] = 0
+    return x
+
+
+def grassmann(D: int = 32, N: int = 5, K: int = 7, **options: Any) -> GrassmannRouter:
+    torch.manual_seed(1)
+    router = GrassmannRouter(D, N, K, **options)
+    with torch.no_grad():
+        router.log_kappa += 0.4 * torch.randn(router.log_kappa.shape)
+        router.log_prior += 0.5 * torch.randn(N)
+    return router
+
+
+def softmax(D: int = 32, N: int = 5, **options: Any) -> SoftmaxRouter:
+    torch.manual_seed(1)
+    router = SoftmaxRouter(D, N, **options)
+    with torch.no_grad():
+        router.log_prior += 0.5 * torch.randn(N)
+    return router
+
+
+def twin(router: Router) -> Router:
+    """The specification: the same router in fp64, by torch."""
+    other = copy.deepcopy(router).double()
+    other.backend = "reference"
+    return other
+
+
+Results = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def run(router: Router, x: Tensor, upstream: dict[str, Tensor], fused: bool, pack: bool = False) -> Results:
+    """(outputs, gradients) for the loss Σ ⟨upstream, output⟩; the prior counts as a parameter."""
+    router.zero_grad()
+    leaf, prior = x.clone().requires_grad_(), router.log_prior.clone().requires_grad_()
+    if fused:
+        operands = router.gate_operands()
+        assert operands is not None
+        operands = replace(operands, prior_N=prior)
+        packed = pack_operands(operands, x.dtype) if pack else None
+        results = fused_gate(leaf, operands, router.alpha_value, router.selection, packed)
+        out = dict(zip((*OUTPUTS, "selected"), results[:4], strict=True))
+    else:
+        router.log_prior = prior
+        routing = router.route(leaf.double(), None)
+        out = {name: getattr(routing, name) for name in (*OUTPUTS, "selected")}
+    loss = sum((out[name] * value.to(out[name].dtype)).sum() for name, value in upstream.items())
+    if isinstance(loss, Tensor):
+        loss.backward()
+    grads = {"x": leaf.grad, "prior": prior.grad, **{n: p.grad for n, p in router.named_parameters()}}
+    return {k: v.detach() for k, v in out.items()}, {k: v for k, v in grads.items() if v is not None}
+
+
+def directions(x: Tensor, N: int, names: tuple[str, ...] = OUTPUTS) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(7)
+    return {name: torch.randn(*x.shape[:-1], N, generator=g) for name in names}
+
+
+def assert_close(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float) -> None:
+    """Relative to the largest entry: small entries are differences of large ones."""
+    assert ours.keys() == exact.keys()
+    for name, expected in exact.items():
+        if name == "selected":
+            assert torch.equal(ours[name], expected)
+            continue
+        scale = float(expected.abs().max()) if expected.numel() else 0.0
+        error = (ours[name].double() - expected.double()).abs()
+        assert error.shape == expected.shape
+        assert error.numel() == 0 or float(error.max()) <= tolerance * max(scale, 1e-3), name
+
+
+def compare(router: Router, x: Tensor, names: tuple[str, ...] = OUTPUTS, pack: bool = False) -> Results:
+    upstream = directions(x, router.num_experts, names)
+    ours, grads = run(router, x, upstream, fused=True, pack=pack)
+    exact, exact_grads = run(twin(router), x, upstream, fused=False)
+    # fp32 sums of at most 64 terms: 64 ε = 8e-6 at worst, times logits of size ten for the probabilities. A
+    # gradient's largest entries are near tokens of length 0.1, sums of a few hundred terms.
+    assert_close(ours, exact, 2e-5)
+    assert_close(grads, exact_grads, 1e-4)
+    return ours, grads
+
+
+@pytest.mark.parametrize("selection", SELECTIONS, ids=str)
+def test_every_selection(selection: Selection) -> None:
+    router = grassmann(selection=selection)
+    ours, _ = compare(router, tokens())
+    count = ours["selected"].sum(-1)
+    assert 1 <= int(count.min()) <= int(count.max()) <= selection.most(5)
+    if isinstance(selection, Mass | Threshold) and selection != Mass(1.0):
+        assert len(count.unique()) > 1  # the number of experts follows the token
+
+
+@pytest.mark.parametrize("concentration", ["scalar", "diagonal"])
+@pytest.mark.parametrize("dial", ["posterior", "likelihood"])
+@pytest.mark.parametrize("alpha", [0.0, 1.7])
+def test_concentration_and_dial(concentration: Any, dial: Any, alpha: float) -> None:
+    options: dict[str, Any] = {"concentration": concentration, "dial": dial, "alpha": alpha}
+    # Not top-k: at α = 0 all may tie, and torch's topk breaks ties as it likes.
+    router = grassmann(selection=Mass(0.7), **options)
+    ours, _ = compare(router, tokens())
+    if alpha == 0:
+        flat = torch.zeros(5) if dial == "posterior" else router.log_prior
+        assert torch.equal(ours["logits"], flat.expand(75, 5))
+
+
+# (T, D, N, K): one token, one tile, a token more; experts beside a power of two; K·N below, at and above whole tiles
+# of packed columns (64 in fp32); D below and above a tile of width; more experts than a tile's usual columns.
+SHAPES = [(1, 4, 2, 1), (64, 32, 3, 4), (65, 36, 8, 8), (130, 64, 9, 13), (10, 12, 70, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape: tuple[int, int, int, int]) -> None:
+    T, D, N, K = shape
+    kind: Any = "diagonal" if T % 2 else "scalar"
+    compare(grassmann(D, N, K, concentration=kind, selection=TopK(2)), tokens(T, D))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear_shapes(shape: tuple[int, int, int, int]) -> None:
+    T, D, N, _ = shape
+    compare(softmax(D, N), tokens(T, D))
+
+
+# Not Mass(1.0): some gates here are so sure that their mass rounds to one in fp32 and not in fp64.
+@pytest.mark.parametrize("selection", [s for s in SELECTIONS if s != Mass(1.0)], ids=str)
+def test_linear_gate(selection: Selection) -> None:
+    compare(softmax(selection=selection, alpha=1.7), tokens(40))
+
+
+def test_linear_gate_with_the_dial_at_zero() -> None:
+    compare(softmax(selection=Mass(0.7), alpha=0.0), tokens(40))
+
+
+@pytest.mark.parametrize(
+    "make", [grassmann, lambda K, **options: softmax(**options)], ids=["square", "linear"]
+)
+@pytest.mark.parametrize("mask", range(8))
+def test_gradient_may_arrive_on_any_output(make: Any, mask: int) -> None:
+    names = tuple(name for i, name in enumerate(OUTPUTS) if mask >> i & 1)
+    _, grads = compare(make(N=3, K=4, selection=Mass(0.8, cap=2)), tokens(40), names)
+    assert bool(grads) == bool(names)
+
+
+@pytest.mark.parametrize("make", [grassmann, softmax])
+def test_packed_copy_changes_no_bit(make: Any) -> None:
+    router, x = make(selection=TopK(2)), tokens()
+    upstream = directions(x, 5)
+    for ours, packed in zip(
+        run(router, x, upstream, fused=True), run(router, x, upstream, fused=True, pack=True), strict=True
+    ):
+        assert all(torch.equal(ours[name], packed[name]) for name in ours)
+
+
+def test_packed_padding_is_zero() -> None:
+    router = grassmann(D=12, N=5, K=3)
+    packed = pack_operands(router.gate_operands(), torch.float32)
+    p = plan(torch.float32, 5, 3, True)
+    assert packed.shape == (p.columns, 12)
+    assert p.columns > 3 * p.experts > 15
+    expected = torch.zeros(p.columns // p.experts, p.experts, 12)
+    expected[:3, :5] = router.frames.detach().permute(2, 0, 1)
+    assert torch.equal(packed, expected.reshape(p.columns, 12))
+
+
+@pytest.mark.parametrize("make", [grassmann, softmax])
+@pytest.mark.parametrize("selection", [Dense(), TopK(3), Mass(0.6), Threshold(0.3)], ids=str)
+def test_nan_token_touches_its_row_alone(make: Any, selection: Selection) -> None:
+    router, x = make(selection=selection), tokens()
+    upstream = directions(x, 5)
+    clean, clean_grads = run(router, x, upstream, fused=True)
+    x[40, 3] = float("nan")
+    ours, grads = run(router, x, upstream, fused=True)
+    others = torch.arange(len(x)) != 40
+    for name in (*OUTPUTS, "selected"):
+        assert torch.equal(ours[name][others], clean[name][others])
+    assert torch.equal(grads["x"][others], clean_grads["x"][others])
+    assert ours["probs"][40].isnan().all()
+    count = int(ours["selected"][40].sum())
+    if isinstance(
+        selection, Dense | TopK
+    ):  # as many as every other token; a gate of NaN has no mass to go by
+        assert count == selection.most(5)
+    assert 1 <= count <= selection.most(5)
+
+
+@pytest.mark.parametrize("make", [grassmann, softmax])
+def test_no_tokens(make: Any) -> None:
+    ours, grads = compare(make(selection=TopK(2)), tokens(0))
+    assert ours["selected"].shape == (0, 5)
+    assert all(not g.any() for g in grads.values())
+
+
+def test_ties_go_to_the_lower_expert() -> None:
+    """As torch's stable sort has it: with a uniform gate everything ties."""
+    for selection in (TopK(3), Mass(0.5), Threshold(0.3)):
+        router = grassmann(selection=selection, alpha=0.0)
+        chosen = run(router, tokens(9), {}, fused=True)[0]["selected"]
+        most = {TopK: 3, Mass: 3, Threshold: 1}[type(selection)]
+        assert torch.equal(chosen, (torch.arange(5) < most).expand(9, 5))
+
+
+@pytest.mark.parametrize("make", [grassmann, softmax])
+def test_half_precision_tokens(make: Any) -> None:
+    router, x = make(D=40, selection=Dense()), tokens(33, 40)
+    x = (x / x.norm(dim=-1, keepdim=True).clamp(min=1) * 6).half()  # rms one: no overflow on the way back
+    upstream = directions(x, 5)
+    ours, grads = run(router, x, upstream, fused=True)
+    exact, exact_grads = run(twin(router), x, upstream, fused=False)
+    # Frames and p = 2wλq are rounded to fp16 (2^-11 each), everything else is fp32.
+    assert_close(ours, exact, 4 * 2**-11)
+    assert_close(grads, exact_grads, 16 * 2**-11)
+    assert grads["x"].dtype == torch.float16
+
+
+def test_strided_inputs() -> None:
+    """Tokens and upstream gradients may be any view."""
+    router = grassmann(selection=TopK(2))
+    wide, upstream = tokens(75, 64), directions(tokens(), 5)
+    plain = run(router, wide[:, ::2].contiguous(), upstream, fused=True)
+    views = {name: value.T.contiguous().T for name, value in upstream.items()}
+    leaf = wide.clone().requires_grad_()
+    router.zero_grad()
+    operands = router.gate_operands()
+    results = fused_gate(leaf[:, ::2], operands, router.alpha_value, router.selection)
+    torch.autograd.backward(list(results[:3]), [views[name] for name in OUTPUTS])
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad[:, ::2], plain[1]["x"])
+    assert torch.equal(router.frames.grad, plain[1]["frames"])
+
+
+def test_tokens_off_alignment() -> None:
+    """A view that starts one element into its storage: the copy engine wants addresses of whole 16 bytes."""
+    router, x = grassmann(selection=TopK(2)), tokens()
+    shifted = torch.cat([torch.zeros(1), x.flatten()])[1:].view(x.shape)
+    assert shifted.data_ptr() % 16
+    operands = router.gate_operands()
+    for ours, plain in zip(
+        *(fused_gate(t, operands, router.alpha_value, router.selection)[:4] for t in (shifted, x)),
+        strict=True,
+    ):
+        assert torch.equal(ours, plain)
+
+
+def strided(p: Tensor) -> torch.nn.Parameter:
+    """The same values with the first two dimensions swapped in memory."""
+    return torch.nn.Parameter(p.detach().transpose(0, 1).contiguous().transpose(0, 1))
+
+
+def test_strided_frames() -> None:
+    router = grassmann(selection=TopK(2))
+    router.frames = strided(router.frames)
+    compare(router, tokens())
+
+
+def test_strided_concentrations() -> None:
+    router = grassmann(selection=TopK(2), concentration="diagonal")
+    router.log_kappa = strided(router.log_kappa)
+    compare(router, tokens())
+
+
+def test_a_linear_gate_has_one_dial() -> None:
+    weight = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="posterior must be True for a linear gate"):
+        gate(
+            tokens(9),
+            weight,
+            None,
+            torch.zeros(5),
+            torch.tensor(1.0),
+            posterior=False,
+            most=5,
+            renormalize=False,
+        )
+
+
+def test_second_derivative_is_refused_not_dropped() -> None:
+    router, x = grassmann(), tokens(9).requires_grad_()
+    probs = fused_gate(x, router.gate_operands(), router.alpha_value, router.selection)[1]
+    (first,) = torch.autograd.grad(probs.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|differentiat"):
+        (first.sum() + x.sum()).backward()
+
+
+@pytest.mark.parametrize("what", ["frames", "log_kappa", "log_prior", "alpha_value"])
+def test_power_a_wrong_operand_is_seen(what: str) -> None:
+    """The comparison fails for a parameter 0.1 % off."""
+    router, x = grassmann(selection=Dense(), alpha=1.7), tokens()
+    upstream = directions(x, 5)
+    ours, grads = run(router, x, upstream, fused=True)
+    wrong = twin(router)
+    with torch.no_grad():
+        getattr(wrong, what).mul_(1.001)
+    exact, exact_grads = run(wrong, x, upstream, fused=False)
+    with pytest.raises(AssertionError, match="logits"):
+        assert_close(ours, exact, 2e-5)
+    with pytest.raises(AssertionError):
+        assert_close(grads, exact_grads, 1e-4)

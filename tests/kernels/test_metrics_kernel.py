@@ -1,0 +1,92 @@
+"""Metrics and prior load by kernels against `MetricsAccumulator` and the router's own sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from grmoe.kernels import metrics as module
+from grmoe.kernels.metrics import record
+from grmoe.routing import Dense, Mass, Selection, SoftmaxRouter, TopK
+from grmoe.routing.base import Routing
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+
+def gates(T: int, N: int, selection: Selection, seed: int) -> Routing:
+    """Sure and unsure tokens, a probability of exactly zero, and two bad tokens where there is room."""
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(T, N, generator=g) * 10 ** torch.empty(T, 1).uniform_(-1, 2, generator=g)
+    probs = torch.softmax(logits, -1)
+    selected = selection(probs)
+    weights = torch.where(selected, probs, 0.0)
+    if T > 4:
+        probs[1], weights[1] = float("nan"), float("nan")
+        probs[3, 0] = float("inf")
+        selected[4] = False  # dropped for want of capacity
+    return Routing(logits, probs, selected, weights, logits.new_zeros(()))
+
+
+def sums(routing: Routing, selection: Selection, fused: bool, prior: bool) -> tuple[Tensor, Tensor]:
+    N = routing.probs.shape[-1]
+    router = SoftmaxRouter(4, N, top_k=1, selection=selection, balance=prior)
+    router.metrics.sums.fill_(3.0)
+    router.prior_sums.fill_(2.0)
+    if fused:
+        args: Any = (routing.probs, routing.weights, routing.selected, router.metrics.sums, router.prior_sums)
+        record(*args, prior=prior, dense=selection.dense)
+    else:
+        router.backend = "reference"
+        router._record(routing)
+    return router.metrics.sums, router.prior_sums
+
+
+@settings(max_examples=15)
+@given(
+    st.integers(0, 150),
+    st.integers(2, 9),
+    st.sampled_from([Dense(), TopK(2), Mass(0.7)]),
+    st.booleans(),
+    st.integers(0, 10**6),
+)
+def test_all_sums(T: int, N: int, selection: Selection, prior: bool, seed: int) -> None:
+    routing = gates(T, N, selection, seed)
+    ours, plain = (sums(routing, selection, fused, prior) for fused in (True, False))
+    # Partial sums of up to 64 tokens in fp32; counts are exact. A zero gate has entropy log 1 = 0 up to 64 ε.
+    torch.testing.assert_close(ours[0], plain[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours[1], plain[1], rtol=1e-6, atol=1e-5)
+    counts = [*range(N, 2 * N), -3, -2, -1]
+    assert torch.equal(ours[0][counts], plain[0][counts])
+    if not prior:
+        assert torch.equal(ours[1], torch.full_like(ours[1], 2.0))
+
+
+def test_chunks_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNKS", 2)
+    routing = gates(300, 5, TopK(2), seed=0)
+    for ours, plain in zip(*(sums(routing, TopK(2), f, True) for f in (True, False)), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_sums_accumulate_in_fp64() -> None:
+    """2^24 tokens and one more: fp32 would stand still."""
+    routing = gates(1, 2, TopK(1), seed=0)
+    total, prior = torch.zeros(9, dtype=torch.float64), torch.zeros(3)
+    total[-2] = 2.0**24
+    record(routing.probs, routing.weights, routing.selected, total, prior, prior=False, dense=False)
+    assert float(total[-2]) == 2.0**24 + 1
+
+
+def test_strided_inputs() -> None:
+    routing = gates(40, 6, TopK(2), seed=1)
+    plain = sums(routing, TopK(2), True, True)
+    for name in ("probs", "weights", "selected"):
+        setattr(routing, name, getattr(routing, name).T.contiguous().T)
+    assert all(torch.equal(a, b) for a, b in zip(sums(routing, TopK(2), True, True), plain, strict=True))

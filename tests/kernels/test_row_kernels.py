@@ -1,0 +1,129 @@
+"""Gather, combine and the activations on rows of the dispatch list, against plain indexing and autograd in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+
+from grmoe.experts.dispatch import Dispatch
+from grmoe.kernels import rows
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+NAN = float("nan")
+
+
+def dispatch(T: int = 40, N: int = 5, most: int = 3, seed: int = 0) -> Dispatch:
+    """Tokens with none to `most` experts; expert 1 has none."""
+    g = torch.Generator().manual_seed(seed)
+    score = torch.rand(T, N, generator=g)
+    score[:, 1] = -1
+    selected = score.argsort(1, descending=True).argsort(1) < torch.randint(most + 1, (T, 1), generator=g)
+    weights = torch.where(selected, torch.rand(T, N, generator=g), 0.0)
+    return Dispatch.build(weights, selected, most, kernels=True)
+
+
+def random(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# Widths: less than a tile, not a power of two, more than one tile (1024 columns).
+@pytest.mark.parametrize("width", [4, 36, 1040])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gather(width: int, dtype: torch.dtype) -> None:
+    d, x = dispatch(), random(40, width).to(dtype)
+    used = int(d.offset_N[-1])
+    assert 0 < used < d.num_rows
+    out = rows.gather(x, d.token_A, d.offset_N)
+    assert torch.equal(out[:used], x[d.token_A[:used].long()])
+    assert out[used:].isnan().all()  # untouched
+
+
+@pytest.mark.parametrize("width", [4, 36, 1040])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_combine(width: int, weighted: bool) -> None:
+    d = dispatch()
+    used = int(d.offset_N[-1])
+    y = random(d.num_rows, width)
+    y[used:] = NAN  # unused rows never leak
+    weight = d.weight_TM.clone()
+    filled = d.slot_TM < d.num_rows
+    weight[~filled] = NAN  # nor do the weights of empty slots
+    expected = torch.zeros(40, width, dtype=torch.float64)
+    for t, m in filled.nonzero().tolist():
+        w = float(weight[t, m]) if weighted else 1.0
+        expected[t] += w * y[d.slot_TM[t, m]].double()
+    out = rows.combine(y, d.slot_TM, weight if weighted else None)
+    assert out.isfinite().all()
+    # Sums of three products.
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
+    assert (out[~filled.any(1)] == 0).all()
+
+
+def test_nan_row_reaches_its_token_alone() -> None:
+    d = dispatch()
+    y = random(d.num_rows, 8)
+    y[5] = NAN
+    bad = rows.combine(y, d.slot_TM, d.weight_TM).isnan()
+    assert bad[d.token_A[5]].all()
+    assert int(bad.sum()) == 8
+
+
+def act(inner: Tensor, glu: bool) -> Tensor:
+    if not glu:
+        return F.gelu(inner)
+    first, up = inner.chunk(2, -1)
+    return F.silu(first) * up
+
+
+@pytest.mark.parametrize("glu", [True, False])
+@pytest.mark.parametrize("I", [4, 20, 1028])
+def test_activation(glu: bool, I: int) -> None:
+    d = dispatch(T=15)
+    used = int(d.offset_N[-1])
+    inner = 3 * random(d.num_rows, 2 * I if glu else I)
+    inner[used:] = NAN
+    out = rows.activation(inner, d.offset_N, glu)
+    # exp and erf to a few ulp.
+    torch.testing.assert_close(out[:used].double(), act(inner[:used].double(), glu), rtol=1e-5, atol=1e-6)
+    assert out[used:].isnan().all()
+
+
+@pytest.mark.parametrize("glu", [True, False])
+@pytest.mark.parametrize("I", [4, 20, 1028])
+def test_activation_backward(glu: bool, I: int) -> None:
+    d = dispatch(T=9)
+    used, A = int(d.offset_N[-1]), d.num_rows
+    inner, q = 3 * random(A, 2 * I if glu else I), random(A, I, seed=2)
+    inner[used:], q[used:] = NAN, NAN
+    # The loss whose gradients these are: Σ_a w_a ⟨q_a, act(inner_a)⟩.
+    leaf = inner[:used].double().requires_grad_()
+    weight = d.weight_TM.double().requires_grad_()
+    row_weight = weight.flatten()[d.pair_A[:used].long()].unsqueeze(-1)
+    hidden = act(leaf, glu)
+    (row_weight * q[:used].double() * hidden).sum().backward()
+    grad = q.clone()
+    grad_inner, grad_weight = rows.activation_backward(inner, grad, d.pair_A, d.weight_TM, d.offset_N, glu)
+    close: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}  # dots of a thousand terms of size ten
+    torch.testing.assert_close(grad_inner[:used].double(), leaf.grad, **close)
+    torch.testing.assert_close(grad_weight.double(), weight.grad, **close)
+    torch.testing.assert_close(grad[:used].double(), (row_weight * hidden).detach(), **close)
+    assert grad_inner[used:].isnan().all()
+    assert grad[used:].isnan().all()
+
+
+def test_extreme_pre_activations_stay_finite() -> None:
+    """exp(−a) overflows at a = −100; the sigmoid there is zero, not NaN."""
+    inner = torch.tensor([[-100.0, 0.0, 100.0, -1e30, 1.0, 1.0, 1.0, 1.0]])
+    offset, pair = torch.tensor([1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    for glu in (True, False):
+        h = rows.activation(inner, offset, glu)
+        torch.testing.assert_close(h, act(inner, glu))
+        grads = rows.activation_backward(inner, torch.ones_like(h), pair, torch.ones(1, 1), offset, glu)
+        assert all(g.isfinite().all() for g in grads)

@@ -1,0 +1,188 @@
+"""Where kernels cannot run: one warning and PyTorch's result, or a message that says what is missing."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.compiler.errors import CompilationError
+
+from grmoe.experts import pick_backend
+from grmoe.kernels import dispatch as dispatch_module
+from grmoe.kernels import experts as experts_module
+from grmoe.kernels import gate as gate_module
+from grmoe.kernels import metrics as metrics_module
+from grmoe.kernels import runtime
+from grmoe.layer import MoE
+from grmoe.routing import GrassmannRouter, TopK
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+
+def raiser(error: BaseException, module: str = "anywhere") -> Callable[..., Any]:
+    """A function that raises from within a module of that name."""
+    space = types.ModuleType(module)
+    vars(space)["error"] = error
+    exec("def fail(*args, **kwargs):\n    raise error", vars(space))
+    return vars(space)["fail"]
+
+
+def compile_errors() -> list[Callable[..., Any]]:
+    class PTXASError(Exception):
+        pass
+
+    return [
+        raiser(CompilationError("def f(): pass", types.SimpleNamespace(lineno=1, col_offset=0), "no")),
+        raiser(RuntimeError("PassManager::run failed"), "triton.compiler.compiler"),
+        raiser(RuntimeError("Internal Triton PTX codegen error"), "triton.backends.nvidia.compiler"),
+        raiser(FileNotFoundError("no C compiler"), "triton.runtime.build"),
+        raiser(triton.runtime.errors.OutOfResources(300000, 232448, "shared memory")),
+        raiser(PTXASError("ptxas fatal")),
+    ]
+
+
+@pytest.mark.parametrize("kind", range(6))
+def test_what_does_not_compile_is_reported_once(kind: int) -> None:
+    fail = compile_errors()[kind]
+    with pytest.warns(
+        RuntimeWarning, match="the Triton kernel 'k' did not compile; PyTorch takes its place"
+    ) as seen:
+        assert runtime.attempt("k", fail, lambda: "torch") == "torch"
+    assert len(seen) == 1
+    assert runtime.has_failed("k")
+    assert not runtime.has_failed("another")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert runtime.attempt("k", lambda: pytest.fail("tried again"), lambda: "torch") == "torch"
+        assert runtime.attempt("another", lambda: "kernel", lambda: "torch") == "kernel"
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        raiser(ValueError("a mistake of the caller")),
+        raiser(torch.OutOfMemoryError("CUDA out of memory")),
+        raiser(torch.OutOfMemoryError("CUDA out of memory"), "triton.compiler.compiler"),
+        raiser(KeyboardInterrupt(), "triton.compiler.compiler"),
+        pytest.param(
+            raiser(
+                RuntimeError("Triton Error [CUDA]: an illegal memory access"), "triton.backends.nvidia.driver"
+            ),
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the Triton kernel")
+def test_other_errors_pass_through(fail: Callable[..., Any]) -> None:
+    with pytest.raises((ValueError, RuntimeError, KeyboardInterrupt)):
+        runtime.attempt("k", fail, lambda: "torch")
+    assert not runtime.has_failed("k")
+
+
+def tokens() -> torch.Tensor:
+    return torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(0))
+
+
+def make(backend: Any) -> MoE:
+    torch.manual_seed(0)
+    return MoE(16, 8, 5, GrassmannRouter(16, 5, 3, selection=TopK(2)), backend=backend)
+
+
+BROKEN = RuntimeError("PassManager::run failed")
+PLACES: list[Any] = [
+    (gate_module, "gate"),
+    (metrics_module, "metrics"),
+    (experts_module, "experts"),
+    pytest.param(
+        *(dispatch_module, "dispatch"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), PLACES, ids=lambda p: p if isinstance(p, str) else "")
+@pytest.mark.filterwarnings("ignore:the Triton kernel")
+def test_layer_falls_back(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+    """One kernel after another does not compile: the result stays, gradients and metrics included."""
+    monkeypatch.setattr(
+        module, "launch" if hasattr(module, "launch") else "_forward", raiser(BROKEN, "triton.compiler.x")
+    )
+    ours, plain = make("triton"), make("reference")
+    results = []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for moe in (ours, plain):
+            for _ in range(2):
+                moe.zero_grad()
+                x = tokens().requires_grad_()
+                y = moe(x)
+                y.square().sum().backward()
+            grads = [p.grad for p in moe.parameters()]
+            results.append([y.detach(), x.grad, *grads, moe.router.metrics.sums, moe.router.prior_sums])
+    told = [w for w in seen if "did not compile" in str(w.message)]
+    assert len(told) == 1
+    assert f"kernel '{name}' did not compile" in str(told[0].message)
+    assert told[0].category is RuntimeWarning
+    for a, b in zip(*results, strict=True):
+        # fp32 on both sides, sums in another order.
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:the Triton kernel")
+def test_router_falls_back_in_eval_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where packing is what does not compile."""
+    monkeypatch.setattr(gate_module, "launch", raiser(BROKEN, "triton.compiler.x"))
+    ours, plain = make("triton").eval().router, make("reference").eval().router
+    for _ in range(2):
+        assert torch.equal(ours(tokens()).logits, plain(tokens()).logits)
+    assert runtime._failed == {"gate"}
+
+
+def test_ordinary_errors_reach_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts_module, "_forward", raiser(torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(torch.OutOfMemoryError):
+        make("triton")(tokens())
+    monkeypatch.setattr(gate_module, "launch", raiser(ValueError("a bug of ours")))
+    with pytest.raises(ValueError, match="a bug of ours"):
+        make("triton")(tokens())
+    assert not runtime._failed
+
+
+NEEDS = r"backend 'triton' needs CUDA .*16 or 32 bit floats and rows of whole 16 bytes, got rows of "
+
+
+@pytest.mark.parametrize(
+    ("dim", "hidden", "dtype", "told"),
+    [
+        (16, 8, torch.float64, "16 and 8 torch.float64 on cpu"),
+        (16, 8, torch.bfloat16, "16 and 8 torch.bfloat16 on cpu"),  # in the interpreter
+        (18, 8, torch.float32, "18 and 8 torch.float32 on cpu"),
+        (16, 6, torch.float32, "16 and 6 torch.float32 on cpu"),
+        (16, 12, torch.float16, "16 and 12 torch.float16 on cpu"),
+    ],
+)
+def test_backend_that_cannot_run_says_what_it_needs(
+    dim: int, hidden: int, dtype: torch.dtype, told: str
+) -> None:
+    with pytest.raises(ValueError, match=NEEDS + told):
+        pick_backend("triton", torch.zeros(2, dim, dtype=dtype), hidden)
+    assert pick_backend("auto", torch.zeros(2, dim, dtype=dtype), hidden) in ("grouped", "reference")
+
+
+def test_backend_without_a_device_or_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(2, 16)
+    assert pick_backend("triton", x, 8) == "triton"
+    assert pick_backend("auto", x, 8) == "grouped"  # never the interpreter by itself
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    with pytest.raises(ValueError, match=NEEDS + "16 and 8 torch.float32 on cpu"):
+        pick_backend("triton", x, 8)
+    monkeypatch.setattr(runtime, "HAS_TRITON", False)
+    with pytest.raises(ValueError, match="backend 'triton' needs Triton; install with: pip install triton"):
+        pick_backend("triton", x, 8)
+    assert pick_backend("auto", x, 8) == "grouped"
