@@ -138,11 +138,11 @@ class _Combine(torch.autograd.Function):
         y_AD, weight_TM, token_A, pair_A, slot_TM, offset_N = ctx.saved_tensors
         grad_weight_TM = torch.zeros_like(weight_TM)
         for m, rows_TD in enumerate(_slots(y_AD, slot_TM)):
-            grad_weight_TM[:, m] = (rows_TD * grad_TD).sum(-1).to(weight_TM.dtype)
+            grad_weight_TM[:, m] = torch.einsum("td,td->t", rows_TD, grad_TD.to(rows_TD.dtype))
         # A row's gradient is its token's, weighted; unused rows get zero.
         used_A = torch.arange(len(token_A), device=token_A.device) < offset_N[-1]
         weight_A = torch.where(used_A, weight_TM.flatten().index_select(0, pair_A), 0.0)
-        grad_AD = grad_TD.index_select(0, token_A) * weight_A.unsqueeze(-1).to(_wide(y_AD.dtype))
+        grad_AD = grad_TD.index_select(0, token_A).to(_wide(y_AD.dtype)).mul_(weight_A.unsqueeze(-1))
         return grad_AD.to(y_AD.dtype), grad_weight_TM, None, None, None, None
 
 

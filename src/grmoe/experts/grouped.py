@@ -22,7 +22,8 @@ def grouped_experts(x_TD: Tensor, dispatch: Dispatch, weights: ExpertWeights) ->
     multiply = _grouped_op if torch.compiler.is_compiling() else grouped_mm
     offs = dispatch.offset_N
     inner = multiply(gather(x_TD, dispatch), weights.up.to(x_TD.dtype).mT, offs=offs)
-    rows = multiply(weights.activate(inner), weights.down_proj.to(x_TD.dtype).mT, offs=offs)
+    hidden = weights.activate(inner, in_place=not torch.is_grad_enabled())
+    rows = multiply(hidden, weights.down_proj.to(x_TD.dtype).mT, offs=offs)
     return combine(rows, dispatch)
 
 

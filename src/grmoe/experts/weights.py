@@ -44,12 +44,15 @@ class ExpertWeights(nn.Module):
         weight: Tensor = getattr(self, self.up_name)
         return weight
 
-    def activate(self, inner: Tensor) -> Tensor:
-        """(..., 2I) → (..., I) for SwiGLU, gate first; (..., I) → (..., I) for GELU."""
+    def activate(self, inner: Tensor, *, in_place: bool = False) -> Tensor:
+        """(..., 2I) → (..., I) for SwiGLU, gate first; (..., I) → (..., I) for GELU.
+
+        in_place: `inner` may be overwritten (SwiGLU does), for callers that need neither it nor gradients.
+        """
         if self.activation == "gelu":
             return nn.functional.gelu(inner)
         gate, up = inner.chunk(2, dim=-1)
-        return nn.functional.silu(gate) * up
+        return nn.functional.silu(gate, inplace=True).mul_(up) if in_place else nn.functional.silu(gate) * up
 
     def extra_repr(self) -> str:
         return f"{self.up_name}={tuple(self.up.shape)}, down_proj={tuple(self.down_proj.shape)}"
