@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 import warnings
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from grmoe.kernels import gate as gate_module
 from grmoe.kernels import metrics as metrics_module
 from grmoe.kernels import runtime
 from grmoe.layer import MoE
-from grmoe.routing import GrassmannRouter, TopK
+from grmoe.routing import GrassmannRouter, Mass, Router, SoftmaxRouter, TopK
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -186,3 +187,45 @@ def test_backend_without_a_device_or_triton(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="backend 'triton' needs Triton; install with: pip install triton"):
         pick_backend("triton", x, 8)
     assert pick_backend("auto", x, 8) == "grouped"
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize(
+    "router",
+    [
+        GrassmannRouter(16, 5, 3, selection=Mass(0.8, cap=3), alpha=1.3),
+        GrassmannRouter(
+            16, 5, 3, selection=TopK(2, renormalize=False), concentration="diagonal", dial="likelihood"
+        ),
+        SoftmaxRouter(16, 5, 2),
+    ],
+)
+def test_a_backward_that_does_not_compile_falls_back_in_the_same_step(
+    router: Router, activation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    router = copy.deepcopy(router)
+    router.log_prior.normal_()
+    moe = MoE(16, 8, 5, router, activation=activation, backend="triton")
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        x = tokens().requires_grad_()
+        routing = moe.router(x)
+        loss = (
+            moe.compute(x, routing).square().sum() + routing.logits.sin().sum() + routing.probs.square().sum()
+        )
+        return torch.autograd.grad(loss, [x, *moe.parameters()])
+
+    expected = gradients()
+    for module in (gate_module, experts_module, dispatch_module):
+        monkeypatch.setattr(module, "_backward", compile_errors()[0])
+    with pytest.warns(RuntimeWarning, match="did not compile") as seen:
+        plain = gradients()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*did not compile")
+        gradients()
+    named = [str(w.message).split("'")[1] for w in seen if "did not compile" in str(w.message)]
+    assert sorted(named) == ["dispatch backward", "experts backward", "gate backward"]
+    for a, b in zip(plain, expected, strict=True):
+        # fp32 sums in another order.
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from grmoe.kernels.launch import ceil_div, launch, power_of_2
+from grmoe.kernels.runtime import attempt
 
 CHUNKS = 256  # programs at most: each reads the counts of all
 
@@ -148,6 +149,12 @@ def _backward(grad: Tensor, selected: Tensor) -> Tensor:
     return out
 
 
+def _backward_plain(grad_TM: Tensor, selected_TN: Tensor) -> Tensor:
+    """As `_backward`, for where the kernel does not compile."""
+    rank_TN = (selected_TN.long().cumsum(1) - 1).clamp(min=0)
+    return torch.where(selected_TN, grad_TM.gather(1, rank_TN.clamp(max=grad_TM.shape[1] - 1)), 0.0)
+
+
 # The compiler sees opaque operators; eager mode calls the functions themselves, which costs the host less.
 _forward_op = torch.library.custom_op("grmoe::dispatch", _forward, mutates_args=())
 _backward_op = torch.library.custom_op("grmoe::dispatch_backward", _backward, mutates_args=())
@@ -172,7 +179,11 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         run = _backward_op if torch.compiler.is_compiling() else _backward
-        return run(grads[4], *ctx.saved_tensors), None, None
+        (selected,) = ctx.saved_tensors
+        back = attempt(
+            "dispatch backward", lambda: run(grads[4], selected), lambda: _backward_plain(grads[4], selected)
+        )
+        return back, None, None
 
 
 def dispatch(

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import grouped_mm
+from torch.nn.functional import gelu, grouped_mm, silu
 
 from grmoe.kernels import rows
 from grmoe.kernels.grouped_gemm import Tiles, grouped_gemm, weight_gradient
 from grmoe.kernels.launch import dense
+from grmoe.kernels.runtime import attempt
 
 
 class Engines(NamedTuple):
@@ -113,6 +114,30 @@ def _weight_gradient(p: Tensor, q: Tensor, offset: Tensor, tiles: Tiles | None) 
     return grouped_mm(p.T, q, offs=offset) if tiles is None else weight_gradient(p, q, offset, tiles)
 
 
+def _backward_plain(
+    grad: Tensor, x: Tensor, weight: Tensor, up: Tensor, down: Tensor, token: Tensor, pair: Tensor, offset: Tensor,
+    slot: Tensor, inner: Tensor, glu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `_backward` by PyTorch's own operators, where a kernel does not compile. Not deterministic."""
+    used = (torch.arange(len(token), device=x.device) < offset[-1]).unsqueeze(-1)
+    inner = torch.where(used, inner, 0.0)
+    grad_rows = grad.index_select(0, token)
+    q = torch.where(used, grouped_mm(grad_rows, down, offs=offset), 0.0).float()
+    w = torch.where(used, weight.flatten().index_select(0, pair).unsqueeze(-1), 0.0).float()
+    with torch.enable_grad():
+        leaf = inner.detach().float().requires_grad_()
+        first, *rest = leaf.chunk(2, dim=-1) if glu else (leaf,)
+        hidden = silu(first) * rest[0] if glu else gelu(first)
+    (grad_inner,) = torch.autograd.grad(hidden, leaf, w * q)
+    hidden, grad_inner = hidden.detach(), grad_inner.to(x.dtype)
+    grad_weight = torch.zeros_like(weight).flatten().index_add(0, pair, (q * hidden).sum(-1).to(weight.dtype))
+    grad_down = grouped_mm(grad_rows.T, (w * hidden).to(x.dtype), offs=offset)
+    grad_up = grouped_mm(grad_inner.T, x.index_select(0, token), offs=offset)
+    per_row = torch.where(used, grouped_mm(grad_inner, up, offs=offset), 0.0)
+    grad_x = torch.zeros_like(x, dtype=torch.float32).index_add(0, token, per_row.float())
+    return grad_x.to(x.dtype), grad_weight.view_as(weight), grad_up, grad_down
+
+
 # The compiler sees opaque operators; eager mode calls the functions themselves, which costs the host less.
 _forward_op = torch.library.custom_op("grmoe::experts", _forward, mutates_args=())
 _backward_op = torch.library.custom_op("grmoe::experts_backward", _backward, mutates_args=())
@@ -147,7 +172,9 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         run: Any = _backward_op if torch.compiler.is_compiling() else _backward
-        return (*run(grad, *ctx.saved_tensors, ctx.glu), *(None,) * 6)
+        args = (grad, *ctx.saved_tensors, ctx.glu)
+        grads = attempt("experts backward", lambda: run(*args), lambda: _backward_plain(*args))
+        return (*grads, *(None,) * 6)
 
 
 def experts(

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from grmoe.kernels import gate_kernels as kernels
 from grmoe.kernels.launch import ceil_div, dense, launch, power_of_2, tiled
-from grmoe.kernels.runtime import INTERPRETED
+from grmoe.kernels.runtime import INTERPRETED, attempt
 
 DENSE, LARGEST, ABOVE = 0, 1, 2
 
@@ -234,6 +234,44 @@ def _wide_mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b).float()
 
 
+def gate_reference(
+    x_TD: Tensor, matrix: Tensor, log_kappa: Tensor | None, prior_N: Tensor, alpha: Tensor, selected_TN: Tensor,
+    energy_scale: float, posterior: bool, renormalize: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The specification, for a selection already made: (logits, probs, weights)."""
+    x_TD = x_TD.to(matrix.dtype)
+    if log_kappa is None:
+        scores_TN = x_TD @ matrix.T
+    else:
+        norm_T1 = x_TD.square().sum(-1, keepdim=True).clamp(min=1e-12)
+        squares_TNK = torch.einsum("td,ndk->tnk", x_TD, matrix).square()
+        kappa = log_kappa.exp()
+        scores_TN = (squares_TNK * (kappa if kappa.ndim == 2 else kappa.unsqueeze(-1))).sum(-1)
+        scores_TN = scores_TN * energy_scale / norm_T1
+    logits_TN = alpha * (scores_TN + prior_N) if posterior else alpha * scores_TN + prior_N
+    probs_TN = torch.softmax(logits_TN, -1)
+    weights_TN = torch.where(selected_TN, probs_TN, 0.0)
+    return logits_TN, probs_TN, weights_TN / weights_TN.sum(-1, keepdim=True) if renormalize else weights_TN
+
+
+def _backward_plain(
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    x: Tensor, matrix: Tensor, log_kappa: Tensor | None, prior: Tensor, alpha: Tensor, selected: Tensor,
+    options: tuple[float, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """As `_backward`, by autograd through the specification: for where the kernel does not compile."""
+    with torch.enable_grad():
+        x, matrix, prior = (t.detach().requires_grad_() for t in (x, matrix, prior))
+        leaves = [x, matrix, prior]
+        if log_kappa is not None:
+            log_kappa = log_kappa.detach().requires_grad_()
+            leaves.append(log_kappa)
+        values = gate_reference(x, matrix, log_kappa, prior, alpha, selected, *options)
+        given = [(value, g) for value, g in zip(values, grads, strict=True) if g is not None]
+        found = torch.autograd.grad([v for v, _ in given], leaves, [g for _, g in given])
+    return found[0], found[1], None if log_kappa is None else found[3], found[2]
+
+
 # The compiler sees two opaque operators; eager mode calls the functions themselves, which costs the host less.
 _forward_op = torch.library.custom_op("grmoe::gate", _forward, mutates_args=())
 _backward_op = torch.library.custom_op("grmoe::gate_backward", _backward, mutates_args=())
@@ -265,7 +303,7 @@ class _Gate(torch.autograd.Function):
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(selected, zero)
-        ctx.save_for_backward(x, matrix, log_kappa, alpha, probs, selected, norm, packed)
+        ctx.save_for_backward(x, matrix, log_kappa, alpha, probs, selected, norm, packed, prior)
         ctx.options = (energy_scale, posterior, renormalize)
         return logits, probs, weights, selected, zero
 
@@ -275,10 +313,17 @@ class _Gate(torch.autograd.Function):
         nothing = (None,) * 12
         if grad_logits is None and grad_probs is None and grad_weights is None:
             return nothing
-        run = _backward_op if torch.compiler.is_compiling() else _backward
-        saved = ctx.saved_tensors  # once: checkpointing recomputes at the first look and allows no second
-        grads = run(grad_logits, grad_probs, grad_weights, *saved, *ctx.options)
-        return (grads[0], grads[1], None if saved[2] is None else grads[2], grads[3], *nothing[4:])
+        run: Any = _backward_op if torch.compiler.is_compiling() else _backward
+        # One look: checkpointing recomputes at the first and allows no second.
+        *saved, prior = ctx.saved_tensors
+        x, matrix, log_kappa, alpha, _, selected, *_ = saved
+        given = (grad_logits, grad_probs, grad_weights)
+        grads = attempt(
+            "gate backward",
+            lambda: run(*given, *saved, *ctx.options),
+            lambda: _backward_plain(given, x, matrix, log_kappa, prior, alpha, selected, ctx.options),
+        )
+        return (grads[0], grads[1], None if log_kappa is None else grads[2], grads[3], *nothing[4:])
 
 
 def gate(
