@@ -1,0 +1,182 @@
+"""Configuration: nested dataclasses, filled from YAML and dotted overrides, unknown keys refused by name.
+
+    config = load(TrainConfig, "run.yaml", ["optim.lr=3e-4", "model.preset=small"])
+
+Values keep the types the dataclass declares: an integer is accepted where a float is wanted, nothing else is
+converted silently. Overrides are read as YAML, so `null`, `true`, `[1, 2]` and `1e-3` mean what they say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+C = TypeVar("C")
+
+
+class ConfigError(ValueError):
+    """A mistake in a configuration, with the dotted name of the place."""
+
+
+def load(kind: type[C], path: str | Path | None = None, overrides: Iterable[str] = ()) -> C:
+    """`kind` with its defaults, then the file's values, then the overrides'."""
+    tree: dict[str, Any] = {}
+    if path is not None:
+        loaded = _read_yaml(Path(path))
+        if not isinstance(loaded, Mapping):
+            raise ConfigError(f"{path} must hold a mapping of names to values, got {type(loaded).__name__}")
+        tree = dict(loaded)
+    for text in overrides:
+        _override(tree, text)
+    return from_dict(kind, tree)
+
+
+def from_dict(kind: type[C], tree: Mapping[str, Any], where: str = "") -> C:
+    """A dataclass from nested mappings."""
+    hints = typing.get_type_hints(kind)
+    known = {f.name: f for f in dataclasses.fields(kind) if f.init}  # type: ignore[arg-type]
+    values = {}
+    for name, value in tree.items():
+        place = f"{where}.{name}" if where else str(name)
+        if name not in known:
+            raise ConfigError(_unknown(place, str(name), list(known)))
+        values[name] = _convert(hints[name], value, place)
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{where or kind.__name__}: {error}") from error
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested plain values, as YAML and JSON can hold them."""
+    return {name: _plain(value) for name, value in dataclasses.asdict(config).items()}
+
+
+def to_yaml(config: Any) -> str:
+    import yaml
+
+    text: str = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> list[str]:
+    """The dotted names whose values differ, as `name: old → new`."""
+    found = []
+    for name in dict.fromkeys([*old, *new]):
+        place = f"{where}.{name}" if where else name
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differences(a, b, place)
+        elif a != b:
+            found.append(f"{place}: {a!r} → {b!r}")
+    return found
+
+
+def _read_yaml(path: Path) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(path.read_text()) or {}
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+
+
+def _override(tree: dict[str, Any], text: str) -> None:
+    import yaml
+
+    name, sign, value = text.partition("=")
+    if not sign or not name.strip():
+        raise ConfigError(f"an override must look like name.of.key=value, got {text!r}")
+    *parents, last = name.strip().split(".")
+    node = tree
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"{name} goes through {parent}, which is a value and not a group")
+        node = child
+    try:
+        node[last] = yaml.safe_load(value) if value else ""
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the value of {name} is not valid YAML: {error}") from None
+
+
+def _unknown(place: str, name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(known)}"
+    return f"unknown key {place!r}{hint}"
+
+
+def _convert(kind: Any, value: Any, place: str) -> Any:
+    """`value` as `kind`, or a ConfigError that says what was wanted."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _first_that_fits(args, value, place)
+    if origin is Literal:
+        if value not in args:
+            raise ConfigError(f"{place} must be one of {', '.join(map(repr, args))}, got {value!r}")
+        return value
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{place} is a group of keys, got {value!r}")
+        return from_dict(kind, value, place)
+    if origin in (list, tuple):
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{place} must be a list, got {value!r}")
+        each = [_convert(args[0], v, f"{place}[{i}]") for i, v in enumerate(value)]
+        return each if origin is list else tuple(each)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{place} must be a mapping, got {value!r}")
+        return {str(k): _convert(args[1], v, f"{place}.{k}") for k, v in value.items()}
+    if kind is Any:
+        return value
+    return _scalar(kind, value, place)
+
+
+def _first_that_fits(kinds: tuple[Any, ...], value: Any, place: str) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    errors = []
+    for kind in kinds:
+        if kind is type(None):
+            continue
+        try:
+            return _convert(kind, value, place)
+        except ConfigError as error:
+            errors.append(str(error))
+    raise ConfigError(errors[0] if len(errors) == 1 else f"{place}: {' / '.join(errors)}")
+
+
+def _scalar(kind: Any, value: Any, place: str) -> Any:
+    if kind is float and isinstance(value, str):
+        # YAML 1.1 reads 1e-3 as text: it wants 1.0e-3.
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    # bool is an int to Python, not to a reader.
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        name = {"int": "an integer", "float": "a number", "str": "text", "bool": "true or false"}
+        raise ConfigError(f"{place} must be {name.get(kind.__name__, kind.__name__)}, got {value!r}")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,1 @@
+"""Training: one readable loop on PyTorch's own parts."""
