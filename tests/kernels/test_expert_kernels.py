@@ -22,10 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 D, I, N = 20, 12, 5
 SMALL = Tiles(32, 32, 16, 4, 2)
 ENGINES = {
-    "own": Engines(*[SMALL] * 5, gather_up=True),
-    "own, gather before": Engines(*[SMALL] * 5, gather_up=False),
-    "grouped_mm": Engines(*[None] * 5, gather_up=False),
-    "mixed": Engines(SMALL, None, None, SMALL, None, gather_up=True),
+    "own": Engines(SMALL, SMALL, SMALL),
+    "grouped_mm": Engines(SMALL, SMALL, None),
 }
 
 

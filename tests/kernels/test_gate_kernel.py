@@ -192,7 +192,7 @@ def test_packed_copy_changes_no_bit(make: Any) -> None:
 def test_packed_padding_is_zero() -> None:
     router = grassmann(D=12, N=5, K=3)
     packed = pack_operands(router.gate_operands(), torch.float32)
-    p = plan(torch.float32, 5, 3, True)
+    p = plan(torch.float32, 5, 3, True, True)
     assert packed.shape == (p.columns, 12)
     assert p.columns > 3 * p.experts > 15
     expected = torch.zeros(p.columns // p.experts, p.experts, 12)

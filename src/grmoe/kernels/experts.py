@@ -18,29 +18,28 @@ from torch.nn.functional import gelu, grouped_mm, silu
 from grmoe.kernels import rows
 from grmoe.kernels.grouped_gemm import Tiles, grouped_gemm, weight_gradient
 from grmoe.kernels.launch import dense
-from grmoe.kernels.runtime import attempt
+from grmoe.kernels.runtime import attempt, is_hopper
 
 
 class Engines(NamedTuple):
-    """Tiles of our kernel for each GEMM, or None for torch's grouped_mm behind a gather."""
+    """Tiles of each kind of GEMM."""
 
-    up: Tiles | None
-    down: Tiles | None
-    grad_hidden: Tiles | None
-    grad_rows: Tiles | None
-    grad_weight: Tiles | None
-    gather_up: bool  # gather x inside the first GEMM rather than before it
+    up: Tiles  # gather before it, activation behind it: two accumulators
+    plain: Tiles
+    grad_weight: Tiles | None  # None: torch's grouped_mm
 
 
-def engines(dtype: torch.dtype, dim: int, hidden: int) -> Engines:
-    """Measured on Hopper; see docs/performance.md."""
+def engines(dtype: torch.dtype, hopper: bool) -> Engines:
+    """Measured on Hopper, see docs/performance.md; elsewhere small enough for any multiprocessor."""
     if dtype == torch.float32:  # three tf32 products need the registers
-        small = Tiles(64, 64, 32, 4, 3)
-        return Engines(small, small, small, small, small, gather_up=True)
-    up, plain = Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 3, flatten=True)
+        small = Tiles(64, 64, 32, 4, 3 if hopper else 2)
+        return Engines(small, small, small)
+    if not hopper:
+        small = Tiles(128, 128, 32, 8, 2)
+        return Engines(Tiles(128, 64, 32, 8, 2), small, small)
     # torch's grouped_mm has bf16 kernels only: elsewhere it loops over experts, and the host waits.
     grad_weight = None if dtype == torch.bfloat16 else Tiles(128, 256, 64, 8, 3)
-    return Engines(up, plain, plain, plain, grad_weight, gather_up=True)
+    return Engines(Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 3, flatten=True), grad_weight)
 
 
 def _forward(
@@ -60,19 +59,11 @@ def _forward(
     inner = torch.empty(len(token) if save else 0, up.shape[1], dtype=x.dtype, device=x.device)
     if len(token) == 0:
         return x.new_zeros(x.shape), inner
-    e = engines(x.dtype, x.shape[1], down.shape[2])
-    if e.up is not None:
-        a, by = (x, token) if e.gather_up else (rows.gather(x, token, offset), None)
-        kind, keep = 1 if glu else 2, inner if save else None
-        hidden = grouped_gemm(a, up, offset, e.up, token=by, transposed=True, activation=kind, inner=keep)
-    else:
-        inner = grouped_mm(rows.gather(x, token, offset), up.mT, offs=offset)
-        hidden = rows.activation(inner, offset, glu)
-    if e.down is not None:
-        out = grouped_gemm(hidden, down, offset, e.down, transposed=True)
-    else:
-        out = grouped_mm(hidden, down.mT, offs=offset)
-    return rows.combine(out, slot, weight), inner if save else inner.new_empty(0, up.shape[1])
+    tiles = engines(x.dtype, is_hopper(x.device))
+    kind, keep = 1 if glu else 2, inner if save else None
+    hidden = grouped_gemm(x, up, offset, tiles.up, token=token, transposed=True, activation=kind, inner=keep)
+    out = grouped_gemm(hidden, down, offset, tiles.plain, transposed=True)
+    return rows.combine(out, slot, weight), inner
 
 
 def _backward(
@@ -93,20 +84,14 @@ def _backward(
         x_grad, weight_grad, up_grad, down_grad = (t.new_zeros(t.shape) for t in (x, weight, up, down))
         return x_grad, weight_grad, up_grad, down_grad
     x, grad, up, down = dense(x), dense(grad), dense(up), dense(down)
-    e = engines(x.dtype, x.shape[1], down.shape[2])
+    tiles = engines(x.dtype, is_hopper(x.device))
     grad_rows = rows.gather(grad, token, offset)
-    if e.grad_hidden is not None:
-        hidden = grouped_gemm(grad_rows, down, offset, e.grad_hidden, transposed=False)
-    else:
-        hidden = grouped_mm(grad_rows, down, offs=offset)
+    hidden = grouped_gemm(grad_rows, down, offset, tiles.plain, transposed=False)
     grad_inner, grad_weight = rows.activation_backward(inner, hidden, pair, weight, offset, glu)
-    grad_down = _weight_gradient(grad_rows, hidden, offset, e.grad_weight)
+    grad_down = _weight_gradient(grad_rows, hidden, offset, tiles.grad_weight)
     del grad_rows, hidden
-    grad_up = _weight_gradient(grad_inner, rows.gather(x, token, offset), offset, e.grad_weight)
-    if e.grad_rows is not None:
-        per_row = grouped_gemm(grad_inner, up, offset, e.grad_rows, transposed=False)
-    else:
-        per_row = grouped_mm(grad_inner, up, offs=offset)
+    grad_up = _weight_gradient(grad_inner, rows.gather(x, token, offset), offset, tiles.grad_weight)
+    per_row = grouped_gemm(grad_inner, up, offset, tiles.plain, transposed=False)
     return rows.combine(per_row, slot, None), grad_weight, grad_up, grad_down
 
 

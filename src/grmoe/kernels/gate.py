@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from grmoe.kernels import gate_kernels as kernels
 from grmoe.kernels.launch import ceil_div, dense, launch, power_of_2, tiled
-from grmoe.kernels.runtime import INTERPRETED, attempt
+from grmoe.kernels.runtime import INTERPRETED, attempt, is_hopper
 
 DENSE, LARGEST, ABOVE = 0, 1, 2
 
@@ -55,13 +55,15 @@ LINEAR = Tiles(64, 16, 128, 4, 4)
 
 
 @cache
-def plan(dtype: torch.dtype, num_experts: int, rank: int, square: bool) -> Plan:
+def plan(dtype: torch.dtype, num_experts: int, rank: int, square: bool, hopper: bool) -> Plan:
     """The same for every batch of a router: nothing is tuned at run time, so the same input gives the same bits."""
     NP = max(power_of_2(num_experts), 2 if square else 16)
     precision, gradient = "ieee", Tiles(128, 64, 256, 8, 3)
     if dtype == torch.float32:
         precision = "ieee" if INTERPRETED else "tf32x3"  # three tf32 products, as exact as fp32
         forward, gradient = Tiles(64, max(NP, 64), 32, 8, 2), Tiles(64, 32, 64, 8, 2)
+    elif not hopper:  # small enough for any multiprocessor
+        forward, gradient = Tiles(64, max(NP, 64), 32, 4, 2), Tiles(64, 32, 128, 4, 2)
     elif rank * NP == 3 * ONE_PASS.columns:
         forward = ONE_PASS
     elif rank * NP >= 2 * WIDE.columns or NARROW.columns < NP:
@@ -82,7 +84,7 @@ def _rank(matrix: Tensor) -> int:
 def pack(matrix: Tensor, dtype: torch.dtype, square: bool) -> Tensor:
     """Frames (N, D, K), or linear weights (N, D) as K = 1, in packed order and the tokens' precision, (C, D)."""
     (N, D), K = matrix.shape[:2], _rank(matrix)
-    p = plan(dtype, N, K, square)
+    p = plan(dtype, N, K, square, is_hopper(matrix.device))
     packed = torch.empty(p.columns, D, dtype=dtype, device=matrix.device)
     BD, BK = (64, 64) if square else (1024, 1)
     grid = (p.experts, ceil_div(D, BD), ceil_div(p.columns // p.experts, BK))
@@ -107,7 +109,7 @@ def _forward(
     """(logits, probs, weights, selected, 0, ‖x‖², packed); without log_kappa the gate is linear."""
     square = log_kappa is not None
     (T, D), N, K = x.shape, len(matrix), _rank(matrix)
-    p = plan(x.dtype, N, K, square)
+    p = plan(x.dtype, N, K, square, is_hopper(x.device))
     logits, probs, weights, selected, zero, norm = outputs = _outputs(x, N, square)
     if packed is None:
         packed = pack(matrix, x.dtype, square)
@@ -176,7 +178,7 @@ def _backward(
     given = [g.contiguous() if g is not None else None for g in (grad_logits, grad_probs, grad_weights)]
     gates = (probs, selected.view(torch.uint8), *(probs if g is None else g for g in given))
     flags = tuple(g is not None for g in given)
-    p = plan(x.dtype, N, K, log_kappa is not None)
+    p = plan(x.dtype, N, K, log_kappa is not None, is_hopper(x.device))
     if log_kappa is None:
         grad = torch.empty(T, N, dtype=x.dtype, device=x.device)
         constants: tuple[Any, ...] = (N, renormalize, *flags, 128, p.experts)
@@ -280,7 +282,8 @@ _backward_op = torch.library.custom_op("grmoe::gate_backward", _backward, mutate
 @_forward_op.register_fake
 def _(x: Tensor, matrix: Tensor, log_kappa: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
     N, square = len(matrix), log_kappa is not None
-    return *_outputs(x, N, square), x.new_empty(plan(x.dtype, N, _rank(matrix), square).columns, x.shape[1])
+    columns = plan(x.dtype, N, _rank(matrix), square, is_hopper(x.device)).columns
+    return *_outputs(x, N, square), x.new_empty(columns, x.shape[1])
 
 
 @_backward_op.register_fake

@@ -96,44 +96,6 @@ def combine(rows: Tensor, slot: Tensor, weight: Tensor | None) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["last"])
-def activation_kernel(
-    inner_ptr,
-    offset_ptr,
-    out_ptr,
-    last,
-    GLU: tl.constexpr,
-    I: tl.constexpr,
-    BR: tl.constexpr,
-    BI: tl.constexpr,
-):
-    """silu(gate)·up from (gate | up), or gelu."""
-    row = tl.program_id(0) * BR + tl.arange(0, BR)
-    used = tl.load(offset_ptr + last)
-    if tl.program_id(0) * BR >= used:
-        return
-    column = tl.program_id(1) * BI + tl.arange(0, BI)
-    inside = (row < used)[:, None] & (column < I)[None, :]
-    width: tl.constexpr = 2 * I if GLU else I
-    place = inner_ptr + row[:, None].to(tl.int64) * width + column[None, :]
-    first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    value = gelu(first)
-    if GLU:
-        value = first * sigmoid(first) * tl.load(place + I, mask=inside, other=0.0).to(tl.float32)
-    out = out_ptr + row[:, None].to(tl.int64) * I + column[None, :]
-    tl.store(out, value.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def activation(inner: Tensor, offset: Tensor, glu: bool) -> Tensor:
-    """(A, 2I) → (A, I) for SwiGLU, (A, I) → (A, I) for GELU, on the used rows."""
-    A, I = len(inner), inner.shape[1] // (2 if glu else 1)
-    out = torch.empty(A, I, dtype=inner.dtype, device=inner.device)
-    BR, BI = _tile(I)
-    grid = (ceil_div(A, BR), ceil_div(I, BI))
-    launch(activation_kernel, grid, (inner, offset, out, len(offset) - 1), (glu, I, BR, BI))
-    return out
-
-
-@triton.jit(do_not_specialize=["last"])
 def activation_backward_kernel(
     inner_ptr, grad_ptr, pair_ptr, weight_ptr, offset_ptr, grad_inner_ptr, grad_weight_ptr, last,
     GLU: tl.constexpr, I: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr,

@@ -32,7 +32,8 @@ def available(x: Tensor) -> bool:
         return False  # vmap and its kin have no memory that a kernel could read
     if INTERPRETED:
         return x.dtype != torch.bfloat16  # which the interpreter computes silently wrong
-    return x.is_cuda and torch.version.hip is None and _capable(x.device.index)
+    # bf16 tensor cores: Ampere and later.
+    return x.is_cuda and torch.version.hip is None and _capability(x.device.index) >= (8, 0)
 
 
 def runs_on(x: Tensor) -> bool:
@@ -40,11 +41,19 @@ def runs_on(x: Tensor) -> bool:
     return available(x) and x.shape[-1] * x.element_size() % 16 == 0
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Hopper, or the data-centre Blackwell after it: they have the shared memory that our larger tiles need."""
+    return INTERPRETED or _capability(device.index)[0] in (9, 10)
+
+
 @torch.compiler.assume_constant_result
+def _capability(index: int) -> tuple[int, int]:
+    return _read_capability(index)
+
+
 @cache
-def _capable(index: int) -> bool:
-    """bf16 tensor cores: Ampere and later."""
-    return torch.cuda.get_device_capability(index) >= (8, 0)
+def _read_capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 def is_capturing(x: Tensor) -> bool:
