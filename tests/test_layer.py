@@ -403,3 +403,17 @@ def test_the_grouped_layer_compiles_whole_and_takes_a_new_alpha(dtype: torch.dty
             # The compiler's order of sums; in bf16 an intermediate may round the other way.
             assert (a - b).norm() <= (1e-5 if dtype == torch.float32 else 2e-2) * b.norm()
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("backend", ["reference", "grouped"])
+def test_under_autocast_the_experts_compute_as_a_linear_layer_would(backend: Any) -> None:
+    moe = layer(make_router(selection=TopK(2)), backend=backend, shared_experts=1)
+    x = tokens(3, 7)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, routing = moe.run(x)
+        assert y.dtype == nn.Linear(DIM, 2)(x).dtype == torch.bfloat16
+    assert torch.equal(routing.probs, moe.router(x).probs)  # the gate stays in fp32
+    y.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in moe.parameters())
+    # bf16 keeps eight bits; a few roundings in a row.
+    assert (y.float() - moe(x)).norm() <= 2e-2 * moe(x).norm()

@@ -92,6 +92,7 @@ class MoE(nn.Module):
     def run(self, x: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Routing]:
         """Output and what the router decided (its `aux_loss`, probabilities, selection)."""
         routing = self.router(x, token_ids)
+        x = _as_autocast(x)
         y = self.mix(x, routing.slots) if routing.slots is not None else self.compute(x, routing)
         if self.shared is not None:
             y = y + _expert(self.shared, 0, x)
@@ -193,6 +194,12 @@ class MoE(nn.Module):
         # The sum ŷ + shared was rounded to y's dtype; in bf16 that is visible.
         rounding = torch.finfo(y.dtype).eps * total.norm(dim=-1)
         return (total - _expert(self.shared, 0, x)).norm(dim=-1) + rounding
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """Tokens in the precision a linear layer would compute in: our experts are no operator autocast knows."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _expert(weights: ExpertWeights, e: int, x: Tensor) -> Tensor:

@@ -20,11 +20,11 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(2)
 
 
-def need(*modules: str) -> None:
+def need(*modules: str, extra: str = "studies") -> None:
     """Stop with the install line when an optional dependency is missing."""
     missing = [m for m in modules if importlib.util.find_spec(m) is None]
     if missing:
-        fail(f"this command needs {' and '.join(missing)}; install with: pip install 'grmoe\\[studies]'")
+        fail(f"this command needs {' and '.join(missing)}; install with: pip install 'grmoe\\[{extra}]'")
 
 
 class Watch:

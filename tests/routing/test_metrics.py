@@ -216,3 +216,11 @@ def test_coefficient_of_variation() -> None:
     assert coefficient_of_variation([1.0, 2.0, 3.0]) == pytest.approx(math.sqrt(2 / 3) / 2)
     assert math.isnan(coefficient_of_variation([0.0, 0.0]))
     assert math.isnan(coefficient_of_variation([math.nan, 1.0]))
+
+
+def test_a_router_built_on_the_meta_device_can_be_given_memory() -> None:
+    with torch.device("meta"):
+        router = SoftmaxRouter(8, 4)
+    router.to_empty(device="cpu")
+    assert router.metrics.sums.dtype == torch.float64
+    assert not any(t.is_meta for t in router.buffers())

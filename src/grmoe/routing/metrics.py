@@ -83,7 +83,12 @@ class MetricsAccumulator(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MetricsAccumulator:
         """Moves between devices, stays fp64: `model.float()` must not shorten the counts."""
-        return super()._apply(lambda t: t.to(fn(t).device), recurse)
+
+        def keep_precision(t: Tensor) -> Tensor:
+            out = fn(t)
+            return out if out.dtype == t.dtype else t.to(out.device)
+
+        return super()._apply(keep_precision, recurse)
 
     def read(self) -> RoutingMetrics:
         """Waits for the device."""

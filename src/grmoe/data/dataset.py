@@ -1,0 +1,236 @@
+"""Reading prepared tokens: batches for training that depend on the step number alone, windows for validation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from grmoe.checks import one_of, positive_int, require
+from grmoe.data.packing import SPLITS, Tokens
+from grmoe.data.shards import INDEX, VERSION, check_shard, read_pieces, token_dtype, verify_shard
+
+CHUNK = 2**20  # tokens read at once where a document may be of any length
+
+
+class TokenDataset:
+    """The tokens of one split of a prepared folder, as one stream over all its shards.
+
+    Opening checks every shard's size and header; `verify=True` reads them all and compares checksums. Shards are
+    mapped into memory when they are first read.
+    """
+
+    def __init__(self, folder: str | Path, split: str = "train", verify: bool = False) -> None:
+        self.folder = Path(folder)
+        self.split = one_of("split", split, SPLITS)
+        path = self.folder / INDEX
+        try:
+            self.index = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ValueError(
+                f"{path} is missing: {self.folder} holds no prepared data, or an unfinished preparation "
+                "(the same `grmoe prepare` goes on with it)"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        version = self.index.get("version")
+        require(version == VERSION, f"{path} has version {version!r}, this grmoe reads {VERSION}")
+        self.vocab_size: int = self.index["tokenizer"]["vocab_size"]
+        self.end_of_text: int = self.index["tokenizer"]["end_of_text"]
+        self.tokenizer_folder = self.folder / self.index["tokenizer"]["folder"]
+        self._dtype = token_dtype(self.vocab_size)
+        content = self.index["splits"][split]
+        self.tokens: int = content["tokens"]
+        self.documents: int = content["documents"]
+        self.domains: list[str] = list(content["domains"])
+        self._shards = content["shards"]
+        for shard in self._shards:
+            check_shard(self.folder, shard, self._dtype)
+        if verify:
+            self.verify()
+        self._starts = np.cumsum([0, *(shard["tokens"] for shard in self._shards)])
+        self._maps: dict[int, np.memmap[tuple[int], np.dtype[np.unsignedinteger]]] = {}
+
+    def verify(self) -> None:
+        """Compare every shard with its checksum; a damaged one is refused by name."""
+        for shard in self._shards:
+            verify_shard(self.folder, shard)
+
+    def _map(self, number: int) -> Tokens:
+        if number not in self._maps:
+            path = self.folder / (self._shards[number]["name"] + ".bin")
+            self._maps[number] = np.memmap(path, dtype=self._dtype, mode="r")
+        return self._maps[number]
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens `start` to `stop` of the stream, over as many shards as they take."""
+        require(0 <= start <= stop <= self.tokens, f"no tokens {start} to {stop} among {self.tokens}")
+        out = np.empty(stop - start, dtype=np.int64)
+        at = start
+        while at < stop:
+            number = int(np.searchsorted(self._starts, at, side="right")) - 1
+            first = int(self._starts[number])
+            end = min(stop, int(self._starts[number + 1]))
+            out[at - start : end - start] = self._map(number)[at - first : end - first]
+            at = end
+        return out
+
+    @cached_property
+    def _pieces(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """(start in the stream, domain id, whether its document ends with it) of every piece; the end as last start."""
+        starts, domains, ends = [], [], []
+        for first, shard in zip(self._starts, self._shards, strict=False):
+            offsets, ids, continues = read_pieces(self.folder / (shard["name"] + ".idx"))
+            starts.append(offsets[:-1] + first)
+            domains.append(ids)
+            ends.append(np.ones(len(ids), dtype=bool))
+            ends[-1][-1] = not continues
+        starts.append(self._starts[-1:])
+        return np.concatenate(starts), np.concatenate(domains), np.concatenate(ends)
+
+    def iter_documents(self) -> Iterator[tuple[str, NDArray[np.int64]]]:
+        """(domain, tokens) of every document, the end-of-text token last."""
+        if not self._shards:
+            return
+        starts, domains, ends = self._pieces
+        first = 0
+        for piece, ends_here in enumerate(ends):
+            if ends_here:
+                name = self.index["domains"][domains[piece]]
+                yield name, self.read(int(starts[first]), int(starts[piece + 1]))
+                first = piece + 1
+
+    def num_windows(self, sequence_length: int) -> int:
+        """Windows of `sequence_length` tokens to predict that `batches` shuffles; less than one is left over."""
+        return max(0, self.tokens - 1) // positive_int("sequence_length", sequence_length)
+
+    def batches(
+        self,
+        batch_size: int,
+        sequence_length: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        start_step: int = 0,
+    ) -> Iterator[Tensor]:
+        """Endless batches from step `start_step` on: int64, (batch_size, sequence_length + 1).
+
+        Window w is the tokens wS … wS + S of the stream, so inputs `[:, :-1]` and targets `[:, 1:]` predict each
+        token once. Every epoch goes through all windows in an order of its own. Batch `step` of `rank` is a function
+        of the arguments alone: to go on after a checkpoint, pass the step. The batches of all ranks, one below the
+        other, are the batch a single process of `world_size` times the batch size would get.
+        """
+        positive_int("batch_size", batch_size)
+        positive_int("world_size", world_size)
+        positive_int("rank", rank, at_least=0)
+        positive_int("start_step", start_step, at_least=0)
+        require(rank < world_size, f"rank must be below world_size = {world_size}, got {rank}")
+        windows, together = self.num_windows(sequence_length), batch_size * world_size
+        if windows < together:
+            raise ValueError(
+                f"{self.folder} ({self.split}) holds {self.tokens} tokens: {windows} windows of {sequence_length}, "
+                f"less than one batch of {together}; take more data, a smaller batch or shorter sequences"
+            )
+        return self._batches(batch_size, sequence_length, seed, rank, together, start_step)
+
+    def _batches(
+        self, batch_size: int, length: int, seed: int, rank: int, together: int, step: int
+    ) -> Iterator[Tensor]:
+        windows = self.num_windows(length)
+        orders: dict[int, NDArray[np.int64]] = {}
+        while True:
+            first = step * together + rank * batch_size
+            batch = np.empty((batch_size, length + 1), dtype=np.int64)
+            for row in range(batch_size):
+                epoch, place = divmod(first + row, windows)
+                if epoch not in orders:
+                    # A batch reaches into two epochs at most.
+                    orders = {e: o for e, o in orders.items() if e == epoch - 1}
+                    orders[epoch] = epoch_order(windows, seed, epoch)
+                start = int(orders[epoch][place]) * length
+                batch[row] = self.read(start, start + length + 1)
+            yield torch.from_numpy(batch)
+            step += 1
+
+    def windows(self, sequence_length: int, batch_size: int, domain: str | None = None) -> Iterator[Tensor]:
+        """Once through the split, or through the documents of one domain, in order: int64, (b, s + 1).
+
+        Every token but the first is a target exactly once: after the full batches come a smaller one and one shorter
+        window. With a domain, no document of another is seen.
+        """
+        positive_int("sequence_length", sequence_length)
+        positive_int("batch_size", batch_size)
+        if domain is not None:
+            one_of("domain", domain, self.domains)
+        return self._windows(sequence_length, batch_size, domain)
+
+    def _windows(self, length: int, batch_size: int, domain: str | None) -> Iterator[Tensor]:
+        rest = np.empty(0, dtype=np.int64)
+        span = length * batch_size
+        for chunk in self._chunks(domain):
+            rest = np.concatenate([rest, chunk])
+            while len(rest) > span:
+                yield _as_windows(rest[: span + 1], length)
+                rest = rest[span:]
+        full = max(0, len(rest) - 1) // length * length
+        if full:
+            yield _as_windows(rest[: full + 1], length)
+        if len(rest) > full + 1:
+            yield torch.from_numpy(rest[full:].copy())[None]
+
+    def _chunks(self, domain: str | None) -> Iterator[NDArray[np.int64]]:
+        spans = [(0, self.tokens)]
+        if domain is not None:
+            starts, ids, _ = self._pieces
+            mine = np.flatnonzero(ids == self.index["domains"].index(domain))
+            spans = [(int(starts[i]), int(starts[i + 1])) for i in mine]
+        for start, stop in spans:
+            for at in range(start, stop, CHUNK):
+                yield self.read(at, min(stop, at + CHUNK))
+
+    def token_counts(self, domain: str | None = None) -> NDArray[np.int64]:
+        """How often each token of the vocabulary occurs."""
+        counts = np.zeros(self.vocab_size, dtype=np.int64)
+        for chunk in self._chunks(domain):
+            counts += np.bincount(chunk, minlength=self.vocab_size)
+        return counts
+
+
+def _as_windows(tokens: NDArray[np.int64], length: int) -> Tensor:
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
+    return torch.from_numpy(windows.copy())
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """A random order of `count` windows: sorted by a hash of (seed, epoch, window).
+
+    Written out, because numpy promises its own shuffles only within a version, and a checkpoint may meet another.
+    """
+    key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
+    with np.errstate(over="ignore"):  # splitmix64 counts modulo 2⁶⁴
+        z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z += np.frombuffer(key, dtype="<u8")
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+    return np.argsort(z, kind="stable")
+
+
+def unigram_perplexity(dataset: TokenDataset, domain: str | None = None) -> float:
+    """Perplexity of `dataset` (usually the validation split) under the unigram model of its folder's train split.
+
+    The least a language model must beat. Each token of the vocabulary is counted once more than it occurs, so that
+    one that training never saw costs something finite.
+    """
+    train = TokenDataset(dataset.folder, "train").token_counts() + 1
+    counts = dataset.token_counts(domain)
+    require(counts.sum() > 0, f"{dataset.folder} ({dataset.split}) holds no tokens")
+    log_probs = np.log(train) - np.log(train.sum())
+    return float(np.exp(-(counts * log_probs).sum() / counts.sum()))

@@ -1,0 +1,133 @@
+"""What an interrupted preparation has done so far.
+
+`journal.jsonl` exists from the first moment of a preparation to the last. Its first line is the recipe, the second the
+tokenizer, each further line a finished range: shards that are on the disk, and where the sources go on. A line is
+written after what it speaks of, so anything without a line is not there. A torn last line counts as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+from grmoe.data.shards import INDEX, PARTIAL, write_durably
+
+JOURNAL = "journal.jsonl"
+
+
+class Journal:
+    def __init__(self, folder: Path, recipe: dict[str, Any], overwrite: bool) -> None:
+        """Open the journal of `folder`, or begin one; `overwrite` begins one in any case."""
+        self.path = folder / JOURNAL
+        if overwrite and self.path.exists():
+            _lock(self.path).close()  # refuses where somebody is at work
+        if overwrite or not self.path.exists():
+            write_durably(self.path, _line({"recipe": recipe}))
+        self.file = _lock(self.path)
+        lines, valid = _read(self.path)
+        self.file.truncate(valid)
+        self.recipe: dict[str, Any] = lines[0]["recipe"]
+        self.tokenizer: dict[str, Any] | None = lines[1]["tokenizer"] if len(lines) > 1 else None
+        self.ranges: list[dict[str, Any]] = lines[2:]
+
+    def record_tokenizer(self, tokenizer: dict[str, Any]) -> None:
+        self._append({"tokenizer": tokenizer})
+        self.tokenizer = tokenizer
+
+    def record_range(self, record: dict[str, Any]) -> None:
+        self._append(record)
+        self.ranges.append(record)
+
+    def _append(self, content: dict[str, Any]) -> None:
+        try:
+            self.file.write(_line(content))
+            self.file.flush()
+            os.fsync(self.file.fileno())
+        except OSError as error:
+            raise OSError(f"cannot write {self.path}: {error.strerror or error}") from error
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what could not be written was reported when it was written
+            self.file.close()
+
+    def remove(self) -> None:
+        self.path.unlink()
+        self.close()
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, ensure_ascii=False).encode() + b"\n"
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The lines, and how many bytes of the file they are."""
+    raw = path.read_bytes()
+    valid = raw.rfind(b"\n") + 1
+    try:
+        lines = [json.loads(line) for line in raw[:valid].splitlines()]
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); start again with --overwrite") from error
+    if not lines:
+        raise ValueError(f"{path} is empty; delete the folder and start again")
+    return lines, valid
+
+
+def _lock(path: Path) -> IO[bytes]:
+    """Open for appending, and keep every other preparation out of the folder until this process ends."""
+    file = open(path, "ab", buffering=0)  # noqa: SIM115  lives as long as the journal
+    if sys.platform != "win32":
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise ValueError(f"{path.parent} is being prepared by another process") from None
+    return file
+
+
+def recipe_of(folder: Path) -> dict[str, Any] | None:
+    """What `folder` was prepared with, finished or not; None where there is nothing. Refuses foreign folders."""
+    if (folder / JOURNAL).exists():
+        recipe: dict[str, Any] = _read(folder / JOURNAL)[0][0]["recipe"]
+        return recipe
+    if (folder / INDEX).exists():
+        try:
+            recipe = json.loads((folder / INDEX).read_text())["recipe"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{folder / INDEX} is not the index of prepared data; choose another folder"
+            ) from None
+        return recipe
+    if folder.exists():
+        foreign = sorted(p.name for p in folder.iterdir() if not p.name.endswith(PARTIAL))
+        if foreign:
+            raise ValueError(
+                f"{folder} is not empty ({foreign[0]}) and holds no prepared data; choose another folder"
+            )
+    return None
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two recipes, in words."""
+    words = [
+        f"{key.replace('_', ' ')}: {before.get(key)!r} before, {now.get(key)!r} now"
+        for key in now
+        if key != "sources" and before.get(key) != now.get(key)
+    ]
+    old = {(s["name"], s["held_out"]): s for s in before.get("sources", [])}
+    new = {(s["name"], s["held_out"]): s for s in now["sources"]}
+    named = [("gone", old.keys() - new.keys()), ("new", new.keys() - old.keys())]
+    named.append(("changed", {key for key in old.keys() & new.keys() if old[key] != new[key]}))
+    for what, keys in named:
+        names = sorted(name for name, _ in keys)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        if names:
+            words.append(f"{what} in the sources: {', '.join(names[:3])}{more}")
+    if not words and before.get("sources") != now["sources"]:
+        words.append("the order of the sources")
+    return words

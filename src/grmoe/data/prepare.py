@@ -1,0 +1,276 @@
+"""From sources to a folder of token shards, with finished work kept.
+
+The order of things is what makes an interruption harmless: journal, tokenizer, then range by range the shards and
+their line in the journal, at last `index.json`, and the journal goes. Each file appears whole under its name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from grmoe.checks import finite, positive_int, require
+from grmoe.data import tokenizer as tokenizers
+from grmoe.data.documents import Document, Position, Reader
+from grmoe.data.encoding import Encoding, encoded
+from grmoe.data.journal import JOURNAL, Journal, changes, recipe_of
+from grmoe.data.packing import SPLITS, Packer, Range, Tally
+from grmoe.data.shards import (
+    INDEX,
+    TOKENIZER,
+    VERSION,
+    check_shard,
+    remove_unlisted,
+    token_dtype,
+    write_durably,
+    write_shard,
+)
+from grmoe.data.sources import STDLIB, Unit, find_units, fingerprints, is_compressed
+
+SHARD_TOKENS = 2**25
+VALIDATION = 0.01
+FEW_DOCUMENTS_VALIDATION = 0.05  # the standard library: some 700 files, and every domain wants a few
+BYTES_A_WORKER = 16 * 2**20  # of text; with less a worker takes longer to start than it saves
+
+
+@dataclass(frozen=True)
+class Progress:
+    phase: str
+    done: int  # bytes of the sources
+    total: int | None  # None where a source's size is not known
+    documents: int = 0
+    tokens: int = 0
+
+
+def prepare(
+    sources: Sequence[str | Path] = (STDLIB,),
+    out: str | Path = "runs/data",
+    *,
+    tokenizer: str = "bpe:4096",
+    validation: float | None = None,
+    validation_source: str | Path | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    text_field: str = "text",
+    domain_field: str = "domain",
+    workers: int | None = None,
+    strict: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Tokenise `sources` into the folder `out`; returns its index (the content of index.json).
+
+    The files depend on the sources and the options alone, not on `workers`, nor on how often the preparation was
+    interrupted. A folder that is finished with the same sources and options is left as it is. `validation` is 0.01
+    unless given, and 0.05 of the standard library.
+    """
+    if validation is None:
+        validation = FEW_DOCUMENTS_VALIDATION if list(sources) == [STDLIB] else VALIDATION
+    finite("validation", validation, at_least=0)
+    require(validation < 1, f"validation must be a share below 1, got {validation!r}")
+    positive_int("shard_tokens", shard_tokens, at_least=2)
+    if workers is not None:
+        positive_int("workers", workers)
+    require(bool(sources), "sources must name at least one source")
+    tokenizer_name = tokenizers.tokenizer_recipe(tokenizer)
+    units = _units(sources, validation_source)
+    size = None if any(unit.kind == "hub" for unit in units) else sum(unit.size for unit in units)
+    records = fingerprints(units, lambda read: progress(Progress("reading the sources", read, size)))
+    recipe: dict[str, Any] = {
+        "version": VERSION,
+        "sources": records,
+        "tokenizer": tokenizer_name,
+        "validation": 0.0 if validation_source is not None else float(validation),
+        "shard_tokens": shard_tokens,
+        "text_field": text_field,
+        "domain_field": domain_field,
+    }
+    out = Path(out)
+    if (finished := _finished(out, recipe, overwrite)) is not None:
+        return finished
+
+    revisions = [record.get("revision") for record in records]
+    reader = Reader(units, revisions, recipe["validation"], text_field, domain_field, strict)
+    journal = _begin(out, recipe, overwrite)
+    run = _Run(out, reader, journal, size, progress)
+    try:
+        run.ensure_tokenizer(tokenizer)
+        run.write_ranges(shard_tokens, workers or _automatic_workers(units))
+        return run.finish()
+    except OSError as error:
+        done = sum(len(r["shards"]) for r in journal.ranges)
+        raise OSError(
+            f"{error}; finished shards are kept ({done}), and the same command goes on from there"
+        ) from error
+    finally:
+        journal.close()
+
+
+def _units(sources: Sequence[str | Path], validation_source: str | Path | None) -> list[Unit]:
+    """Training units, then those held out. A file that is both is held out: a corpus may contain its validation."""
+    held_out = [] if validation_source is None else find_units([validation_source], held_out=True)
+    taken = {_identity(unit) for unit in held_out}
+    training = [unit for unit in find_units(sources) if _identity(unit) not in taken]
+    require(bool(training), "the sources hold nothing but the validation source")
+    return training + held_out
+
+
+def _identity(unit: Unit) -> str:
+    return unit.location if unit.kind == "hub" else os.path.realpath(unit.location)
+
+
+def _finished(out: Path, recipe: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    """The index of a folder in which nothing is left to do; a folder of another recipe is refused."""
+    if overwrite and (out / JOURNAL).exists():
+        return None  # ours, whatever state it is in
+    before = recipe_of(out)
+    if before is None or overwrite:
+        return None
+    if differences := changes(before, json.loads(json.dumps(recipe))):
+        raise ValueError(
+            f"{out} was prepared differently ({'; '.join(differences)}); --overwrite starts again, "
+            "or choose another folder"
+        )
+    if (out / JOURNAL).exists():
+        return None
+    index: dict[str, Any] = json.loads((out / INDEX).read_text())
+    dtype = token_dtype(index["tokenizer"]["vocab_size"])
+    for split in SPLITS:
+        for record in index["splits"][split]["shards"]:
+            check_shard(out, record, dtype)
+    return index
+
+
+def _begin(out: Path, recipe: dict[str, Any], overwrite: bool) -> Journal:
+    """The journal to go on with, and a folder that holds nothing the journal does not know."""
+    out.mkdir(parents=True, exist_ok=True)
+    journal = Journal(out, recipe, overwrite)
+    (out / INDEX).unlink(missing_ok=True)
+    listed = [record for r in journal.ranges for record in r["shards"].values()]
+    remove_unlisted(out, [record["name"] for record in listed])
+    if journal.tokenizer is not None:
+        dtype = token_dtype(journal.tokenizer["vocab_size"])
+        for record in listed:
+            check_shard(out, record, dtype)
+    return journal
+
+
+def _automatic_workers(units: Sequence[Unit]) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if any(unit.kind == "hub" for unit in units):
+        return cores
+    text = sum(unit.size * (4 if is_compressed(unit) else 1) for unit in units)  # 4: roughly, as text goes
+    return min(cores, text // BYTES_A_WORKER + 1)
+
+
+class _Run:
+    def __init__(
+        self,
+        out: Path,
+        reader: Reader,
+        journal: Journal,
+        size: int | None,
+        progress: Callable[[Progress], None],
+    ) -> None:
+        self.out, self.reader, self.journal, self.size, self.progress = out, reader, journal, size, progress
+        self.before = [0]  # bytes of the units before each unit
+        for unit in reader.units:
+            self.before.append(self.before[-1] + unit.size)
+
+    def ensure_tokenizer(self, name: str) -> None:
+        if self.journal.tokenizer is not None:
+            return
+        size = tokenizers.bpe_size(name)
+        made = tokenizers.load(name) if size is None else tokenizers.train(size, self._training_texts())
+        self.journal.record_tokenizer(tokenizers.save(made, self.out / TOKENIZER))
+
+    def _training_texts(self) -> Iterator[Document]:
+        for number, row in enumerate(self.reader.read(Position())):
+            if isinstance(row, Document):
+                yield row
+                if number % 256 == 0:
+                    self._report("training the tokenizer", row, number, 0)
+
+    def _report(self, phase: str, row: Document, documents: int, tokens: int) -> None:
+        done = self.before[row.at.unit] + row.consumed
+        self.progress(Progress(phase, done, self.size, documents, tokens))
+
+    def write_ranges(self, shard_tokens: int, workers: int) -> None:
+        tokenizer, ranges = self.journal.tokenizer, self.journal.ranges
+        assert tokenizer is not None
+        start = Position()
+        if ranges:
+            if ranges[-1]["end"] is None:
+                return
+            start = Position(*ranges[-1]["end"])
+        self.dtype = token_dtype(tokenizer["vocab_size"])
+        encoding = Encoding(self.out / TOKENIZER / "tokenizer.json", tokenizer["end_of_text"], self.dtype)
+        packer = Packer(shard_tokens, ranges[-1]["domains"] if ranges else [])
+        earlier = [Tally(**t) for r in ranges for s in r["shards"].values() for t in s["domains"].values()]
+        documents, tokens = sum(t.documents for t in earlier), sum(t.tokens for t in earlier)
+        for row, ids in encoded(self.reader.read(start), encoding, workers):
+            if isinstance(row, Document):
+                assert ids is not None
+                first = start.token if row.at == start._replace(token=0) else 0
+                for finished in packer.add(row, ids, first):
+                    self._write(finished)
+                documents, tokens = documents + 1, tokens + len(ids) - first
+                self._report("tokenising", row, documents, tokens)
+            else:
+                packer.skip(row.reason)
+        self._write(packer.finish())
+
+    def _write(self, finished: Range) -> None:
+        number = len(self.journal.ranges)
+        shards = {
+            split: write_shard(self.out, f"{split}-{number:05d}", shard, self.dtype)
+            for split, shard in finished.shards.items()
+        }
+        self.journal.record_range(
+            {
+                "shards": shards,
+                "skipped": dict(sorted(finished.skipped.items())),
+                "domains": finished.domains,
+                "end": finished.end,
+            }
+        )
+
+    def finish(self) -> dict[str, Any]:
+        index = _index(self.journal)
+        write_durably(self.out / INDEX, json.dumps(index, indent=1, ensure_ascii=False).encode())
+        self.journal.remove()
+        return index
+
+
+def _index(journal: Journal) -> dict[str, Any]:
+    assert journal.tokenizer is not None
+    ranges = journal.ranges
+    skipped: Counter[str] = Counter()
+    for finished in ranges:
+        skipped.update(finished["skipped"])
+    splits = {}
+    for split in SPLITS:
+        shards = [r["shards"][split] for r in ranges if split in r["shards"]]
+        domains = {name: Tally() for name in ranges[-1]["domains"]}
+        for shard in shards:
+            for name, tally in shard["domains"].items():
+                domains[name] += Tally(**tally)
+        total = Tally()
+        for tally in domains.values():
+            total += tally
+        by_domain = {name: asdict(tally) for name, tally in domains.items() if tally.tokens}
+        splits[split] = asdict(total) | {"domains": by_domain, "shards": shards}
+    return {
+        "format": "grmoe tokens",
+        "version": VERSION,
+        "dtype": token_dtype(journal.tokenizer["vocab_size"]).name,
+        "tokenizer": {"name": journal.recipe["tokenizer"], "folder": TOKENIZER, **journal.tokenizer},
+        "domains": ranges[-1]["domains"],
+        "splits": splits,
+        "skipped": dict(sorted(skipped.items())),
+        "recipe": journal.recipe,
+    }

@@ -1,0 +1,126 @@
+"""The files of a prepared folder: their layout, and writing that is whole or not at all.
+
+`NAME.bin` holds the tokens of a shard and nothing else, little endian. `NAME.idx` is little-endian int64 throughout:
+
+    magic, version, tokens, pieces, continues (0 or 1),
+    offset of each piece and, last, the number of tokens (pieces + 1 values),
+    domain id of each piece (pieces values)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grmoe.data.packing import Shard
+
+VERSION = 1
+INDEX = "index.json"
+TOKENIZER = "tokenizer"
+MAGIC = int.from_bytes(b"grmoeidx", "little")
+HEADER = 5  # int64 values
+PARTIAL = ".partial"
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    """The smallest unsigned integer that holds every id: two bytes up to 65536 tokens, four beyond."""
+    return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
+
+
+def write_durably(path: Path, content: bytes | memoryview) -> None:
+    """Whole or not at all, even if the machine stops: a temporary name, to the disk, then the name."""
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """A rename is on the disk when its folder is."""
+    if os.name == "nt":  # folders cannot be opened there
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_shard(folder: Path, name: str, shard: Shard, dtype: np.dtype[np.unsignedinteger]) -> dict[str, Any]:
+    """Write both files; returns the shard's record in the journal and in index.json."""
+    tokens = np.concatenate(shard.pieces).astype(dtype, copy=False)
+    lengths = [len(piece) for piece in shard.pieces]
+    header = [MAGIC, VERSION, len(tokens), len(lengths), int(shard.continues)]
+    index = np.concatenate([header, [0], np.cumsum(lengths), shard.domains]).astype("<i8")
+    record: dict[str, Any] = {
+        "name": name,
+        "tokens": len(tokens),
+        "pieces": len(lengths),
+        "documents": len(lengths) - int(shard.continues),
+        "domains": {domain: asdict(tally) for domain, tally in shard.tallies.items()},
+    }
+    for suffix, array in ((".bin", tokens), (".idx", index)):
+        content = array.tobytes()
+        write_durably(folder / (name + suffix), content)
+        record["sha256" + suffix] = hashlib.sha256(content).hexdigest()
+    return record
+
+
+def index_bytes(record: dict[str, Any]) -> int:
+    """Size of the shard's .idx."""
+    return 8 * (HEADER + 2 * record["pieces"] + 1)
+
+
+def check_shard(folder: Path, record: dict[str, Any], dtype: np.dtype[np.unsignedinteger]) -> None:
+    """Refuse a missing or truncated shard, by name. Reads sizes and one header, not the tokens."""
+    bin_bytes = record["tokens"] * dtype.itemsize
+    for suffix, wanted in ((".bin", bin_bytes), (".idx", index_bytes(record))):
+        path = folder / (record["name"] + suffix)
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise ValueError(f"{path} is missing") from None
+        if size != wanted:
+            raise ValueError(f"{path} is damaged: {size} bytes, {wanted} expected")
+    header = np.fromfile(path, dtype="<i8", count=HEADER)
+    if header[:4].tolist() != [MAGIC, VERSION, record["tokens"], record["pieces"]]:
+        raise ValueError(f"{path} is damaged: its header is not that of {record['name']}")
+
+
+def verify_shard(folder: Path, record: dict[str, Any]) -> None:
+    """Refuse a shard whose checksum is not the one it was written with."""
+    for suffix in (".bin", ".idx"):
+        path = folder / (record["name"] + suffix)
+        with open(path, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256" + suffix]:
+                raise ValueError(f"{path} is damaged: its checksum does not match {INDEX}")
+
+
+def read_pieces(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64], bool]:
+    """(offsets, domain ids, continues) of a .idx file."""
+    values = np.fromfile(path, dtype="<i8")
+    pieces = int(values[3])
+    return values[HEADER : HEADER + pieces + 1], values[HEADER + pieces + 1 :], bool(values[4])
+
+
+def remove_unlisted(folder: Path, listed: Iterable[str]) -> None:
+    """Remove shards that nothing vouches for: an interrupted run leaves the one it was about to record."""
+    keep = set(listed)
+    for path in filter(Path.is_file, list(folder.iterdir())):
+        stale = path.suffix in (".bin", ".idx") and path.name.startswith(("train-", "validation-"))
+        if (stale and path.stem not in keep) or path.name.endswith(PARTIAL):
+            path.unlink()

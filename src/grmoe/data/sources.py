@@ -1,0 +1,186 @@
+"""Where text comes from: files, Hugging Face datasets, and the Python standard library's own source.
+
+A source is named by a string and resolves to *units* in a fixed order: one file, or one dataset of the hub. Names are
+relative to the source, so that a corpus that moved is still the same corpus.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import importlib
+import os
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from grmoe.checks import require
+
+STDLIB = "python-stdlib"
+HUB = "hf:"
+KINDS: dict[str, Literal["text", "jsonl", "parquet"]] = {
+    ".txt": "text",
+    ".jsonl": "jsonl",
+    ".parquet": "parquet",
+}
+COMPRESSIONS = (".gz", ".xz", ".zst")
+READABLE = f"{', '.join(KINDS)} (the first two also with {', '.join(COMPRESSIONS)})"
+
+# The standard library has some thirty packages, most of them too small to measure a loss on: a few themes instead.
+# Modules of a single file are the rest, "modules".
+STDLIB_GROUPS = {
+    "concurrency": ("asyncio", "concurrent", "multiprocessing"),
+    "encodings": ("encodings",),
+    "interface": ("curses", "idlelib", "tkinter", "turtledemo"),
+    "markup": ("html", "json", "tomllib", "xml"),
+    "network": ("email", "http", "urllib", "wsgiref", "xmlrpc"),
+    "tooling": ("distutils", "ensurepip", "importlib", "lib2to3", "pydoc_data", "unittest", "venv"),
+}
+STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One file or one hub dataset."""
+
+    name: str  # relative to its source
+    location: str  # a path, or NAME[:CONFIG] on the hub
+    kind: Literal["text", "jsonl", "parquet", "hub"]
+    domain: str  # of the rows that name none
+    held_out: bool  # all of it is validation
+    size: int  # bytes; 0 on the hub, where nobody knows
+
+
+def optional(module: str) -> ModuleType:
+    """Import an optional dependency; a missing one is named with its install line."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.split(".")[0]:
+            raise
+        raise ModuleNotFoundError(
+            f"this needs {error.name}; install with: pip install 'grmoe[data]' (or pip install {error.name})",
+            name=error.name,
+        ) from error
+
+
+def find_units(sources: Sequence[str | Path], held_out: bool = False) -> list[Unit]:
+    """The units of `sources`, source by source, each in the order of its names."""
+    units = [unit for source in sources for unit in _find(str(source), held_out)]
+    # What is missing is missed now, not when the first file of its kind comes up.
+    if any(unit.location.lower().endswith(".zst") for unit in units):
+        optional("zstandard")
+    if any(unit.kind == "parquet" for unit in units):
+        optional("pyarrow")
+    if any(unit.kind == "hub" for unit in units):
+        optional("datasets")
+    return units
+
+
+def _find(source: str, held_out: bool) -> list[Unit]:
+    if source == STDLIB:
+        return _standard_library(held_out)
+    if source.startswith(HUB):
+        name = source.removeprefix(HUB)
+        require(bool(name), f"source {source!r} names no dataset; for example hf:Skylion007/openwebtext")
+        return [Unit(source, name, "hub", name.split(":")[0].split("/")[-1], held_out, 0)]
+    path = Path(source)
+    if path.is_dir():
+        found = [
+            p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)) and kind_of(p)
+        ]
+        require(bool(found), f"source {source} holds no file that can be read: {READABLE}")
+        return _files(path, found, held_out)
+    if path.is_file():
+        require(kind_of(path) is not None, f"source {source} must end in {READABLE}")
+        return _files(path.parent, [path], held_out)
+    found = [Path(p) for p in glob.glob(source, recursive=True) if Path(p).is_file()]
+    require(
+        bool(found), f"source {source} is neither a file, nor a folder, nor a pattern that matches a file"
+    )
+    for p in found:
+        require(kind_of(p) is not None, f"source {source} matches {p}, which does not end in {READABLE}")
+    return _files(Path(os.path.commonpath([p.parent for p in found])), found, held_out)
+
+
+def kind_of(path: Path) -> Literal["text", "jsonl", "parquet"] | None:
+    """How to read the file, by its name; None where we cannot."""
+    suffix = path.suffix.lower()
+    if suffix not in COMPRESSIONS:
+        return KINDS.get(suffix)
+    inner = KINDS.get(Path(path.stem).suffix.lower())
+    return None if inner == "parquet" else inner  # parquet compresses its own columns
+
+
+def is_compressed(unit: Unit) -> bool:
+    return unit.kind == "parquet" or unit.location.lower().endswith(COMPRESSIONS)
+
+
+def _hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def _files(root: Path, paths: list[Path], held_out: bool) -> list[Unit]:
+    named = sorted((p.relative_to(root).as_posix(), p) for p in paths)
+    units = []
+    for name, path in named:
+        kind = kind_of(path)
+        assert kind is not None
+        stem = path.name
+        while Path(stem).suffix.lower() in (*COMPRESSIONS, *KINDS):
+            stem = Path(stem).stem
+        units.append(Unit(name, str(path), kind, stem, held_out, path.stat().st_size))
+    return units
+
+
+def _standard_library(held_out: bool) -> list[Unit]:
+    root = Path(sysconfig.get_path("stdlib"))
+    group_of = {package: group for group, packages in STDLIB_GROUPS.items() for package in packages}
+    units = []
+    for path in root.rglob("*.py"):
+        relative = path.relative_to(root)
+        # Files that describe this build, not the language: they differ from machine to machine.
+        of_this_build = relative.parts[0].startswith(("config-", "_sysconfigdata"))
+        if of_this_build or STDLIB_LEFT_OUT.intersection(relative.parts):
+            continue
+        group = group_of.get(relative.parts[0], "modules")
+        size = path.stat().st_size
+        if size:
+            units.append(Unit(relative.as_posix(), str(path), "text", group, held_out, size))
+    require(bool(units), f"this Python comes without the source of its standard library ({STDLIB})")
+    return sorted(units, key=lambda unit: unit.name)
+
+
+def fingerprint(unit: Unit) -> dict[str, Any]:
+    """What the unit holds. Reading a file to hash it takes a hundredth of the time it takes to tokenise it."""
+    record: dict[str, Any] = {"name": unit.name, "held_out": unit.held_out}
+    if unit.kind == "hub":
+        return record | {"revision": hub_revision(unit.location)}
+    with open(unit.location, "rb") as file:
+        return record | {"bytes": unit.size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def fingerprints(units: Sequence[Unit], report: Callable[[int], None]) -> list[dict[str, Any]]:
+    """`fingerprint` of each unit; `report` hears the bytes read so far."""
+    records, read = [], 0
+    for unit in units:
+        records.append(fingerprint(unit))
+        read += unit.size
+        report(read)
+    return records
+
+
+def hub_revision(location: str) -> str:
+    """The commit of a hub dataset: what is read later is this one, even if the dataset moves on."""
+    hub = optional("huggingface_hub")
+    name = location.split(":")[0]
+    try:
+        return str(hub.HfApi().dataset_info(name).sha)
+    except Exception as error:  # the hub's own, the network's, a proxy's
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"dataset {name!r} could not be found on the Hugging Face hub: {reason[0]}"
+        ) from error

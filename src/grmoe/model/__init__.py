@@ -1,0 +1,27 @@
+"""GrMoE language models for transformers: importing this registers them with AutoConfig and AutoModel*."""
+
+from __future__ import annotations
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from grmoe.model.configuration_grmoe import GrmoeConfig
+from grmoe.model.count import Cost, count
+from grmoe.model.modeling_grmoe import GrmoeForCausalLM, GrmoeModel, GrmoePreTrainedModel
+from grmoe.model.presets import PRESETS, preset
+from grmoe.model.remote import export_remote_code
+
+AutoConfig.register("grmoe", GrmoeConfig, exist_ok=True)
+AutoModel.register(GrmoeConfig, GrmoeModel, exist_ok=True)
+AutoModelForCausalLM.register(GrmoeConfig, GrmoeForCausalLM, exist_ok=True)
+
+__all__ = [
+    "PRESETS",
+    "Cost",
+    "GrmoeConfig",
+    "GrmoeForCausalLM",
+    "GrmoeModel",
+    "GrmoePreTrainedModel",
+    "count",
+    "export_remote_code",
+    "preset",
+]

@@ -1,0 +1,461 @@
+"""A decoder language model with GrMoE layers, Hugging Face's in everything but the layer.
+
+Attention, RoPE, norms, masks, caches, generation and checkpointing are transformers' own. Ours are the router, the
+experts' backends and the dial.
+
+Legend: B batch, S sequence, T = B·S tokens, H model width, N experts, K most experts of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation.utils import GenerationMixin
+from transformers.integrations.moe import use_experts_implementation
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .configuration_grmoe import NOT_CAUSAL, GrmoeConfig
+
+try:
+    from grmoe.experts import BACKENDS, Dispatch, ExpertWeights
+    from grmoe.layer import MoE
+    from grmoe.regularizers import overlap_penalty
+    from grmoe.routing import Router, RoutingMetrics, build_router, routers
+    from grmoe.routing import set_alpha as set_router_alpha
+except ImportError:  # this file travels with exported models to where grmoe is not installed
+    from .grmoe_routing import (  # type: ignore[import-not-found, no-redef]
+        BACKENDS,
+        Dispatch,
+        ExpertWeights,
+        MoE,
+        Router,
+        RoutingMetrics,
+        build_router,
+        overlap_penalty,
+        routers,
+    )
+    from .grmoe_routing import set_alpha as set_router_alpha  # type: ignore[no-redef]
+
+OWN_EXPERTS = ("auto", *BACKENDS)
+
+
+# -- the feed-forward halves of a block ------------------------------------------------------------------------
+
+
+@use_experts_implementation
+class GrmoeExperts(ExpertWeights):
+    """`ExpertWeights` that Hugging Face's experts implementations ("eager", "grouped_mm", …) can run, too."""
+
+    def __init__(self, config: GrmoeConfig) -> None:
+        assert config.moe_intermediate_size is not None
+        super().__init__(
+            config.hidden_size, config.moe_intermediate_size, config.num_experts, config.activation
+        )
+        self.num_experts = config.num_experts
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The implementation called "eager": a loop over experts, from the (T, K) format of Hugging Face."""
+        T, K = top_k_index.shape
+        weights_TN = top_k_weights.new_zeros(T, self.num_experts).scatter_add(1, top_k_index, top_k_weights)
+        return BACKENDS["reference"](hidden_states, Dispatch.build(weights_TN, weights_TN != 0, K), self)
+
+
+@use_experts_implementation(has_gate=False)
+class GrmoePlainExperts(GrmoeExperts):
+    """The same without a gate: `up_proj` in place of `gate_up_proj`."""
+
+
+class GrmoeMoE(MoE):
+    """`grmoe.MoE` as the feed-forward of a block: (output, router logits (T, N), the router's loss).
+
+    `config._experts_implementation` says who computes the experts: "auto", "reference", "grouped" or "triton" of
+    `grmoe.experts`, or a name of Hugging Face's.
+    """
+
+    def __init__(self, config: GrmoeConfig, alpha: float) -> None:
+        assert config.moe_intermediate_size is not None
+        super().__init__(
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.num_experts,
+            config_router(config, alpha),
+            activation=config.activation,
+            shared_experts=config.shared_experts,
+        )
+        self.config = config
+        self.experts = (GrmoeExperts if config.activation == "swiglu" else GrmoePlainExperts)(config)
+        self._follow_config()
+
+    def _follow_config(self) -> None:
+        name = self.config._experts_implementation
+        self.backend = name
+        # As in `MoE`: the plain backends are plain from the gate on.
+        plain = name in ("reference", "grouped")
+        self.router.backend = "reference" if plain else "triton" if name == "triton" else "auto"
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.backend != self.config._experts_implementation:
+            self._follow_config()
+        y, routing = self.run(x, token_ids)
+        return y, routing.logits.flatten(0, -2), routing.aux_loss
+
+    def _run_experts(self, x_TD: Tensor, weights_TN: Tensor, selected_TN: Tensor, most: int) -> Tensor:
+        # Serving engines put a module of their own in the place of `experts`.
+        if self.backend in OWN_EXPERTS and isinstance(self.experts, ExpertWeights):
+            return super()._run_experts(x_TD, weights_TN, selected_TN, most)
+        # Their format has K experts for every token: one with fewer gets others at weight zero.
+        weights_TK, index_TK = weights_TN.topk(most, dim=-1)
+        y_TD: Tensor = self.experts(x_TD, index_TK, weights_TK)
+        return y_TD
+
+
+def config_router(config: GrmoeConfig, alpha: float) -> Router:
+    """The router a configuration describes, in fp32 whatever the default dtype is."""
+    options = dict(config.router_options or {})
+    if config.router == "grassmann":
+        options["rank"] = config.router_rank
+    if config.router_kappa is not None:
+        options["kappa"] = config.router_kappa
+    selection = config.selection_policy()
+    if selection is not None:
+        options["selection"] = selection
+    try:
+        with _default_dtype(torch.float32):
+            router = build_router(
+                config.router, config.hidden_size, config.num_experts, alpha=alpha, **options
+            )
+    except TypeError as error:
+        raise ValueError(f"router_options must fit the router {config.router!r}: {error}") from error
+    # α lives in the configuration: in the weights as well, `from_pretrained(dir, alpha=2)` would have two answers.
+    router.register_buffer("alpha_value", router.alpha_value, persistent=False)
+    # A router comes out of its constructor complete, unless there was no memory to write to.
+    for module in router.modules():
+        module._is_hf_initialized = not router.log_prior.is_meta  # type: ignore[assignment]
+    return router
+
+
+class GrmoeMLP(nn.Module):
+    """The feed-forward of a dense block, SwiGLU or GELU."""
+
+    def __init__(self, config: GrmoeConfig) -> None:
+        super().__init__()
+        assert config.intermediate_size is not None
+        H, width = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(H, width, bias=False) if config.activation == "swiglu" else None
+        self.up_proj = nn.Linear(H, width, bias=False)
+        self.down_proj = nn.Linear(width, H, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up_proj(x)
+        inner = self.act_fn(up) if self.gate_proj is None else self.act_fn(self.gate_proj(x)) * up
+        y: Tensor = self.down_proj(inner)
+        return y
+
+
+class GrmoeDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: GrmoeConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = LlamaAttention(config=config, layer_idx=layer_idx)  # type: ignore[arg-type]
+        moe_layers = config.moe_layers
+        self.mlp: GrmoeMoE | GrmoeMLP = (
+            GrmoeMoE(config, config.alphas[moe_layers.index(layer_idx)])
+            if layer_idx in moe_layers
+            else GrmoeMLP(config)
+        )
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        # `_init_weights` sees a module without its name.
+        self.self_attn.o_proj.writes_residual = True  # type: ignore[assignment]
+        if isinstance(self.mlp, GrmoeMLP):
+            self.mlp.down_proj.writes_residual = True  # type: ignore[assignment]
+
+    def forward(
+        self, hidden_states: Tensor, *, token_ids: Tensor | None = None, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The residual stream, and from a MoE layer its router's loss; checkpointing passes gradients to both.
+
+        token_ids: (B, S), for routers that hash them. Everything else goes to the attention.
+        """
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended
+        x = self.post_attention_layernorm(hidden_states)
+        if isinstance(self.mlp, GrmoeMLP):
+            y: Tensor = self.mlp(x)
+            return hidden_states + y
+        y, _, loss = self.mlp(x, token_ids)
+        return hidden_states + y, loss
+
+
+# -- the models ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class GrmoeModelOutput(MoeModelOutputWithPast):
+    router_losses: tuple[Tensor, ...] | None = None  # one a MoE layer, coefficients included
+
+
+class GrmoePreTrainedModel(PreTrainedModel):
+    config: GrmoeConfig
+    config_class = GrmoeConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["GrmoeDecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    # Frames in bf16 lose orthonormality, and near ties route differently.
+    _keep_in_fp32_modules_strict = ["router"]  # noqa: RUF012
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {  # noqa: RUF012
+        "router_logits": OutputRecorder(GrmoeMoE, index=1),
+        "hidden_states": GrmoeDecoderLayer,
+        "attentions": LlamaAttention,
+    }
+
+    def __init__(self, config: GrmoeConfig, *args: Any, **kwargs: Any) -> None:
+        config.check()
+        super().__init__(config, *args, **kwargs)
+
+    # -- the dial and what routers know ------------------------------------------------------------------------
+
+    @property
+    def alpha(self) -> list[float]:
+        """The dial of each MoE layer. Reading it waits for the device."""
+        return [router.alpha for router in routers(self)]
+
+    def set_alpha(self, alpha: float | Sequence[float]) -> None:
+        """Turn the dial of all MoE layers, or of each: sharper routing for α > 1, uniform at 0."""
+        set_router_alpha(self, alpha)
+        self.config.alpha = float(alpha) if isinstance(alpha, int | float) else [float(a) for a in alpha]
+
+    def routing_metrics(self) -> list[RoutingMetrics]:
+        """What each MoE layer's router did since the last reset. Waits for the device."""
+        return [router.read_metrics() for router in routers(self)]
+
+    def reset_routing_metrics(self) -> None:
+        for router in routers(self):
+            router.reset_metrics()
+
+    def update_priors(self, rate: float) -> None:
+        """One step of every balanced prior (`Router.update_prior`): once an optimiser step."""
+        for router in routers(self):
+            router.update_prior(rate)
+
+    def overlap_penalty(
+        self, rho: float, *, relative: bool = True, num_pairs: int | Literal["auto"] | None = None
+    ) -> Tensor:
+        """Σ over MoE layers of `grmoe.overlap_penalty`; zero for routers without frames."""
+        total = torch.zeros((), device=self.device)
+        for router in routers(self):
+            if isinstance(frames := getattr(router, "frames", None), Tensor):
+                total = total + overlap_penalty(frames, rho, relative=relative, num_pairs=num_pairs).to(
+                    total.device
+                )
+        return total
+
+    # -- what transformers asks --------------------------------------------------------------------------------
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """Our own backends unless one of Hugging Face's is asked for."""
+        if requested_experts is None or requested_experts in OWN_EXPERTS:
+            return requested_experts or "auto"
+        name: str = super().get_correct_experts_implementation(requested_experts)
+        return name
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """N(0, initializer_range²), over √(2·blocks) where a matrix writes into the residual stream.
+
+        Routers start as their constructors make them.
+        """
+        std = self.config.initializer_range
+        narrow = std / math.sqrt(2 * self.config.num_hidden_layers)
+        if isinstance(module, Router):
+            self._init_router(module)
+        elif isinstance(module, ExpertWeights):
+            init.normal_(module.up, std=std)
+            init.normal_(module.down_proj, std=narrow)
+        else:
+            super()._init_weights(module)
+            if isinstance(module, nn.Linear) and getattr(module, "writes_residual", False):
+                init.normal_(module.weight, std=narrow)
+
+    def _init_router(self, router: Router) -> None:
+        """Fill what was neither built nor loaded: all of a router that was made without memory, its sums always."""
+        own = dict(router.state_dict(keep_vars=True))
+        if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in own.values()):
+            with torch.device("cpu"):
+                fresh = config_router(self.config, 1.0).state_dict()
+            for name, tensor in own.items():
+                init.copy_(tensor, fresh[name])
+        router.prior_sums.zero_()
+        router.reset_metrics()
+
+    def initialize_weights(self) -> None:
+        super().initialize_weights()
+        set_router_alpha(self, self.config.alphas)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        # A router's own `alpha` may have been set. In fp32 it is rounded: the configuration has the digits.
+        now = self.alpha
+        if now != torch.tensor(self.config.alphas, dtype=torch.float32).tolist():
+            self.config.alpha = now[0] if len(set(now)) == 1 else now
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+
+class GrmoeModel(GrmoePreTrainedModel):
+    """Embedding, blocks and the last norm."""
+
+    def __init__(self, config: GrmoeConfig) -> None:
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(GrmoeDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults  # type: ignore[untyped-decorator]
+    @capture_outputs  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> GrmoeModelOutput:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = (torch.arange(x.shape[1], device=x.device) + seen).unsqueeze(0)
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=x,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        rotary = self.rotary_emb(x, position_ids=position_ids)
+        losses = []
+        for layer in self.layers:
+            out = layer(
+                x,
+                token_ids=input_ids,
+                attention_mask=mask,
+                position_embeddings=rotary,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+            x = out[0] if isinstance(out, tuple) else out
+            if isinstance(out, tuple):
+                losses.append(out[1])
+        return GrmoeModelOutput(
+            last_hidden_state=self.norm(x), past_key_values=past_key_values, router_losses=tuple(losses)
+        )
+
+
+class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
+    """`GrmoeModel` with a language-model head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: GrmoeConfig) -> None:
+        super().__init__(config)
+        if config.router in NOT_CAUSAL and not config.allow_noncausal_router:
+            raise ValueError(
+                f"router must be causal in a language model, got {config.router!r}, which looks at later tokens; "
+                "set allow_noncausal_router=True to compare losses all the same"
+            )
+        self.model = GrmoeModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> MoeCausalLMOutputWithPast:
+        """With labels the loss; the routers' own losses are in it while training, and with output_router_logits."""
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_router_logits=output_router_logits,
+            **kwargs,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, keep, :])
+        aux_loss = None
+        if output_router_logits or (self.training and labels is not None):
+            aux_loss = torch.stack([loss.to(logits.device) for loss in outputs.router_losses]).sum()
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+            if aux_loss is not None:
+                loss = loss + self.config.router_aux_loss_coef * aux_loss
+        return MoeCausalLMOutputWithPast(
+            loss=loss,
+            aux_loss=aux_loss,  # type: ignore[arg-type]
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
+        )
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

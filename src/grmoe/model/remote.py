@@ -1,0 +1,175 @@
+"""Exported models that load where grmoe is not installed: `trust_remote_code=True` and the files written here.
+
+`configuration_grmoe.py` and `modeling_grmoe.py` are copied as they are; `grmoe_routing.py` is made from the package's
+own sources, one after the other in the order of their imports. Nothing is written twice by hand.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import shutil
+import tokenize
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grmoe
+
+PACKAGE = Path(grmoe.__file__).parent
+FILES = ("configuration_grmoe.py", "modeling_grmoe.py")
+BUNDLE = "grmoe_routing.py"
+ROOTS = ("layer", "regularizers")  # everything modeling_grmoe.py imports is theirs or below them
+AUTO_MAP = {
+    "AutoConfig": "configuration_grmoe.GrmoeConfig",
+    "AutoModel": "modeling_grmoe.GrmoeModel",
+    "AutoModelForCausalLM": "modeling_grmoe.GrmoeForCausalLM",
+}
+
+HEADER = '''"""Routers and layer of grmoe {version} in one file, generated from its sources; not meant to be edited.
+
+The Triton kernels are not in it: this file runs on PyTorch alone. With grmoe installed it is not used.
+"""
+
+from __future__ import annotations
+
+import types as _types
+'''
+
+
+def export_remote_code(folder: str | Path) -> list[Path]:
+    """Put the code beside a saved model and name it in its config.json; returns the files written.
+
+    model.save_pretrained(folder); export_remote_code(folder)
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)  # anywhere
+    """
+    folder = Path(folder)
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ValueError(f"folder must hold a saved model, got {folder} without config.json")
+    written = [Path(shutil.copyfile(Path(__file__).parent / name, folder / name)) for name in FILES]
+    written.append(folder / BUNDLE)
+    written[-1].write_text(bundle(), encoding="utf-8")
+    values = json.loads(config.read_text(encoding="utf-8")) | {"auto_map": AUTO_MAP}
+    config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return [*written, config]
+
+
+@dataclass
+class _Section:
+    """One module of the package on its way into the bundle."""
+
+    name: str  # dotted, below grmoe
+    source: str
+    tree: ast.Module
+    defined: set[str] = field(default_factory=set)  # names its top level binds, imports aside
+    borrowed: set[str] = field(default_factory=set)  # names it imports from elsewhere
+    modules: set[str] = field(default_factory=set)  # modules it uses by name, as in `checks.require`
+
+
+def bundle() -> str:
+    """The text of `grmoe_routing.py`."""
+    sections: dict[str, _Section] = {}
+    for root in ROOTS:
+        _collect(root, sections)
+    counts = Counter(name for section in sections.values() for name in section.defined)
+    by_name = set().union(*(section.modules for section in sections.values()))
+    borrowed = set().union(*(section.borrowed for section in sections.values()))
+    parts = [HEADER.format(version=grmoe.__version__)]
+    for section in sections.values():
+        # Globals of one file: a helper that two modules have by the same name gets its module's name in front.
+        clashes = {name for name in section.defined if counts[name] > 1}
+        public = {name for name in clashes if not name.startswith("_")} | (section.defined & borrowed)
+        if public:
+            raise ValueError(f"{section.name} and another module both have {', '.join(sorted(public))}")
+        prefix = "_" + section.name.replace(".", "_")
+        text = _rename(_strip(section), {name: prefix + name for name in clashes})
+        parts.append(f"\n# ---- grmoe.{section.name} {'-' * (100 - len(section.name))}\n\n{text.strip()}\n")
+        if section.name == "kernels.runtime":
+            parts.append("\nHAS_TRITON = INTERPRETED = False  # no kernels in this file\n")
+        if section.name in by_name:
+            short = section.name.rpartition(".")[2]
+            parts.append(f'\n{short} = _types.ModuleType("{short}")\n')
+            public_names = sorted(name for name in section.defined if not name.startswith("_"))
+            parts.extend(f"{short}.{name} = {name}\n" for name in public_names)
+    # Operators are registered by name in the process: ours must not replace those of an installed grmoe.
+    return "".join(parts).replace('"grmoe::', '"grmoe_bundle::')
+
+
+def _collect(name: str, sections: dict[str, _Section]) -> None:
+    """Add a module behind everything it imports."""
+    if name in sections:
+        return
+    path = PACKAGE / name.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    source = path.read_text(encoding="utf-8")
+    section = _Section(name, source, ast.parse(source))
+    for node in section.tree.body:
+        if _is_internal(node):
+            for module, by_name in _imported(node):
+                _collect(module, sections)
+                if by_name:
+                    section.modules.add(module)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            section.borrowed.update(alias.asname or alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            section.defined.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            section.defined.update(t.id for t in targets if isinstance(t, ast.Name))
+    section.defined -= {"_", "__all__"}
+    sections[name] = section
+
+
+def _is_internal(node: ast.AST) -> bool:
+    return isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "grmoe"
+
+
+def _imported(node: ast.AST) -> list[tuple[str, bool]]:
+    """Modules an internal import names, and whether it takes the module itself or names inside it."""
+    assert isinstance(node, ast.ImportFrom)
+    base = (node.module or "").partition(".")[2]
+    found = []
+    for alias in node.names:
+        if alias.asname is not None:
+            raise ValueError(f"an internal import must keep its names, got {ast.unparse(node)}")
+        inner = f"{base}.{alias.name}".lstrip(".")
+        is_module = (PACKAGE / f"{inner.replace('.', '/')}.py").is_file()
+        found.append((inner, True) if is_module else (base, False))
+    return found
+
+
+def _strip(section: _Section) -> str:
+    """The source without internal imports, `__future__` and `__all__`; comments stay."""
+    lines = section.source.splitlines(keepends=True)
+    top = set(section.tree.body)
+    for node in ast.walk(section.tree):
+        future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
+        exports = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        if not (future or exports or _is_internal(node)):
+            continue
+        assert isinstance(node, ast.stmt)
+        assert node.end_lineno is not None
+        # Inside a function they lead to kernels, behind a check that there are any.
+        indent = " " * node.col_offset
+        rest = "" if node in top else f'{indent}raise RuntimeError("the kernels are in the grmoe package")\n'
+        lines[node.lineno - 1 : node.end_lineno] = [rest] + [""] * (node.end_lineno - node.lineno)
+    return "".join(lines)
+
+
+def _rename(source: str, names: dict[str, str]) -> str:
+    """Replace whole names, attributes of other things left alone."""
+    if not names:
+        return source
+    tokens, before = [], ""
+    lines = source.splitlines(keepends=True)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NAME and token.string in names and before != ".":
+            tokens.append(token)
+        before = token.string
+    for token in reversed(tokens):  # from the end, so that columns stay right
+        (row, start), (_, end) = token.start, token.end
+        line = lines[row - 1]
+        lines[row - 1] = line[:start] + names[token.string] + line[end:]
+    return "".join(lines)

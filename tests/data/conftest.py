@@ -1,0 +1,18 @@
+"""A small corpus."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_corpus import make_documents, write_jsonl
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Two files, 200 documents, three domains."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", make_documents(120, seed=1))
+    write_jsonl(folder / "b.jsonl", make_documents(80, seed=2))
+    return folder
