@@ -77,6 +77,8 @@ def has_failed(name: str) -> bool:
 
 def attempt(name: str, kernel: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
     """`kernel()`; where that does not compile, one warning, and `otherwise()` from then on."""
+    if torch.compiler.is_compiling() and name not in _failed:
+        return kernel()  # traced, not run: nothing can fail here yet
     if name not in _failed:
         try:
             return kernel()
