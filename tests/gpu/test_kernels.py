@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from waiting import no_sync
 
 from grmoe.experts import Dispatch
 from grmoe.experts.reference import reference_experts
@@ -70,16 +70,6 @@ def nothing_fell_back() -> Iterator[None]:
     failed = set(runtime._failed)
     runtime._failed.clear()
     assert not failed
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def make(

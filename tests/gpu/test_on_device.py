@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from waiting import no_sync
 
 from grmoe import GrassmannAdam, GrassmannRouter, bingham, certificates, geometry, overlap_penalty
 from grmoe.routing import ROUTERS, Mass, Threshold, TopK, build_router
@@ -23,16 +22,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         for a in (None, "affinity", "input")
     ],
 ]
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)

@@ -111,7 +111,7 @@ def test_grid_and_order_of_tiles(monkeypatch: pytest.MonkeyPatch, programs: int,
     check([70, 0, 40], K=32, O=68, tiles=SMALL._replace(group=group))
 
 
-@pytest.mark.parametrize("change", [{"flatten": True}, {"per_multiprocessor": 0}, {"rows": 64, "inner": 16}])
+@pytest.mark.parametrize("change", [{"flatten": True}, {"rows": 64, "inner": 16}])
 def test_other_tiles(change: dict[str, Any]) -> None:
     check([70, 0, 40], K=36, O=40, tiles=SMALL._replace(**change), gather=True)
 

@@ -41,7 +41,7 @@ def bars(results: list[Result], path: Path, title: str) -> Path:
         for line, result in zip(axes, results, strict=True):
             for ax, mode in zip(line, modes, strict=False):
                 _bars(ax, [row for row in result.rows if mode in row.times], mode)
-                ax.set_title(f"{result.shape}: {mode}", loc="left", fontsize=9)
+                ax.set_title(f"{result.shape}\n{mode}", loc="left", fontsize=9)
     return path
 
 

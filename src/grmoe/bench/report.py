@@ -18,6 +18,7 @@ from rich.table import Table
 from grmoe import __version__
 from grmoe.bench.measure import SEED, Result, Row
 from grmoe.bench.timing import Times, figure_digits
+from grmoe.kernels import runtime
 
 LIBRARIES = ("torch", "triton", "transformers", "liger_kernel", "scattermoe")
 
@@ -64,6 +65,7 @@ def write_json(
         "seed": SEED,
         "python": platform.python_version(),
         "versions": versions,
+        "kernels_replaced_by_torch": runtime.failures(),
         "shapes": [_plain(result, versions) for result in results],
     }
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False))

@@ -19,9 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from grmoe.kernels import gate_kernels as kernels
 from grmoe.kernels.launch import ceil_div, dense, launch, power_of_2, tiled
-from grmoe.kernels.runtime import INTERPRETED, attempt, is_hopper
-
-DENSE, LARGEST, ABOVE = 0, 1, 2
+from grmoe.kernels.runtime import DENSE, INTERPRETED, attempt, is_hopper
 
 
 class Tiles(NamedTuple):
@@ -33,7 +31,6 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     at_once: bool = False  # all three column tiles in one pass
-    first_stages: int = 3
 
 
 class Plan(NamedTuple):
@@ -137,7 +134,7 @@ def _forward(
             renormalize,
             p.precision,
         ),
-        *(p.experts, t.tokens, t.columns, t.width, t.at_once, t.first_stages),
+        *(p.experts, t.tokens, t.columns, t.width, t.at_once),
     )
     launch(kernels.gate_kernel, (ceil_div(T, t.tokens),), args, constants, t.warps, t.stages)
     return *outputs, packed

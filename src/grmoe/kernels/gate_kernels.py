@@ -117,7 +117,6 @@ def gate_kernel(
     BC: tl.constexpr,
     BD: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    FIRST_STAGES: tl.constexpr,
 ):
     """One program: BT tokens against all experts."""
     first = tl.program_id(0) * BT
@@ -134,7 +133,7 @@ def gate_kernel(
         acc_BC = tl.zeros((BT, BC), tl.float32)
         if AT_ONCE:  # few columns: all of them while x passes by once
             second_BC, third_BC = tl.zeros((BT, BC), tl.float32), tl.zeros((BT, BC), tl.float32)
-        for d in tl.range(0, D, BD, num_stages=FIRST_STAGES):
+        for d in tl.range(0, D, BD, num_stages=3):
             x_BD = x_desc.load([first, d])
             acc_BC = tl.dot(x_BD, packed_desc.load([0, d]).T, acc_BC, input_precision=PRECISION)
             if AT_ONCE:

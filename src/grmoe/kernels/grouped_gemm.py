@@ -31,8 +31,7 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     group: int = 16  # row tiles that share the columns of B while they are in the cache
-    per_multiprocessor: int = 1  # programs of the persistent grid; 0: one program a tile
-    flatten: bool = False
+    flatten: bool = False  # one pipeline over all tiles of a program
 
 
 @triton.jit
@@ -139,7 +138,6 @@ def grouped_gemm(
     flat = b.view(-1, b.shape[2])
     shape = (tiles.columns, tiles.inner) if transposed else (tiles.inner, tiles.columns)
     most = (ceil_div(A, tiles.rows) + N) * ceil_div(O, tiles.columns)
-    programs = tiles.per_multiprocessor * num_programs(a.device) or most
     args = (
         a,
         tiled(a, tiles.rows, tiles.inner),
@@ -155,7 +153,9 @@ def grouped_gemm(
         *(token is not None, transposed, activation, inner is not None, precision),
         *(tiles.rows, tiles.columns, tiles.inner, tiles.group, power_of_2(N), tiles.flatten),
     )
-    launch(grouped_gemm_kernel, (min(programs, most),), args, constants, tiles.warps, tiles.stages)
+    launch(
+        grouped_gemm_kernel, (min(num_programs(a.device), most),), args, constants, tiles.warps, tiles.stages
+    )
     return out
 
 

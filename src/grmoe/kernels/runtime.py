@@ -20,6 +20,10 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 # The interpreter runs kernels on the CPU, for tests. It must be chosen before a kernel is defined.
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
+# How the gate's kernel chooses experts: all of them, the largest until a mass or a count is reached, all above a
+# threshold. Here, because callers name them where Triton may be missing.
+DENSE, LARGEST, ABOVE = 0, 1, 2
+
 Result = TypeVar("Result")
 _failed: set[str] = set()
 
@@ -73,6 +77,11 @@ def num_programs(device: torch.device) -> int:
 
 def has_failed(name: str) -> bool:
     return name in _failed
+
+
+def failures() -> list[str]:
+    """Kernels that did not compile and that PyTorch stands in for."""
+    return sorted(_failed)
 
 
 def attempt(name: str, kernel: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:

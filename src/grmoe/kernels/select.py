@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# How experts are chosen: all of them, the largest until a mass or a count is reached, all above a threshold.
-DENSE: tl.constexpr = tl.constexpr(0)
-LARGEST: tl.constexpr = tl.constexpr(1)
-ABOVE: tl.constexpr = tl.constexpr(2)
+from grmoe.kernels import runtime
+
+# A kernel reads no plain global.
+DENSE, ABOVE = tl.constexpr(runtime.DENSE), tl.constexpr(runtime.ABOVE)
 
 
 @triton.jit

@@ -144,9 +144,8 @@ class Router(nn.Module):
             return None
         if not fuses(x, self.selection, self.num_experts) or (operands := self.gate_operands()) is None:
             return None
-        if (
-            operands.matrix.dtype == torch.float64
-        ):  # a router in fp64 computes in fp64, whatever the tokens are
+        # A router in fp64 computes in fp64, whatever the tokens are.
+        if operands.matrix.dtype == torch.float64:
             return None
         packed = self._packed_operands(operands, x)
         results = attempt(

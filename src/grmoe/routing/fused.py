@@ -36,16 +36,16 @@ def selection_rule(selection: Selection, num_experts: int) -> tuple[int, int, fl
     most = selection.most(num_experts)
     # Exact types: a subclass may choose otherwise.
     if type(selection) is Dense:
-        return 0, most, 0.0
+        return runtime.DENSE, most, 0.0
     if type(selection) is TopK:
         checks.require(
             most <= num_experts, f"k must be at most the number of experts {num_experts}, got {most}"
         )
-        return 1, most, 2.0  # a mass never reached: the count decides
+        return runtime.LARGEST, most, 2.0  # a mass never reached: the count decides
     if type(selection) is Mass:
-        return 1, most, selection.tau
+        return runtime.LARGEST, most, selection.tau
     if type(selection) is Threshold:
-        return 2, most, selection.minimum
+        return runtime.ABOVE, most, selection.minimum
     return None
 
 
