@@ -32,7 +32,11 @@ test: lint types
 	@$(RUN) -m pytest
 
 demo: $(STAMP)
-	@$(RUN) -m grmoe synthetic --quick --out runs/demo
+	@$(RUN) -m grmoe prepare --out runs/demo/data --tokenizer bpe:2048
+	@$(RUN) -m grmoe train configs/demo.yaml out=runs/demo/grmoe --resume
+	@$(RUN) -m grmoe train configs/demo.yaml out=runs/demo/softmax --resume \
+		model.router=softmax model.router_options.load_loss=0.01
+	@$(RUN) -m grmoe curves runs/demo/grmoe runs/demo/softmax --out runs/demo/curves.png
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

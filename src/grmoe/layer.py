@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,12 @@ class Truncation:
     holds: Tensor  # False for a token with NaN or Inf on the way
 
 
+class Dispatcher(Protocol):
+    """Runs experts that are not all in this process."""
+
+    def __call__(self, x_TD: Tensor, dispatch: Dispatch, experts: ExpertWeights, backend: str) -> Tensor: ...
+
+
 class MoE(nn.Module):
     """N feed-forward experts behind a router.
 
@@ -47,6 +53,7 @@ class MoE(nn.Module):
         fastest that runs on the tokens' device, dtype and shape. The gate follows: the first two leave the router
         to PyTorch.
     shared_experts: that many experts every token goes through, beside the routed ones and with weight one.
+    dispatcher: attribute. None runs the experts here, `grmoe.parallel.experts.ExpertParallel` in many processes.
     """
 
     def __init__(
@@ -82,6 +89,7 @@ class MoE(nn.Module):
             router.backend = "triton" if backend == "triton" else "reference"
         self.experts = ExpertWeights(dim, hidden, num_experts, activation)
         checks.positive_int("shared_experts", shared_experts, at_least=0)
+        self.dispatcher: Dispatcher | None = None
         # k experts of width I with weight one are one expert of width k·I.
         self.shared = ExpertWeights(dim, shared_experts * hidden, 1, activation) if shared_experts else None
 
@@ -108,6 +116,8 @@ class MoE(nn.Module):
     def _run_experts(self, x_TD: Tensor, weights_TN: Tensor, selected_TN: Tensor, most: int) -> Tensor:
         backend = pick_backend(self.backend, x_TD, self.experts.hidden)
         dispatch = Dispatch.build(weights_TN, selected_TN, most, kernels=backend == "triton")
+        if self.dispatcher is not None:
+            return self.dispatcher(x_TD, dispatch, self.experts, backend)
         return BACKENDS[backend](x_TD, dispatch, self.experts)
 
     def mix(self, x: Tensor, slots: SlotMixing) -> Tensor:

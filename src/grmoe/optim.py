@@ -221,12 +221,7 @@ class GrassmannAdam(Optimizer):
             return loss
         for p, _ in active:
             if not self.state[p]:
-                self.state[p].update(
-                    step=torch.zeros((), dtype=torch.float32),
-                    exp_avg=torch.zeros_like(p, memory_format=torch.contiguous_format),
-                    exp_avg_sq=p.new_zeros((*p.shape[:-2], 1, 1)),
-                    inner=p.new_zeros((*p.shape[:-2], p.shape[-1], p.shape[-1])),
-                )
+                self.state[p].update(self.initial_state(p))
         torch._foreach_add_([self.state[p]["step"] for p, _ in active], 1.0)
         buckets: dict[Any, list[Tensor]] = {}
         for p, group in active:
@@ -237,6 +232,16 @@ class GrassmannAdam(Optimizer):
             for chunk in _chunks(params):
                 self._update(chunk, count, *options)
         return loss
+
+    @staticmethod
+    def initial_state(p: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter before its first step."""
+        return {
+            "step": torch.zeros((), dtype=torch.float32),
+            "exp_avg": torch.zeros_like(p, memory_format=torch.contiguous_format, requires_grad=False),
+            "exp_avg_sq": p.new_zeros((*p.shape[:-2], 1, 1)),
+            "inner": p.new_zeros((*p.shape[:-2], p.shape[-1], p.shape[-1])),
+        }
 
     def _workspace(self, like_NDK: Tensor) -> Tensor:
         """A scratch tensor of the size of a stack, kept from step to step.

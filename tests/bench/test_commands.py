@@ -21,7 +21,8 @@ Json = dict[str, Any]
 @pytest.fixture(autouse=True)
 def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without them, whatever this one has."""
-    for name in ("transformers", "liger_kernel", "scattermoe"):
+    # A submodule that is loaded already would be found without its package.
+    for name in ("transformers", "transformers.models.olmoe.modeling_olmoe", "liger_kernel", "scattermoe"):
         monkeypatch.setitem(sys.modules, name, None)
 
 

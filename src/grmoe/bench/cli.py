@@ -126,6 +126,74 @@ def train_step(
     run.show(results, bench.FACTS)
 
 
+@app.command("train-model")
+def train_model(
+    preset: Annotated[
+        str | None, typer.Option(help="Of `grmoe info`. Default: 350m on a GPU, tiny on a CPU.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences a step. Default: 16 on a GPU, 2 on a CPU.")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a sequence. Default: 1024 on a GPU, 128 on a CPU.")
+    ] = None,
+    hidden_act: Annotated[
+        str | None, typer.Option(help="silu (gated) or gelu, for everybody. Default: the preset's.")
+    ] = None,
+    compiled: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile", help="One of the two only. Default: both on a GPU, eager on a CPU."
+        ),
+    ] = None,
+    apart: Annotated[
+        bool | None,
+        typer.Option(
+            "--apart/--together",
+            help="Build and free each contender in every round, or hold all. Default: what fits.",
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 10,
+    dtype: Dtype = None,
+    device: Device = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 5,
+    contender: Wanted = None,
+    out: Out = Path("runs/bench/train-model"),
+) -> None:
+    """Training a whole model, tokens/s and MFU: beside an equal Hugging Face Olmoe and our own softmax top-2.
+
+    Example: [bold]grmoe bench train-model --preset 350m --batch 16 --length 1024[/]
+    """
+    need("transformers", extra="lm")
+    from grmoe.bench import train_model as bench
+    from grmoe.hardware import peak_flops
+    from grmoe.model import preset as find_preset
+
+    run = _Run("train-model", device, dtype, rounds, out)
+    cuda = run.device.type == "cuda"
+    name = preset or ("350m" if cuda else "tiny")
+    try:
+        shape = bench.ModelShape(
+            name,
+            batch or (16 if cuda else 2),
+            length or (1024 if cuda else 128),
+            hidden_act or find_preset(name).hidden_act,
+        )
+        forms = ((False, True) if cuda else (False,)) if compiled is None else (compiled,)
+        plan = pick(bench.contenders(shape, run.device, run.dtype, forms), contender)
+    except ValueError as error:
+        fail(str(error))
+    apart = bench.too_large(shape, len(plan), run.device) if apart is None else apart
+    peak = peak_flops(run.device) if run.dtype == torch.bfloat16 else None
+    results: list[Result] = []
+    with progress() as bar:
+        watch = Watch(bar, rounds * len(plan))
+        for rows in bench.measure(plan, run.device, rounds, steps, apart, watch):
+            results = [bench.compare(shape, rows, peak)]
+            write_json(run.command, results, run.device, run.dtype, rounds, run.numbers)
+    run.show(results, bench.FACTS, bench.lines)
+
+
 class _Run:
     """One command's run: where, at which precision, and what becomes of the results."""
 

@@ -16,10 +16,10 @@ from grmoe.experts.dispatch import Dispatch
 from grmoe.experts.grouped import grouped_experts
 from grmoe.experts.reference import reference_experts
 from grmoe.experts.triton import triton_experts
-from grmoe.experts.weights import ExpertWeights
+from grmoe.experts.weights import ExpertWeights, Weights
 from grmoe.kernels import runtime
 
-Backend = Callable[[Tensor, Dispatch, ExpertWeights], Tensor]
+Backend = Callable[[Tensor, Dispatch, Weights], Tensor]
 
 BACKENDS: dict[str, Backend] = {
     "reference": reference_experts,
@@ -46,4 +46,4 @@ def pick_backend(name: str, x: Tensor, hidden: int) -> str:
     return name
 
 
-__all__ = ["BACKENDS", "Backend", "Dispatch", "ExpertWeights", "pick_backend"]
+__all__ = ["BACKENDS", "Backend", "Dispatch", "ExpertWeights", "Weights", "pick_backend"]

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from grmoe.experts.dispatch import Dispatch, combine, gather
-from grmoe.experts.weights import ExpertWeights
+from grmoe.experts.weights import Weights
 
 
-def grouped_experts(x_TD: Tensor, dispatch: Dispatch, weights: ExpertWeights) -> Tensor:
+def grouped_experts(x_TD: Tensor, dispatch: Dispatch, weights: Weights) -> Tensor:
     """As `reference_experts`. Time follows the rows really used: a group ends at its offset.
 
     grouped_mm leaves rows past the last offset uninitialised; `combine` never looks at them, in the backward

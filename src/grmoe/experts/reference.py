@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from grmoe.experts.dispatch import Dispatch
-from grmoe.experts.weights import ExpertWeights
+from grmoe.experts.weights import Weights
 
 
-def reference_experts(x_TD: Tensor, dispatch: Dispatch, weights: ExpertWeights) -> Tensor:
+def reference_experts(x_TD: Tensor, dispatch: Dispatch, weights: Weights) -> Tensor:
     """y_t = Σ over t's assignments of weight · W_down act(W_up x_t), (T, D)."""
     used = dispatch.slot_TM < dispatch.num_rows
     weight_A = dispatch.weight_TM.new_zeros(dispatch.num_rows)

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from grmoe.experts.dispatch import Dispatch
 from grmoe.experts.grouped import grouped_experts
-from grmoe.experts.weights import ExpertWeights
+from grmoe.experts.weights import Weights
 from grmoe.kernels.runtime import attempt
 
 
-def triton_experts(x_TD: Tensor, dispatch: Dispatch, weights: ExpertWeights) -> Tensor:
+def triton_experts(x_TD: Tensor, dispatch: Dispatch, weights: Weights) -> Tensor:
     """As `reference_experts`; time and memory traffic follow the rows really used."""
     from grmoe.kernels.experts import experts
 

@@ -6,14 +6,31 @@ Legend: E experts, H model width, I expert width.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from grmoe import checks
+from grmoe.experts.dispatch import Dispatch
 
 Activation = Literal["swiglu", "gelu"]
+
+
+class Weights(Protocol):
+    """What a backend needs: whole weights, or the part of them that one process holds."""
+
+    @property
+    def activation(self) -> Activation: ...
+
+    @property
+    def up(self) -> Tensor: ...
+
+    @property
+    def down_proj(self) -> Tensor: ...
+
+    def activate(self, inner: Tensor, *, in_place: bool = False) -> Tensor: ...
 
 
 class ExpertWeights(nn.Module):
@@ -24,7 +41,7 @@ class ExpertWeights(nn.Module):
         checks.positive_int("dim", dim)
         checks.positive_int("hidden", hidden)
         checks.positive_int("num_experts", num_experts)
-        self.activation = checks.one_of("activation", activation, ("swiglu", "gelu"))
+        self.activation: Activation = checks.one_of("activation", activation, ("swiglu", "gelu"))
         inner = 2 * hidden if activation == "swiglu" else hidden
         self.up_name = "gate_up_proj" if activation == "swiglu" else "up_proj"
         self.register_parameter(self.up_name, nn.Parameter(torch.empty(num_experts, inner, dim)))
@@ -53,6 +70,12 @@ class ExpertWeights(nn.Module):
             return nn.functional.gelu(inner)
         gate, up = inner.chunk(2, dim=-1)
         return nn.functional.silu(gate, inplace=True).mul_(up) if in_place else nn.functional.silu(gate) * up
+
+    def run(
+        self, backend: Callable[[Tensor, Dispatch, ExpertWeights], Tensor], x_TD: Tensor, dispatch: Dispatch
+    ) -> Tensor:
+        """Tokens through a backend. A method of the module, for who shards it has to know when it is used."""
+        return backend(x_TD, dispatch, self)
 
     def extra_repr(self) -> str:
         return f"{self.up_name}={tuple(self.up.shape)}, down_proj={tuple(self.down_proj.shape)}"

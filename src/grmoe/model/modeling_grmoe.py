@@ -355,16 +355,20 @@ class GrmoeModel(GrmoePreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        plain = attention_mask is None and past_key_values is None and position_ids is None
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(x.shape[1], device=x.device) + seen).unsqueeze(0)
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=x,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
+        # SDPA is causal without a mask, and has no flash kernel for one. Traced, transformers would build it.
+        mask = None
+        if not plain or self.config._attn_implementation != "sdpa":
+            mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=x,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
         rotary = self.rotary_emb(x, position_ids=position_ids)
         losses = []
         for layer in self.layers:

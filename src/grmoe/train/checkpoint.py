@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,32 +74,34 @@ class Checkpoints:
         final = self.folder / f"{PREFIX}{step:08d}"
         writing = self.folder / f"{TEMPORARY}{final.name}"
         content = {"step": step, **(meta or {})}
+
+        def prepare() -> None:
+            self._clean()
+            writing.mkdir(parents=True)
+
+        def finish() -> None:
+            (writing / META).write_text(json.dumps(content, indent=1))
+            _sync(writing)
+            replaced = final.with_name(f"{final.name}.replaced")
+            if final.exists():  # the same step again, after a resume; until the new one stands, this one does
+                os.rename(final, replaced)
+            os.rename(writing, final)
+            _sync_folder(self.folder)
+            if replaced.exists():
+                self._remove(replaced)
+            self._prune()
+
         try:
-            if _first():
-                self._clean()
-                writing.mkdir(parents=True)
-            _barrier()
+            _by_first(prepare)
             with _alone_is_fine():
                 save(state, checkpoint_id=writing, no_dist=not dist.is_initialized())
+            _by_first(finish)
+        except (OSError, RuntimeError, CheckpointException) as error:
             if _first():
-                (writing / META).write_text(json.dumps(content, indent=1))
-                _sync(writing)
-                replaced = final.with_name(f"{final.name}.replaced")
-                if (
-                    final.exists()
-                ):  # the same step again, after a resume; until the new one stands, this one does
-                    os.rename(final, replaced)
-                os.rename(writing, final)
-                _sync_folder(self.folder)
-                if replaced.exists():
-                    self._remove(replaced)
-                self._prune()
-        except OSError as error:
-            self._clean()
+                self._clean()
             last = self.latest()
             kept = f"the last whole one is {last.path}" if last else "there is none yet"
-            raise CheckpointError(f"could not write checkpoint {final}: {error}; {kept}") from error
-        _barrier()
+            raise CheckpointError(f"could not write checkpoint {final}: {_reason(error)}; {kept}") from error
         return Checkpoint(final, step, content)
 
     def load(self, checkpoint: Checkpoint, state: dict[str, Any]) -> dict[str, Any]:
@@ -108,8 +110,7 @@ class Checkpoints:
             with _alone_is_fine():
                 load(state, checkpoint_id=checkpoint.path, no_dist=not dist.is_initialized())
         except (OSError, RuntimeError, CheckpointException) as error:
-            reason = str(error).strip().splitlines()[-1][:300]
-            raise CheckpointError(f"could not read checkpoint {checkpoint.path}: {reason}") from error
+            raise CheckpointError(f"could not read checkpoint {checkpoint.path}: {_reason(error)}") from error
         return state
 
     def _prune(self) -> None:
@@ -144,9 +145,25 @@ def _first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _barrier() -> None:
+def _by_first(work: Callable[[], None]) -> None:
+    """The first process does it and the others wait. Where it fails, it fails for all: nobody waits for ever."""
+    failure: list[Exception | None] = [None]
+    if _first():
+        try:
+            work()
+        except Exception as error:
+            failure[0] = error
     if dist.is_initialized():
-        dist.barrier()
+        dist.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise failure[0]
+
+
+def _reason(error: BaseException) -> str:
+    """The cause in one line. PyTorch collects what went wrong in each process, with its stack."""
+    failures = getattr(error, "failures", {})
+    cause = next((failure[0] for failure in failures.values()), error)
+    return (str(cause).strip() or type(cause).__name__).splitlines()[-1][:300]
 
 
 def _sync(folder: Path) -> None:

@@ -1,0 +1,26 @@
+"""What the device could do at best."""
+
+from __future__ import annotations
+
+import torch
+
+# Dense bf16 FLOP/s from NVIDIA's data sheets. The first name contained in the device's counts: variants with less
+# power come before the name they contain.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of a device, the denominator of MFU; None where we do not know it."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)

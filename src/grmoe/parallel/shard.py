@@ -1,0 +1,201 @@
+"""A model spread over processes: FSDP2, experts divided among processes, gradients as a single process has them.
+
+The loss is the mean over processes of each one's mean over its tokens, and so is every gradient:
+    weights of blocks, embedding, head   sharded over fsdp × expert, reduced by FSDP
+    experts                              divided over expert (see `experts.py`), within that sharded over fsdp by FSDP
+    routers                              whole everywhere, for frames need whole columns; reduced by `finish_gradients`
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+from grmoe import checks
+from grmoe.experts import ExpertWeights
+from grmoe.layer import MoE
+from grmoe.model.modeling_grmoe import OWN_EXPERTS, GrmoeForCausalLM
+from grmoe.parallel.experts import ExpertParallel
+from grmoe.parallel.world import World, mean, total
+from grmoe.routing import routers
+
+
+def shard(model: GrmoeForCausalLM, world: World, bf16: bool = False) -> None:
+    """Spread the model over the world, in place; alone, nothing happens.
+
+    Every process must come with the same weights, as the same seed gives them. Optimisers are made afterwards: the
+    parameters are others then.
+    bf16: gather weights and compute in bf16, reduce gradients and keep masters in fp32. Routers compute in fp32.
+    """
+    if world.mesh is None:
+        return
+    policy = MixedPrecisionPolicy()
+    if bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if world.mesh["expert"].size() > 1:
+        name = model.config._experts_implementation
+        checks.require(
+            name in OWN_EXPERTS,
+            f"experts divided among processes need an implementation of {OWN_EXPERTS}, got {name!r}",
+        )
+        for moe in model.modules():
+            if isinstance(moe, MoE):
+                _divide_experts(moe, world.mesh, policy)
+    mesh = _dense_mesh(world.mesh)
+    whole = {p for router in routers(model) for p in router.parameters()}
+    size = mesh.shape[-1]
+
+    def placement(p: nn.Parameter) -> Shard:
+        # A stack of few experts over many processes: most of them would hold padding.
+        even = (dim for dim in range(p.ndim) if p.shape[dim] % size == 0)
+        return Shard(next(even, 0) if p.ndim == 3 else 0)
+
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole, shard_placement_fn=placement)
+
+
+def _dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Everything but experts: sharded over fsdp × expert, one dimension of processes to FSDP."""
+    replicate, fsdp, expert = mesh.shape
+    if expert == 1:
+        return mesh["replicate", "fsdp"] if replicate > 1 else mesh["fsdp"]
+    flat = init_device_mesh(
+        mesh.device_type, (replicate, fsdp * expert), mesh_dim_names=("replicate", "shard")
+    )
+    return flat if replicate > 1 else flat["shard"]
+
+
+def _divide_experts(moe: MoE, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Each process keeps its N/E experts, of which FSDP shards another dimension."""
+    experts, group = moe.experts, mesh["expert"]
+    number, fsdp = moe.router.num_experts, mesh["fsdp"].size()
+    checks.require(
+        number % group.size() == 0,
+        f"parallel.expert must divide the number of experts, got {group.size()} for {number}",
+    )
+    for name, p in list(experts.named_parameters()):
+        part = p.detach().chunk(group.size())[group.get_local_rank()].clone()
+        divided = DTensor.from_local(part, group, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(divided, requires_grad=p.requires_grad))
+
+    def placement(p: nn.Parameter) -> Shard:
+        even = [dim for dim in (1, 2) if p.shape[dim] % fsdp == 0]
+        checks.require(
+            bool(even), f"parallel.fsdp must divide a side of the experts, got {fsdp} for {tuple(p.shape)}"
+        )
+        return Shard(even[0])
+
+    own = mesh["replicate", "fsdp"] if mesh["replicate"].size() > 1 else mesh["fsdp"]
+    fully_shard(experts, mesh=own, mp_policy=policy, shard_placement_fn=placement)
+    register_fsdp_forward_method(experts, ExpertWeights.run.__name__)
+    moe.dispatcher = ExpertParallel(group.get_group())
+
+
+# -- gradients -------------------------------------------------------------------------------------------------
+
+
+def accumulate(model: nn.Module, world: World, last: bool) -> None:
+    """Before the backward of a micro-batch: gradients are reduced over processes in the last one only.
+
+    Until then each process holds those of all weights it computes with, unsharded.
+    """
+    if world.mesh is not None:
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(last)
+
+
+@torch.no_grad()
+def finish_gradients(model: nn.Module, world: World) -> None:
+    """After the last backward of a step: the mean over processes of what FSDP does not reduce, the routers'."""
+    if world.mesh is None:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for p in model.parameters():
+        if p.grad is not None and not isinstance(p, DTensor):
+            by_dtype[p.grad.dtype].append(p.grad)
+    for grads in by_dtype.values():
+        _write(mean(world, _flat(grads)), grads)
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float, world: World) -> Tensor:
+    """Scale the gradients by min(1, max_norm / (‖g‖ + 1e-6)); returns ‖g‖, over the elements of the whole model.
+
+    Each process adds what it holds, over the number of processes that hold the same. Nothing is read on the host.
+    """
+    parameters = list(parameters)
+    if world.mesh is None:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    copies = [world.size / _shards(g) for g in grads]
+    squares = torch._foreach_pow(torch._foreach_norm(local), 2)
+    norm = total(world, torch.stack(torch._foreach_div(squares, copies)).sum()).sqrt_()
+    torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp_(max=1.0))
+    return norm
+
+
+def _shards(tensor: Tensor) -> int:
+    """Into how many parts a tensor is divided."""
+    parts = 1
+    if isinstance(tensor, DTensor):
+        for dim, placement in enumerate(tensor.placements):
+            parts *= 1 if placement.is_replicate() else tensor.device_mesh.size(dim)
+    return parts
+
+
+def split_by_mesh(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups, cut so that each holds parameters of one mesh only, as multi-tensor optimisers want them."""
+    cut: list[dict[str, Any]] = []
+    for group in groups:
+        by_mesh: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
+        for p in group["params"]:
+            by_mesh[p.device_mesh if isinstance(p, DTensor) else None].append(p)
+        cut.extend({**group, "params": params} for params in by_mesh.values())
+    return cut
+
+
+# -- what routers count ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def sync_routers(model: nn.Module, world: World) -> None:
+    """Before `update_priors`: every process gets the same loads, those of all tokens.
+
+    The mean of the sums, for a load is a ratio of two of them: calling it again, or later, counts nothing twice.
+    """
+    sums = [router.prior_sums for router in routers(model)]
+    if world.mesh is not None and sums:
+        _write(mean(world, _flat(sums)), sums)
+
+
+@torch.no_grad()
+def sync_metrics(model: nn.Module, world: World) -> None:
+    """Before metrics are read: every process gets the totals of all.
+
+    Reset the metrics after reading them. A second call in between would count every token once for each process.
+    """
+    sums = [router.metrics.sums for router in routers(model)]
+    if world.mesh is not None and sums:
+        _write(total(world, _flat(sums)), sums)
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([t.flatten() for t in tensors])
+
+
+def _write(flat: Tensor, tensors: list[Tensor]) -> None:
+    parts = flat.split([t.numel() for t in tensors])
+    torch._foreach_copy_(tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])

@@ -1,0 +1,110 @@
+"""Who takes part: processes as `torchrun` starts them, arranged as replicate × fsdp × expert.
+
+Every process computes its own part of the batch. `fsdp · expert` of them together hold one copy of the model, and
+there are `replicate` such copies; the experts of a copy are divided among `expert` of them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from grmoe import checks
+
+DIMS = ("replicate", "fsdp", "expert")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many processes do what; the product is the number of processes."""
+
+    fsdp: int | None = None  # processes that share parameters; None: all that the other two leave
+    replicate: int = 1  # copies of the whole model (HSDP)
+    expert: int = 1  # processes among which experts are divided
+
+    def __post_init__(self) -> None:
+        checks.positive_int("replicate", self.replicate)
+        checks.positive_int("expert", self.expert)
+        if self.fsdp is not None:
+            checks.positive_int("fsdp", self.fsdp)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    mesh: DeviceMesh | None  # dimensions DIMS; None: one process
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+
+def start(config: ParallelConfig, device: str = "auto") -> World:
+    """Join the other processes, or stay alone where there are none.
+
+    device: "auto" (a GPU if there is one), "cpu" or "cuda"; `torchrun` says which GPU.
+    """
+    rank, size, local_rank = (int(os.environ.get(k, d)) for k, d in _ENVIRONMENT.items())
+    shape = _shape(config, size)
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    place = torch.device("cuda", local_rank) if kind == "cuda" else torch.device(kind)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if size == 1:
+        return World(rank, size, local_rank, place, None)
+    # Flags, counts and checkpoints' plans are on the CPU also where the model is not.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+    return World(rank, size, local_rank, place, init_device_mesh(place.type, shape, mesh_dim_names=DIMS))
+
+
+def stop() -> None:
+    """Leave the others."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def total(world: World, tensor: Tensor) -> Tensor:
+    """Σ over all processes."""
+    if world.mesh is None:
+        return tensor
+    summed = tensor.detach().clone()
+    dist.all_reduce(summed)
+    return summed
+
+
+def mean(world: World, tensor: Tensor) -> Tensor:
+    """Mean over all processes."""
+    return tensor if world.mesh is None else total(world, tensor) / world.size
+
+
+def agree(world: World, flag: bool) -> bool:
+    """Whether any process says yes."""
+    return bool(total(world, torch.tensor(int(flag))))
+
+
+_ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
+def _shape(config: ParallelConfig, size: int) -> tuple[int, int, int]:
+    """Sizes of DIMS, or an error that says how to start the processes they need."""
+    others = config.replicate * config.expert
+    fsdp = max(1, size // others) if config.fsdp is None else config.fsdp
+    if others * fsdp == size:
+        return config.replicate, fsdp, config.expert
+    need = others * (config.fsdp or 1)
+    asked = ", ".join(f"{name}={value}" for name, value in vars(config).items() if value is not None)
+    raise ValueError(
+        f"parallel sizes must multiply to the number of processes: {asked} need "
+        f"{need if config.fsdp else f'a multiple of {need}'}, got {size}; "
+        f"start them with: torchrun --nproc-per-node={need} -m grmoe train CONFIG.yaml"
+    )

@@ -1,0 +1,63 @@
+"""`grmoe train` behind its options: runs, says how it ended, and what to do next."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+
+from rich.console import Console
+from rich.markup import escape
+
+from grmoe.data import unigram_perplexity
+from grmoe.data.dataset import TokenDataset
+from grmoe.terminal import console
+from grmoe.train.checkpoint import CheckpointError
+from grmoe.train.config import TrainConfig
+from grmoe.train.loop import Outcome, TrainingStopped, train
+from grmoe.train.record import read_log
+
+
+def run(config: TrainConfig, resume: bool) -> int:
+    """Train; returns the exit status."""
+    errors = Console(stderr=True)
+    try:
+        outcome = train(config, resume)
+    except TrainingStopped as stopped:
+        if _first():
+            resumed = f"grmoe train --resume out={config.out}"
+            errors.print(
+                f"{escape(str(stopped))}\nGo on with: {escape(resumed)}", highlight=False, soft_wrap=True
+            )
+        return stopped.status
+    except (ValueError, CheckpointError, OSError) as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return 2 if isinstance(error, ValueError) else 1
+    if _first():
+        _report(config, outcome)
+    return 0
+
+
+def _first() -> bool:
+    """Whether this is the process that speaks; torchrun tells."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _report(config: TrainConfig, outcome: Outcome) -> None:
+    if outcome.validation is None:
+        console.print(f"{escape(config.out)} had reached its last step already.", highlight=False)
+    unigram = unigram_perplexity(TokenDataset(config.data.path, "validation"))
+    last = [line for line in read_log(outcome.folder) if line["kind"] == "validation"][-1]
+    each = ", ".join(f"{name} {math.exp(loss):.2f}" for name, loss in last["domains"].items())
+    console.print(
+        f"Validation perplexity [bold]{last['perplexity']:.2f}[/] ({escape(each)}); unigram model {unigram:.1f}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if importlib.util.find_spec("matplotlib") is not None:
+        from grmoe.train.curves import draw_curves
+
+        figure = draw_curves([outcome.folder], outcome.folder / "curves.png", unigram)
+        console.print(f"Figure:     [bold]{escape(str(figure))}[/]", highlight=False, soft_wrap=True)
+    console.print(f"Checkpoint: {escape(str(outcome.checkpoint.path))}", highlight=False, soft_wrap=True)
+    console.print(f"Next:       grmoe export {escape(config.out)}", highlight=False, soft_wrap=True)

@@ -1,0 +1,118 @@
+"""Training as a picture: loss, load and entropy over steps, one run or several over each other."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from grmoe.data import TokenDataset, unigram_perplexity
+from grmoe.train.record import read_log, saved_config
+
+INK = "#22303c"
+COLORS = ("#1b6ca8", "#d1495b", "#e07a1f", "#3a8f5c", "#7a5195", "#9aa5b1")
+
+
+def draw_curves(runs: list[Path], path: Path, unigram: float | None = None) -> Path:
+    """One PNG: loss with validation, load of the experts, entropy. `unigram`: the perplexity to beat."""
+    logs = {run.name: read_log(run) for run in runs}
+    if missing := [str(run) for run in runs if not logs[run.name]]:
+        raise ValueError(f"no training log in {', '.join(missing)}")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK}
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+        for color, (name, lines) in zip(COLORS * len(logs), logs.items(), strict=False):
+            train = [line for line in lines if line["kind"] == "train"]
+            held_out = [line for line in lines if line["kind"] == "validation"]
+            _loss(axes[0, 0], name, color, train, held_out)
+            _band(axes[0, 1], name, color, train, "load_cv")
+            _load(axes[1, 0], name, color, train)
+            _band(axes[1, 1], name, color, train, "entropy")
+        if unigram is not None:
+            axes[0, 0].axhline(math.log(unigram), color=INK, lw=1, ls=":")
+            place = {"xycoords": ("axes fraction", "data"), "va": "bottom", "fontsize": 8}
+            axes[0, 0].annotate("unigram model", (0, math.log(unigram)), **place)
+        axes[0, 0].set(title="loss, nats a token (dots: validation)", ylim=_loss_range(logs, unigram))
+        axes[0, 1].set(title="load imbalance: std / mean over experts (band: layers)", ylim=(0, None))
+        axes[1, 0].set(title="share of tokens of the least and the most used expert", ylim=(0, None))
+        axes[1, 1].set(title="entropy of the gate, nats (band: layers)", ylim=(0, None))
+        for ax in axes.flat:
+            ax.set_xlabel("step")
+            ax.title.set_fontsize(9)
+        axes[0, 0].legend(frameon=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+    return path
+
+
+def summary(runs: list[Path]) -> Table:
+    """The last validation of each run, beside what a unigram model of its training text reaches there."""
+    table = Table("run", "router", title="Held-out text, last validation", title_justify="left")
+    for heading in ("step", "perplexity", "unigram", "H", "load CV", "min load", "experts a token"):
+        table.add_column(heading, justify="right")
+    for run in runs:
+        held_out = [line for line in read_log(run) if line["kind"] == "validation"]
+        if not held_out:
+            table.add_row(run.name, "no validation yet")
+            continue
+        last, config = held_out[-1], saved_config(run)
+        unigram = unigram_perplexity(TokenDataset(config.data.path, "validation"))
+        table.add_row(
+            run.name,
+            config.model.get("router", "grassmann"),
+            str(last["step"]),
+            f"{last['perplexity']:.2f}",
+            f"{unigram:.1f}",
+            f"{last['entropy']:.2f}",
+            f"{last['load_cv']:.3f}",
+            f"{last['min_load']:.3f}",
+            f"{last['experts_per_token']:.2f}",
+        )
+    return table
+
+
+def _loss(
+    ax: Any, name: str, color: str, train: list[dict[str, Any]], held_out: list[dict[str, Any]]
+) -> None:
+    ax.plot([t["step"] for t in train], [t["loss"] for t in train], color=color, lw=1, alpha=0.6)
+    label = name
+    if held_out:
+        label = f"{name}: validation perplexity {held_out[-1]['perplexity']:.2f}"
+    ax.plot([v["step"] for v in held_out], [v["loss"] for v in held_out], "o", color=color, ms=4, label=label)
+
+
+def _band(ax: Any, name: str, color: str, train: list[dict[str, Any]], key: str) -> None:
+    steps = [t["step"] for t in train]
+    layers = [[layer[key] for layer in t["layers"]] for t in train]
+    ax.fill_between(
+        steps, [min(v) for v in layers], [max(v) for v in layers], color=color, alpha=0.15, linewidth=0
+    )
+    ax.plot(steps, [t[key] for t in train], color=color, lw=1.5, label=name)
+
+
+def _load(ax: Any, name: str, color: str, train: list[dict[str, Any]]) -> None:
+    """Over all layers, so that one starving expert anywhere shows."""
+    steps = [t["step"] for t in train]
+    for extreme in (min, max):
+        ax.plot(
+            steps,
+            [extreme(extreme(layer["load"]) for layer in t["layers"]) for t in train],
+            color=color,
+            lw=1.2,
+        )
+    fair = 1 / len(train[-1]["layers"][0]["load"])
+    ax.axhline(fair, color=INK, lw=0.8, ls=":")
+
+
+def _loss_range(logs: dict[str, list[dict[str, Any]]], unigram: float | None) -> tuple[float, float]:
+    losses = [line["loss"] for lines in logs.values() for line in lines if math.isfinite(line["loss"])]
+    losses += [math.log(unigram)] if unigram else []
+    return 0.95 * min(losses), 1.03 * max(losses)

@@ -1,0 +1,202 @@
+"""What a run tells while it goes: lines in log.jsonl always; a terminal, TensorBoard and W&B if they are there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from grmoe.config import to_dict
+from grmoe.routing import RoutingMetrics
+from grmoe.train.config import TrainConfig
+from grmoe.train.record import LOG
+
+
+class Sink(Protocol):
+    def write(self, line: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Logger:
+    """Hands every line to all sinks. Lines have `kind` ("train" or "validation") and `step`."""
+
+    def __init__(self, sinks: list[Sink]) -> None:
+        self.sinks = sinks
+
+    def write(self, line: dict[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.write(line)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+
+def open_logger(config: TrainConfig, first_step: int) -> Logger:
+    folder = Path(config.out)
+    sinks: list[Sink] = [JsonLines(folder / LOG), Screen(config.steps, first_step)]
+    if config.log.tensorboard:
+        _need("tensorboard", "log.tensorboard")
+        sinks.append(TensorBoard(folder / "tensorboard", first_step))
+    if config.log.wandb is not None:
+        _need("wandb", "log.wandb")
+        sinks.append(WandB(config))
+    return Logger(sinks)
+
+
+def _need(module: str, key: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(f"{key} needs {module}; install with: pip install {module}")
+
+
+class JsonLines:
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("a")
+
+    def write(self, line: dict[str, Any]) -> None:
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()  # a killed run has told everything
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class Screen:
+    """A bar with the newest numbers on a terminal, a line for each log step elsewhere. All on stderr."""
+
+    def __init__(self, steps: int, first_step: int) -> None:
+        console = Console(stderr=True)
+        self.bar: Progress | None = None
+        if console.is_terminal:
+            columns = (
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(bar_width=20),
+                TaskProgressColumn(), TextColumn("{task.description}"), TextColumn("left"), TimeRemainingColumn(),
+            )  # fmt: skip
+            self.bar = Progress(*columns, console=console, speed_estimate_period=300)
+            self.bar.start()
+            self.task = self.bar.add_task("starting", total=steps, completed=first_step)
+
+    def write(self, line: dict[str, Any]) -> None:
+        if line["kind"] == "validation":
+            self._say(f"step {line['step']}: {describe_validation(line)}")
+        elif self.bar is None:
+            left = f"  {_duration(line['seconds_left'])} left"
+            self._say(f"step {line['step']}: {describe(line)}{left}")
+        else:
+            self.bar.update(self.task, completed=line["step"], description=describe(line))
+
+    def _say(self, text: str) -> None:
+        if self.bar is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self.bar.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+class TensorBoard:
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+
+    def write(self, line: dict[str, Any]) -> None:
+        for name, value in flat(line).items():
+            self.writer.add_scalar(name, value, line["step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandB:
+    def __init__(self, config: TrainConfig) -> None:
+        import wandb
+
+        name = Path(config.out).name
+        self.run = wandb.init(
+            project=config.log.wandb,
+            name=name,
+            id=name,
+            resume="allow",
+            config=to_dict(config),
+            dir=config.out,
+        )
+
+    def write(self, line: dict[str, Any]) -> None:
+        self.run.log(flat(line), step=line["step"])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def flat(line: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a line as `train/loss`, `validation/domains/code`, `train/layers/2/entropy`."""
+    found: dict[str, float] = {}
+
+    def walk(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(f"{name}/{key}", inner)
+        elif isinstance(value, list):
+            for number, inner in enumerate(value):
+                walk(f"{name}/{number}", inner)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[name] = float(value)
+
+    for key, value in line.items():
+        if key != "step":
+            walk(f"{line['kind']}/{key}", value)
+    return found
+
+
+def routing_line(layers: list[RoutingMetrics]) -> dict[str, Any]:
+    """Means over MoE layers, the worst of them where the worst matters, and each layer's own numbers."""
+
+    def average(name: str) -> float:
+        return sum(getattr(m, name) for m in layers) / len(layers)
+
+    overlaps = [m.max_overlap for m in layers if m.max_overlap is not None]
+    return {
+        "entropy": average("entropy"),
+        "load_cv": average("top1_cv"),
+        "min_load": min(m.min_load for m in layers),
+        "collapsed_layers": sum(m.collapsed for m in layers),
+        "experts_per_token": average("experts_computed"),
+        "max_overlap": max(overlaps) if overlaps else None,
+        "layers": [
+            {
+                "entropy": m.entropy, "load_cv": m.top1_cv, "load": m.top1_load, "soft_load": m.soft_load,
+                "kappa_min": m.kappa_min, "kappa_max": m.kappa_max, "max_overlap": m.max_overlap,
+            }
+            for m in layers
+        ],
+    }  # fmt: skip
+
+
+def describe(line: dict[str, Any]) -> str:
+    mfu = f"  MFU {line['mfu']:.1%}" if line["mfu"] is not None else ""
+    overlap = f"  overlap {line['max_overlap']:.3f}" if line["max_overlap"] is not None else ""
+    return (
+        f"loss {line['loss']:.3f}  {line['tokens_per_second']:,.0f} tok/s{mfu}  {line['memory_gb']:.1f} GB  "
+        f"H {line['entropy']:.2f}  CV {line['load_cv']:.2f}  min load {line['min_load']:.3f}  "
+        f"{line['experts_per_token']:.2f} experts{overlap}"
+    )
+
+
+def describe_validation(line: dict[str, Any]) -> str:
+    domains = ", ".join(f"{name} {math.exp(min(loss, 700)):.2f}" for name, loss in line["domains"].items())
+    return f"validation loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f} ({domains})"
+
+
+def _duration(seconds: float) -> str:
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

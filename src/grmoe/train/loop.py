@@ -1,0 +1,207 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from grmoe.data.shards import INDEX
+from grmoe.parallel.shard import sync_metrics
+from grmoe.parallel.world import agree, start, stop
+from grmoe.train.checkpoint import Checkpoint, Checkpoints
+from grmoe.train.config import TrainConfig
+from grmoe.train.log import Logger, open_logger, routing_line
+from grmoe.train.record import checkpoints_of, find_start, open_folder
+from grmoe.train.setup import Session, open_session
+from grmoe.train.state import gather, restore
+from grmoe.train.step import NonFiniteError, StepResult, train_step
+from grmoe.train.validate import Validation, validate
+
+
+class TrainingStopped(RuntimeError):
+    """The run ended before its last step and can go on from its last checkpoint."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Outcome:
+    folder: Path
+    checkpoint: Checkpoint
+    validation: Validation | None  # None where the run had ended before
+
+
+def train(config: TrainConfig, resume: bool = False) -> Outcome:
+    """Train from the configuration, or go on from the run's last checkpoint, to the bit where it would have been."""
+    world = start(config.parallel, config.device)
+    try:
+        begin = find_start(config, resume)
+        session = open_session(config, world)
+        checkpoints = checkpoints_of(Path(config.out), config)
+        data = hashlib.sha256((session.data.folder / INDEX).read_bytes()).hexdigest()
+        if begin is not None:
+            if begin.meta["data"] != data:
+                raise ValueError(f"{config.data.path} is not the data that {config.out} was trained on")
+            state = checkpoints.load(begin, gather(session.model, session.optimizers))
+            restore(session.model, session.optimizers, state)
+        if begin is not None and begin.step >= config.steps:
+            return Outcome(Path(config.out), begin, None)
+        first = 0 if begin is None else begin.step
+        if world.first:
+            open_folder(config, begin)
+        logger = open_logger(config, first) if world.first else Logger([])
+        try:
+            return _run(session, checkpoints, logger, first, {"data": data})
+        finally:
+            logger.close()
+    finally:
+        stop()
+
+
+def _run(
+    session: Session, checkpoints: Checkpoints, logger: Logger, first: int, meta: dict[str, Any]
+) -> Outcome:
+    config, world = session.config, session.world
+    batches = session.data.batches(
+        session.rows, session.length, config.seed, world.rank, world.size, start_step=first
+    )
+    clock = Clock()
+    validation: Validation | None = None
+
+    def save(step: int) -> Checkpoint:
+        about = {**meta, "metric": None if validation is None else validation.loss, "processes": world.size}
+        return checkpoints.save(step, gather(session.model, session.optimizers), about)
+
+    with Signals() as signals:
+        for step in range(first, config.steps):
+            done = step + 1
+            try:
+                result = train_step(session, step, next(batches))
+            except NonFiniteError as error:
+                kept = save(step)
+                raise TrainingStopped(f"{error}. The last good step is saved: {kept.path}") from error
+            clock.count(session.tokens_per_step)
+            last = done == config.steps
+            due = _due(config.validation.every, done) or last
+            if done % config.log.every == 0 or due:
+                sync_metrics(session.model, world)
+                if world.first:
+                    logger.write(_train_line(session, done, result, clock))
+                session.model.reset_routing_metrics()
+                clock.lap()
+            with clock.paused():
+                validation = validate(session) if due else None
+                if validation is not None and world.first:
+                    logger.write(_validation_line(done, validation))
+                stopping = agree(world, signals.caught is not None)
+                if stopping or last or _due(config.checkpoint.every, done):
+                    kept = save(done)
+            if stopping and not last:
+                name, status = signals.describe()
+                raise TrainingStopped(f"{name}: stopped after step {done}, saved as {kept.path}", status)
+    return Outcome(Path(config.out), kept, validation)
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _train_line(session: Session, step: int, result: StepResult, clock: Clock) -> dict[str, Any]:
+    rate = clock.rate()
+    peak = session.peak_flops
+    left = (session.config.steps - step) * session.tokens_per_step / rate
+    return {
+        "kind": "train",
+        "step": step,
+        "tokens": step * session.tokens_per_step,
+        **asdict(result),
+        "lr": session.optimizers[0].param_groups[0]["lr"],
+        "alpha": session.model.alpha,
+        "tokens_per_second": rate,
+        "mfu": None if peak is None else rate * session.flops_per_token / (peak * session.world.size),
+        "memory_gb": _memory_gb(session.world.device),
+        "seconds_left": left,
+        **routing_line(session.model.routing_metrics()),
+    }
+
+
+def _validation_line(step: int, validation: Validation) -> dict[str, Any]:
+    return {
+        "kind": "validation",
+        "step": step,
+        "loss": validation.loss,
+        "perplexity": validation.perplexity,
+        "domains": validation.domains,
+        **routing_line(validation.routing),
+    }
+
+
+def _memory_gb(device: torch.device) -> float:
+    """The most this process has held: of the GPU's memory, or of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+class Clock:
+    """Tokens a second since the last lap, without what is paused."""
+
+    def __init__(self) -> None:
+        self.lap()
+
+    def lap(self) -> None:
+        self.since, self.tokens, self.away = time.perf_counter(), 0, 0.0
+
+    def count(self, tokens: int) -> None:
+        self.tokens += tokens
+
+    def rate(self) -> float:
+        return self.tokens / max(1e-9, time.perf_counter() - self.since - self.away)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.away += time.perf_counter() - began
+
+
+class Signals:
+    """SIGINT and SIGTERM are noted, and acted on after the step; the second one interrupts at once."""
+
+    def __init__(self) -> None:
+        self.caught: int | None = None
+
+    def __enter__(self) -> Signals:
+        self.before = {}
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python delivers none
+            self.before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.caught is not None:
+            raise KeyboardInterrupt
+        self.caught = number
+
+    def describe(self) -> tuple[str, int]:
+        """(its name, the exit status a shell gives it): a script must not take the run for finished."""
+        number = self.caught or signal.SIGTERM  # another process of the run caught it
+        return signal.Signals(number).name, 128 + number

@@ -1,0 +1,139 @@
+"""A run's folder: what was asked for, what it ran on, and what happened.
+
+config.yaml        the resolved configuration       environment.json   revision, versions, device, command
+log.jsonl          one line for each logged step    checkpoints/       see `grmoe.train.checkpoint`
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import grmoe
+from grmoe.config import differences, load, to_dict, to_yaml
+from grmoe.train.checkpoint import Checkpoint, Checkpoints
+from grmoe.train.config import TrainConfig, is_free
+
+CONFIG, ENVIRONMENT, LOG, CHECKPOINTS = "config.yaml", "environment.json", "log.jsonl", "checkpoints"
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "numpy")
+
+
+def checkpoints_of(folder: Path, config: TrainConfig) -> Checkpoints:
+    kept = config.checkpoint
+    return Checkpoints(folder / CHECKPOINTS, kept.keep_last, kept.keep_best)
+
+
+def saved_config(folder: Path) -> TrainConfig:
+    """The configuration a run was started with."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no run: {path} is missing")
+    return load(TrainConfig, path)
+
+
+def find_start(config: TrainConfig, resume: bool) -> Checkpoint | None:
+    """The checkpoint to go on from; None for a fresh start. Refuses to mix two runs in one folder."""
+    folder = Path(config.out)
+    latest = checkpoints_of(folder, config).latest()
+    if latest is None:
+        return None
+    if not resume:
+        raise ValueError(
+            f"{folder} holds a run at step {latest.step}: go on with it (--resume), or give this one another folder "
+            "(out=…)"
+        )
+    changed = [d for d in differences(to_dict(saved_config(folder)), to_dict(config)) if not is_free(d)]
+    if changed:
+        raise ValueError(
+            f"{folder} was trained with other settings, and going on with these would be another run: "
+            f"{'; '.join(changed)}"
+        )
+    return latest
+
+
+def open_folder(config: TrainConfig, start: Checkpoint | None) -> None:
+    """Write what the run is; lines of the log that the checkpoint has not seen are dropped."""
+    folder = Path(config.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / CONFIG, to_yaml(config))
+    described = environment()
+    previous = folder / ENVIRONMENT
+    if start is not None and previous.is_file():
+        earlier = json.loads(previous.read_text())
+        described["resumed_from"] = [*earlier.pop("resumed_from", []), earlier]
+    _write(previous, json.dumps(described, indent=1) + "\n")
+    log = folder / LOG
+    done = 0 if start is None else start.step
+    kept = [line for line in read_log(folder) if line["step"] <= done and start is not None]
+    _write(log, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log; one that a crash cut off is left out."""
+    lines = []
+    try:
+        text = (folder / LOG).read_text()
+    except FileNotFoundError:
+        return []
+    for line in text.splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue
+    return lines
+
+
+def environment() -> dict[str, Any]:
+    """Enough to know later what produced the numbers."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "grmoe": grmoe.__version__,
+        "revision": _revision(),
+        "python": platform.python_version(),
+        "packages": dict(_versions(PACKAGES)),
+        "device": device,
+        "processes": int(os.environ.get("WORLD_SIZE", 1)),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _versions(names: Iterable[str]) -> Iterable[tuple[str, str]]:
+    for name in names:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _revision() -> str | None:
+    """The commit of grmoe's own source, with + where it was changed; None for an installed package."""
+    here = Path(grmoe.__file__).parent
+    if not (here.parent.parent / ".git").exists():
+        return None
+    try:
+        head, changes = (
+            subprocess.run(["git", "-C", str(here), *what], capture_output=True, text=True, check=True).stdout
+            for what in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.strip() + ("+" if changes.strip() else "")
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    writing = path.with_name(f".writing-{path.name}")
+    writing.write_text(text)
+    os.replace(writing, path)

@@ -1,0 +1,124 @@
+"""What a checkpoint holds of a model and its optimisers, by parameter name, so that any number of processes reads it.
+
+    state = gather(model, optimizers)                        # refers to the live tensors
+    checkpoints.save(step, state)
+    …
+    state = checkpoints.load(latest, gather(model, optimizers))
+    restore(model, optimizers, state)
+
+Moments and options are stored with the parameter they belong to. How parameters are sharded, and which of them share
+a group, may differ between the two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Adam, Optimizer
+
+from grmoe import checks
+from grmoe.optim import GrassmannAdam
+from grmoe.parallel.world import World
+
+# How a step is computed is up to the machine; what it computes is part of the run.
+_IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
+
+
+def gather(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """{"model": tensors, "moments": optimiser states, "groups": their options}, for `Checkpoints` to write or fill.
+
+    A parameter that was never stepped has the moments it would start with: a checkpoint has the same entries at
+    every step.
+    """
+    names = _names(model)
+    moments, groups = {}, []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                moments[names[p]] = dict(optimizer.state.get(p) or _start(optimizer, p))
+            options = {key: _plain(value) for key, value in group.items() if key not in _IMPLEMENTATION}
+            groups.append({"params": [names[p] for p in group["params"]], **options})
+    tensors = {name: tensor.detach() for name, tensor in _once(model)}
+    # One string: as a tree, every option of every group would be an entry of the checkpoint.
+    return {"model": tensors, "moments": moments, "groups": json.dumps(groups)}
+
+
+@torch.no_grad()
+def restore(model: nn.Module, optimizers: Sequence[Optimizer], state: dict[str, Any]) -> None:
+    """Put a loaded state into model and optimisers, moments, rates and all other options.
+
+    The optimisers take its tensors over: what `gather` gave of a run that still lives would be stepped by both.
+    """
+    for name, tensor in _once(model):
+        tensor.copy_(state["model"][name])
+    names = _names(model)
+    options = {}
+    for saved in json.loads(state["groups"]):
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k != "params"}
+        options.update(dict.fromkeys(saved["params"], values))
+    for optimizer in optimizers:
+        packed = optimizer.state_dict()
+        entries = {}
+        for group, live in zip(packed["param_groups"], optimizer.param_groups, strict=True):
+            own = [names[p] for p in live["params"]]
+            same = all(options[name] == options[own[0]] for name in own)
+            checks.require(same, f"parameters of one group must have been saved with the same options: {own}")
+            group.update(options[own[0]])
+            for index, name in zip(group["params"], own, strict=True):
+                if state["moments"][name]["step"] > 0:
+                    entries[index] = state["moments"][name]
+        optimizer.load_state_dict({"state": entries, "param_groups": packed["param_groups"]})
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module, world: World) -> dict[str, Tensor] | None:
+    """Whole CPU tensors by name, on the first process; None elsewhere. All processes call it together."""
+    whole: dict[str, Tensor] = {}
+    seen: dict[int, Tensor] = {}
+    for name, tensor in _all(model):
+        if id(tensor) not in seen:
+            # One tensor at a time: the whole model need not fit into a device.
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            seen[id(tensor)] = full.cpu().clone() if world.first else torch.empty(0)
+        whole[name] = seen[id(tensor)]
+    return whole if world.first else None
+
+
+def _all(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers; a tied parameter under each of its names."""
+    # FSDP's hooks put shards in the place of gathered parameters; compiling adds a prefix to names.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        yield name.replace("_orig_mod.", ""), tensor
+
+
+def _once(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The same, a tied parameter under its first name only."""
+    seen = set()
+    for name, tensor in _all(model):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _names(model: nn.Module) -> dict[Tensor, str]:
+    return {tensor: name for name, tensor in _once(model)}
+
+
+def _start(optimizer: Optimizer, p: Tensor) -> dict[str, Tensor]:
+    """The state of a parameter before its first step."""
+    if isinstance(optimizer, GrassmannAdam):
+        return optimizer.initial_state(p)
+    checks.require(
+        isinstance(optimizer, Adam), f"optimisers must be AdamW, Adam or GrassmannAdam, got {optimizer}"
+    )
+    moments = {name: torch.zeros_like(p, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros(()), **moments}
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

@@ -1,0 +1,164 @@
+"""One optimiser step, and the search for the layer where it went wrong.
+
+Legend: B sequences, S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from grmoe.parallel.shard import accumulate, clip_gradients, finish_gradients, sync_routers
+from grmoe.parallel.world import mean
+from grmoe.routing import set_alpha
+from grmoe.train.config import TrainConfig
+from grmoe.train.schedule import cosine_factor, set_rates
+from grmoe.train.setup import Session
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient that is no number; nothing was updated by it."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: float  # cross-entropy, nats a token, of all processes
+    router_loss: float  # the routers' own
+    overlap: float  # Σ of the overlap regulariser before its weight
+    norm: float  # of the gradient, before clipping
+
+
+def train_step(session: Session, step: int, batch_BS: Tensor) -> StepResult:
+    """Forward, backward, both optimisers and the priors, on this process's sequences (B, S + 1).
+
+    Nothing depends on the past but weights and optimiser states: randomness is a function of (seed, step, process).
+    The result is read from the device before anything is updated, so that a bad step leaves the last good weights.
+    """
+    s, config, model = session, session.config, session.model
+    factor = cosine_factor(step, config.steps, config.warmup, config.optim.floor)
+    set_rates(s.optimizers, factor)
+    set_alpha(model, step_alpha(config, model.config.alphas, step))
+    totals = torch.zeros(3, device=s.world.device)
+    torch.manual_seed(_seed(config.seed, step))  # the sampled pairs are the same on all processes
+    overlap = overlap_loss(session)
+    totals[2] += overlap.detach()
+    torch.manual_seed(_seed(config.seed, step, 1 + s.world.rank))
+
+    parts = batch_BS.split(s.micro_rows)
+    for number, rows in enumerate(parts):
+        accumulate(model, s.world, last=number == len(parts) - 1)
+        rows = rows.to(s.world.device, non_blocking=True)
+        targets = rows[:, 1:].contiguous()
+        with s.autocast():
+            out = s.forward(input_ids=rows[:, :-1], labels=targets, shift_labels=targets, use_cache=False)
+        router_loss = model.config.router_aux_loss_coef * out.aux_loss.detach()
+        totals[0] += (out.loss.detach() - router_loss) / len(parts)
+        totals[1] += router_loss / len(parts)
+        loss = out.loss / len(parts)
+        if number == 0 and overlap.requires_grad:
+            loss = loss + config.routing.overlap_weight * overlap
+        loss.backward()
+    finish_gradients(model, s.world)
+    limit = config.optim.clip or math.inf
+    norm = clip_gradients([p for p in model.parameters() if p.grad is not None], limit, s.world)
+    result = StepResult(
+        *torch.cat([mean(s.world, totals), norm.reshape(1)]).tolist()
+    )  # the one wait for the device
+    if not math.isfinite(result.loss + result.norm):
+        where = find_nonfinite(session, batch_BS)
+        zero_grad(session)
+        raise NonFiniteError(
+            f"loss {result.loss:g}, gradient norm {result.norm:g} at step {step + 1}: {where}"
+        )
+    for optimizer in s.optimizers:
+        optimizer.step()
+    zero_grad(session)
+    sync_routers(model, s.world)
+    model.update_priors(config.routing.prior_rate * factor)
+    return result
+
+
+def overlap_loss(session: Session) -> Tensor:
+    """Σ over layers of the overlap regulariser, before its weight."""
+    routing = session.config.routing
+    if not routing.overlap_weight:
+        return torch.zeros((), device=session.world.device)
+    pairs: Literal["auto"] | None = None if routing.overlap_pairs == "all" else "auto"
+    return session.model.overlap_penalty(routing.overlap_rho, relative=True, num_pairs=pairs)
+
+
+def step_alpha(config: TrainConfig, own: list[float], step: int) -> list[float]:
+    """The dial of each layer at a step."""
+    low, high = config.alpha.low, config.alpha.high
+    if config.alpha.schedule == "anneal":
+        done = step / max(1, config.steps - 1)
+        return [low ** (1 - done) * a**done for a in own]
+    if config.alpha.schedule == "sample":
+        drawn = random.Random(f"{config.seed}/{step}").uniform(math.log(low), math.log(high))
+        return [math.exp(drawn)] * len(own)
+    return own
+
+
+def zero_grad(session: Session) -> None:
+    for optimizer in session.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def find_nonfinite(session: Session, batch_BS: Tensor) -> str:
+    """Where NaN or Inf first appears: in the weights, else in the forward pass, else in the gradients.
+
+    Runs the step again, uncompiled: clipping has spread a NaN over all gradients. One process may find what others
+    do not.
+    """
+    model = session.model
+    for name, p in model.named_parameters():
+        if not _finite(p):
+            return f"the weights {name} hold NaN or Inf"
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def look(module: nn.Module, inputs: object, output: object) -> None:
+            tensors = output if isinstance(output, tuple) else (output,)
+            if not found and not all(_finite(t) for t in tensors if isinstance(t, Tensor)):
+                found.append(name)
+
+        return look
+
+    parts = ("embed_tokens", "self_attn", "mlp", "norm", "lm_head")
+    hooks = [
+        m.register_forward_hook(watch(name)) for name, m in model.named_modules() if name.endswith(parts)
+    ]
+    zero_grad(session)
+    try:
+        for rows in batch_BS.to(session.world.device).split(session.micro_rows):
+            targets = rows[:, 1:].contiguous()
+            with session.autocast():
+                loss = model(
+                    input_ids=rows[:, :-1], labels=targets, shift_labels=targets, use_cache=False
+                ).loss
+            loss.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if found:
+        return f"the output of {found[0]} holds NaN or Inf"
+    for name, p in reversed(list(model.named_parameters())):
+        if p.grad is not None and not _finite(p.grad):
+            return f"the forward pass is finite, the gradient of {name} is not"
+    return "every layer of this process is finite: the loss overflowed, or another process's did"
+
+
+def _finite(tensor: Tensor) -> bool:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return bool(torch.isfinite(local).all())
+
+
+def _seed(seed: int, step: int, stream: int = 0) -> int:
+    """A different number for each, well inside 64 bits."""
+    return (seed * 10**9 + step) * 10**5 + stream

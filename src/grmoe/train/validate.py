@@ -1,0 +1,73 @@
+"""Perplexity on held-out text, domain by domain, and what the routers did there."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grmoe.parallel.shard import sync_metrics
+from grmoe.parallel.world import total
+from grmoe.routing import RoutingMetrics, set_alpha
+from grmoe.train.setup import Session
+
+
+@dataclass(frozen=True)
+class Validation:
+    loss: float  # nats a token, over all domains
+    domains: dict[str, float]  # the same of each
+    routing: list[RoutingMetrics]  # of each MoE layer
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+
+@torch.no_grad()
+def validate(session: Session) -> Validation:
+    """At most `validation.tokens` of each domain, at the model's own α. All processes call it together."""
+    model, world = session.model, session.world
+    set_alpha(model, model.config.alphas)
+    model.reset_routing_metrics()
+    model.eval()
+    try:
+        sums = {}
+        for domain in session.validation.domains:
+            sum_2 = torch.zeros(2, dtype=torch.float64, device=world.device)
+            for rows, counts in _own_share(session, domain):
+                rows = rows.to(world.device)
+                targets = rows[:, 1:].contiguous()
+                with session.autocast():
+                    loss = model(
+                        input_ids=rows[:, :-1], labels=targets, shift_labels=targets, use_cache=False
+                    ).loss
+                if counts:
+                    sum_2 += torch.stack(
+                        [loss.double() * targets.numel(), loss.new_full((), targets.numel())]
+                    )
+            sums[domain] = total(world, sum_2).tolist()
+        sync_metrics(model, world)
+        routing = model.routing_metrics()
+    finally:
+        model.train()
+        model.reset_routing_metrics()
+    domains = {name: loss / tokens for name, (loss, tokens) in sums.items() if tokens}
+    return Validation(sum(s[0] for s in sums.values()) / sum(s[1] for s in sums.values()), domains, routing)
+
+
+def _own_share(session: Session, domain: str) -> Iterator[tuple[Tensor, bool]]:
+    """Every `size`-th batch of a domain; where others have one more, the last again and not counted.
+
+    Sharded models need all processes in every forward.
+    """
+    config, world = session.config.validation, session.world
+    batch = config.batch_size or session.micro_rows
+    most = max(1, config.tokens // (batch * session.length))
+    windows = itertools.islice(session.validation.windows(session.length, batch, domain), most)
+    while group := list(itertools.islice(windows, world.size)):
+        counts = world.rank < len(group)
+        yield group[world.rank if counts else -1], counts

@@ -1,0 +1,89 @@
+"""Sizes that fit the processes, and what processes tell each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import ALONE
+from processes import run
+
+from grmoe.parallel.world import ParallelConfig, World, agree, mean, start, stop, total
+
+
+def alone(monkeypatch: pytest.MonkeyPatch, size: int = 1) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_alone_there_is_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    for config in (ParallelConfig(), ParallelConfig(fsdp=1)):
+        world = start(config, "cpu")
+        assert (world.rank, world.size, world.mesh, world.first) == (0, 1, None, True)
+        assert not dist.is_initialized()
+    stop()
+    value = torch.tensor([1.0, 2.0])
+    assert torch.equal(mean(ALONE, value), value)
+    assert torch.equal(total(ALONE, value), value)
+    assert agree(ALONE, True)
+    assert not agree(ALONE, False)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "need", "command"),
+    [
+        (ParallelConfig(fsdp=2), 1, "fsdp=2, replicate=1, expert=1 need 2, got 1", "--nproc-per-node=2"),
+        (
+            ParallelConfig(expert=4),
+            1,
+            "replicate=1, expert=4 need a multiple of 4, got 1",
+            "--nproc-per-node=4",
+        ),
+        (ParallelConfig(replicate=2, expert=2), 6, "need a multiple of 4, got 6", "--nproc-per-node=4"),
+        (ParallelConfig(fsdp=2, replicate=3, expert=2), 8, "need 12, got 8", "--nproc-per-node=12"),
+        (ParallelConfig(fsdp=1), 2, "need 1, got 2", "--nproc-per-node=1"),
+    ],
+)
+def test_sizes_that_do_not_fit_say_what_would(
+    config: ParallelConfig, size: int, need: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone(monkeypatch, size)
+    with pytest.raises(ValueError, match="parallel sizes must multiply to the number of processes") as caught:
+        start(config, "cpu")
+    assert need in str(caught.value)
+    assert f"torchrun {command} " in str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [{"expert": 0}, {"replicate": -1}, {"fsdp": 0}])
+def test_a_size_is_positive(sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(sizes))} must be an integer >= 1"):
+        ParallelConfig(**sizes)
+
+
+def talk(world: World) -> dict[str, Any]:
+    assert world.mesh is not None
+    value = torch.tensor([1.0, 10.0]) * (world.rank + 1)
+    result = {
+        "mesh": (world.mesh.mesh_dim_names, tuple(world.mesh.shape)),
+        "first": world.first,
+        "mean": mean(world, value),
+        "total": total(world, value),
+        "untouched": value,
+        "agree": [agree(world, flag) for flag in (False, world.rank == 1, True)],
+    }
+    stop()
+    return {**result, "left": not dist.is_initialized()}
+
+
+def test_processes_count_together() -> None:
+    for rank, got in enumerate(run(ParallelConfig(expert=2), 2, talk)):
+        assert got["mesh"] == (("replicate", "fsdp", "expert"), (1, 1, 2))
+        assert got["first"] == (rank == 0)
+        assert got["mean"].tolist() == [1.5, 15.0]
+        assert got["total"].tolist() == [3.0, 30.0]
+        assert got["untouched"].tolist() == [rank + 1.0, 10.0 * (rank + 1)]
+        assert got["agree"] == [False, True, True]
+        assert got["left"]

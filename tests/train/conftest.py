@@ -1,0 +1,62 @@
+"""Prepared text and a configuration small enough to train in a second."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grmoe.config import from_dict
+from grmoe.data import prepare
+from grmoe.train.config import TrainConfig
+
+MODEL = {
+    "preset": None, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_experts": 4, "router_rank": 8, "max_position_embeddings": 32, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def write_corpus(path: Path, documents: int = 300) -> Path:
+    """Counting in words: easy enough to learn something within twenty steps."""
+    draw = random.Random(0)
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    with path.open("w") as file:
+        for _ in range(documents):
+            start, step = draw.randrange(10), draw.choice([1, 3])
+            text = " ".join(words[(start + step * i) % 10] for i in range(draw.randint(20, 60)))
+            file.write(json.dumps({"text": text, "domain": "ones" if step == 1 else "threes"}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    corpus = write_corpus(folder / "corpus.jsonl")
+    prepare([str(corpus)], folder / "data", tokenizer="bpe:280", validation=0.1, workers=1)
+    return folder / "data"
+
+
+@pytest.fixture
+def settings(prepared: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """`settings(steps=20, optim={"lr": 1e-3})`: the small configuration with changes, groups merged."""
+
+    def make(name: str = "run", **changes: Any) -> TrainConfig:
+        tree: dict[str, Any] = {
+            "out": str(tmp_path / name),
+            "steps": 20,
+            "device": "cpu",
+            "model": dict(MODEL),
+            "data": {"path": str(prepared), "batch_size": 8},
+            "optim": {"lr": 3e-3},
+            "validation": {"every": 0, "tokens": 2000},
+            "checkpoint": {"every": 0},
+        }
+        for key, value in changes.items():
+            tree[key] = tree.get(key, {}) | value if isinstance(value, dict) else value
+        return from_dict(TrainConfig, tree)
+
+    return make

@@ -1,0 +1,238 @@
+"""The loop: learns, resumes to the bit, stops when told and when it must."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grmoe.data import TokenDataset, unigram_perplexity
+from grmoe.geometry import orthonormality_error
+from grmoe.model import GrmoeForCausalLM
+from grmoe.routing import routers
+from grmoe.train import loop, step
+from grmoe.train.config import TrainConfig
+from grmoe.train.export import load_model
+from grmoe.train.loop import TrainingStopped, train
+from grmoe.train.record import read_log
+
+Settings = Callable[..., TrainConfig]
+
+
+def weights(config: TrainConfig, which: str = "last") -> dict[str, Tensor]:
+    return load_model(Path(config.out), which)[0].state_dict()
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def losses(config: TrainConfig) -> dict[int, float]:
+    return {t["step"]: t["loss"] for t in read_log(Path(config.out)) if t["kind"] == "train"}
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[GrmoeForCausalLM], None]) -> None:
+    """Do something to the model before a step."""
+
+    def train_step(session: Any, step_number: int, batch: Tensor) -> Any:
+        if step_number == number:
+            action(session.model)
+        return step.train_step(session, step_number, batch)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+
+
+def test_learns_more_than_word_counts(settings: Settings, prepared: Path) -> None:
+    config = settings(steps=120, optim={"lr": 1e-2}, validation={"every": 60})
+    outcome = train(config)
+    assert outcome.validation is not None
+    assert outcome.validation.perplexity < 0.4 * unigram_perplexity(TokenDataset(prepared, "validation"))
+    lines = read_log(Path(config.out))
+    held_out = [v for v in lines if v["kind"] == "validation"]
+    assert [v["step"] for v in held_out] == [60, 120]
+    assert held_out[1]["loss"] < held_out[0]["loss"]
+    assert set(held_out[1]["domains"]) == {"ones", "threes"}
+    last = [t for t in lines if t["kind"] == "train"][-1]
+    assert last["experts_per_token"] == 2
+    assert last["tokens"] == 120 * 8 * 32
+    model = load_model(Path(config.out))[0]
+    for router in routers(model):
+        assert float(orthonormality_error(router.frames.detach()).max()) < 1e-5
+        assert float(router.log_prior.abs().max()) > 0  # the balanced prior moves
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"alpha": {"schedule": "sample"}}, {"model": {"attention_dropout": 0.1}}]
+)
+def test_stopped_and_resumed_is_straight_to_the_bit(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
+    straight, broken = settings("straight", **how), settings("broken", **how)
+    train(straight)
+    with monkeypatch.context() as patch:
+        at_step(patch, 9, lambda model: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(TrainingStopped, match="SIGTERM: stopped after step 10") as stopped:
+            train(broken)
+    assert stopped.value.status == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    train(broken, resume=True)
+    assert same(weights(straight), weights(broken))
+    assert losses(straight)[20] == losses(broken)[20]
+
+
+def test_lines_the_checkpoint_has_not_seen_are_dropped(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(checkpoint={"every": 8}, log={"every": 1})
+
+    class Killed(BaseException):
+        pass
+
+    def die(model: GrmoeForCausalLM) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 11, die)
+        with pytest.raises(Killed):
+            train(config)
+    assert max(losses(config)) == 11
+    with (Path(config.out) / "log.jsonl").open("a") as log:
+        log.write('{"kind": "train", "st')  # cut off in the middle
+    before = losses(config)
+    train(config, resume=True)
+    assert list(losses(config)) == list(range(1, 21))
+    assert {k: v for k, v in losses(config).items() if k <= 11} == before  # the same again, to the bit
+
+
+def test_small_batches_add_up_to_the_large_one(settings: Settings) -> None:
+    """Gradients of micro-batches are summed in another order: equal but for rounding, which 3 steps hardly amplify."""
+    whole, parts = settings("whole", steps=3), settings("parts", steps=3, data={"micro_batch_size": 2})
+    train(whole)
+    train(parts)
+    assert math.isclose(losses(whole)[3], losses(parts)[3], rel_tol=1e-4)
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(value, weights(parts)[name], rtol=1e-2, atol=2e-4)
+
+
+def test_activation_checkpointing_changes_nothing(settings: Settings) -> None:
+    plain, saving = settings("plain", steps=5), settings("saving", steps=5, activation_checkpointing=True)
+    train(plain)
+    train(saving)
+    assert same(weights(plain), weights(saving))
+
+
+def test_a_seed_is_a_run(settings: Settings) -> None:
+    first, again, other = settings("a", steps=4), settings("b", steps=4), settings("c", steps=4, seed=1)
+    for config in (first, again, other):
+        train(config)
+    assert same(weights(first), weights(again))
+    assert not same(weights(first), weights(other))
+
+
+def test_nan_in_the_weights_names_them_and_keeps_the_last_good_step(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings()
+    good: dict[str, Tensor] = {}
+
+    def poison(model: GrmoeForCausalLM) -> None:
+        good.update({k: v.clone() for k, v in model.state_dict().items()})
+        with torch.no_grad():
+            model.model.layers[1].mlp.experts.down_proj[2, 0, 0] = math.nan
+
+    at_step(monkeypatch, 6, poison)
+    with pytest.raises(TrainingStopped, match=r"step 7.*layers\.1\.mlp\.experts\.down_proj") as stopped:
+        train(config)
+    assert stopped.value.status == 1
+    saved = weights(config)
+    for name, value in good.items():
+        ours = torch.nan_to_num(saved[name], nan=0.0)
+        assert torch.equal(ours, torch.where(torch.isnan(saved[name]), 0.0, value)), name
+
+
+def test_nan_on_the_way_names_the_layer(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings()
+
+    def poison(model: GrmoeForCausalLM) -> None:
+        attention = model.model.layers[1].self_attn
+        attention.register_forward_hook(lambda m, i, o: (o[0] * math.inf, *o[1:]))
+
+    before: dict[str, Tensor] = {}
+    at_step(
+        monkeypatch,
+        6,
+        lambda model: (before.update({k: v.clone() for k, v in model.state_dict().items()}), poison(model))[
+            1
+        ],
+    )
+    with pytest.raises(TrainingStopped, match=r"output of model\.layers\.1\.self_attn holds NaN or Inf"):
+        train(config)
+    assert same(before, weights(config))
+    monkeypatch.undo()
+    train(config, resume=True)  # and goes on from there
+    straight = settings("straight")
+    train(straight)
+    assert same(weights(config), weights(straight))
+
+
+def test_nan_in_a_gradient_alone_is_found(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings()
+
+    def poison(model: GrmoeForCausalLM) -> None:
+        model.model.layers[0].mlp.up_proj.weight.register_hook(lambda g: g * math.nan)
+
+    at_step(monkeypatch, 3, poison)
+    with pytest.raises(
+        TrainingStopped, match=r"forward pass is finite, the gradient of .*layers\.0\.mlp\.up_proj"
+    ):
+        train(config)
+
+
+def test_runs_do_not_mix(settings: Settings, prepared: Path) -> None:
+    config = settings(steps=2)
+    train(config)
+    with pytest.raises(ValueError, match=r"holds a run at step 2.*--resume"):
+        train(config)
+    with pytest.raises(
+        ValueError, match=r"model\.router: None → 'softmax'; optim\.lr: 0\.003 → 0\.001"
+    ) as refused:
+        train(settings(steps=2, optim={"lr": 1e-3}, model={"router": "softmax"}), resume=True)
+    assert "log.every" not in str(refused.value)
+    finished = train(settings(steps=2, log={"every": 1}), resume=True)  # this may change
+    assert finished.validation is None  # it had ended
+
+
+def test_other_data_is_refused(settings: Settings, prepared: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(prepared, copy)
+    config = settings(steps=2, data={"path": str(copy)})
+    train(config)
+    index = copy / "index.json"
+    index.write_text(index.read_text() + "\n")
+    with pytest.raises(ValueError, match="is not the data"):
+        train(config, resume=True)
+
+
+def test_the_best_checkpoint_is_kept(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings(steps=40, validation={"every": 10}, checkpoint={"every": 10, "keep_last": 1})
+
+    def forget(model: GrmoeForCausalLM) -> None:
+        with torch.no_grad():
+            model.model.embed_tokens.weight.normal_(generator=torch.Generator().manual_seed(0))
+
+    at_step(monkeypatch, 20, forget)
+    train(config)
+    held_out = {v["step"]: v["loss"] for v in read_log(Path(config.out)) if v["kind"] == "validation"}
+    assert min(held_out, key=lambda s: held_out[s]) == 20
+    kept = sorted(int(p.name.removeprefix("step-")) for p in (Path(config.out) / "checkpoints").iterdir())
+    assert kept == [20, 40]
+    assert load_model(Path(config.out), "best")[2].step == 20

@@ -1,0 +1,121 @@
+"""`grmoe train`, `curves` and `export` as people call them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from grmoe.cli import app
+from grmoe.config import to_yaml
+from grmoe.train.config import TrainConfig
+from grmoe.train.export import load_model
+
+Settings = Callable[..., TrainConfig]
+runner = CliRunner()
+
+
+def written(config: TrainConfig) -> str:
+    path = Path(config.out).with_suffix(".yaml")
+    path.write_text(to_yaml(config))
+    return str(path)
+
+
+def grmoe(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "grmoe", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
+    )
+
+
+def test_show_prints_a_file_one_could_use() -> None:
+    shown = runner.invoke(app, ["train", "--show", "optim.lr=1e-3", "model.preset=tiny"])
+    assert shown.exit_code == 0
+    assert "lr: 0.001" in shown.stdout
+    assert "preset: tiny" in shown.stdout
+
+
+def test_from_text_to_a_model_folder(settings: Settings, tmp_path: Path) -> None:
+    config = settings(steps=4)
+    trained = runner.invoke(app, ["train", written(config), "optim.lr=2e-3"])
+    assert trained.exit_code == 0, trained.output
+    assert "Validation perplexity" in trained.output
+    assert "unigram model" in trained.output
+    assert (Path(config.out) / "curves.png").is_file()
+    again = runner.invoke(app, ["train", written(config), "optim.lr=2e-3"])
+    assert again.exit_code == 2
+    assert "--resume" in again.output
+    finished = runner.invoke(app, ["train", "--resume", f"out={config.out}"])  # its own config.yaml is enough
+    assert finished.exit_code == 0, finished.output
+    assert "had reached its last step" in finished.output
+    exported = runner.invoke(app, ["export", config.out, "--dtype", "fp32"])
+    assert exported.exit_code == 0, exported.output
+    assert (Path(config.out) / "model" / "model.safetensors").is_file()
+    drawn = runner.invoke(app, ["curves", config.out, "--out", str(tmp_path / "c.png")])
+    assert drawn.exit_code == 0
+    assert (tmp_path / "c.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data.path=nowhere"], "nowhere/index.json is missing"),
+        (["nothing.yaml"], "there is no configuration file nothing.yaml"),
+        (["optim.rate=1"], "unknown key 'optim.rate'"),
+        (["data.batch_size=7", "data.micro_batch_size=2"], "micro_batch_size must divide"),
+        (["data.sequence_length=64"], "must be at most the model's 32, got 64"),
+        (["data.batch_size=100000"], "less than one batch"),
+        (["parallel.expert=2"], "torchrun --nproc-per-node"),
+        (["model.num_key_value_heads=3"], "num_key_value_heads must divide num_attention_heads"),
+    ],
+)
+def test_mistakes_are_one_line(settings: Settings, arguments: list[str], message: str) -> None:
+    import re
+
+    given = arguments if arguments[0].endswith("yaml") else [written(settings(steps=2)), *arguments]
+    result = runner.invoke(app, ["train", *given])
+    assert result.exit_code == 2
+    assert re.search(message, result.output.replace("\n", " ")), result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_signal_ends_with_a_checkpoint_and_how_to_go_on(settings: Settings) -> None:
+    config = settings(steps=100_000, log={"every": 1}, optim={"warmup": 10})
+    process = grmoe("train", written(config))
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("step 3"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "SIGINT: stopped after step" in said
+    assert f"grmoe train --resume out={config.out}" in said.replace("\n", "")
+    assert "Traceback" not in said
+
+
+def test_killed_and_resumed_is_straight_to_the_bit(settings: Settings) -> None:
+    """Twenty steps, against kill -9 after ten or a few more and the rest."""
+    straight = settings("straight", log={"every": 1})
+    assert grmoe("train", written(straight)).wait() == 0
+    broken = settings("broken", log={"every": 1}, checkpoint={"every": 10})
+    process = grmoe("train", written(broken))
+    checkpoint = Path(broken.out) / "checkpoints" / "step-00000010"
+    while not checkpoint.exists():
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    assert not (checkpoint.parent / "step-00000020").exists(), "killed too late to show anything"
+    assert grmoe("train", written(broken), "--resume").wait() == 0
+    a, b = (load_model(Path(c.out), "last")[0].state_dict() for c in (straight, broken))
+    assert all(torch.equal(a[name], b[name]) for name in a)

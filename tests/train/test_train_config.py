@@ -1,0 +1,87 @@
+"""The configuration of a run: defaults, refusals, what follows from it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from grmoe.config import ConfigError, differences, from_dict, load, to_dict
+from grmoe.train.config import TrainConfig, is_free
+from grmoe.train.step import step_alpha
+
+
+def config(*overrides: str) -> TrainConfig:
+    return load(TrainConfig, None, overrides)
+
+
+def test_defaults_are_a_run() -> None:
+    found = config()
+    model = found.model_config(8192, 0)
+    assert (model.router, model.num_experts, model.eos_token_id) == ("grassmann", 8, 0)
+    assert found.warmup == 100
+    assert config("steps=100000").warmup == 2000
+    assert config("optim.warmup=7").warmup == 7
+
+
+def test_overrides_reach_the_model() -> None:
+    found = config("model.preset=tiny", "model.router=softmax", "model.router_options.balance=true")
+    model = found.model_config(2048, 0)
+    assert (model.hidden_size, model.router, model.router_options) == (128, "softmax", {"balance": True})
+    assert config("model.preset=null", "model.hidden_size=96").model_config(500, 1).vocab_size == 500
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optm.lr=1", "unknown key 'optm'; did you mean 'optim'"),
+        ("optim.learning=1", "unknown key 'optim.learning'"),
+        ("model.ruoter=softmax", "unknown key 'model.ruoter'; did you mean 'router'"),
+        ("model.preset=huge", "model.preset must be one of tiny, small"),
+        ("steps=0", "steps"),
+        ("steps=ten", "steps must be an integer"),
+        ("precision=fp16", "precision must be one of"),
+        ("optim.floor=2", "floor must be at most 1"),
+        ("optim.lr=-1", "lr"),
+        ("data.batch_size=0", "batch_size"),
+        ("alpha.low=0", "low"),
+        ("checkpoint.every=-1", "every"),
+        ("parallel.expert=0", "expert"),
+    ],
+)
+def test_mistakes_are_named(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(override)
+
+
+def test_a_vocabulary_too_small_for_the_data_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.vocab_size must be at least the data's 8192, got 100"):
+        config("model.vocab_size=100").model_config(8192, 0)
+    assert config("model.vocab_size=8256").model_config(8192, 0).vocab_size == 8256
+
+
+def test_what_is_saved_is_what_was_meant() -> None:
+    found = config("optim.betas=[0.8, 0.9]", "model.router_options.linear=true", "optim.lr=1e-3")
+    assert from_dict(TrainConfig, to_dict(found)) == found
+
+
+def test_only_what_trains_nothing_may_change() -> None:
+    old = config()
+    new = config(
+        "log.every=3", "checkpoint.keep_last=9", "data.micro_batch_size=2", "seed=1", "data.batch_size=4"
+    )
+    changed = differences(to_dict(old), to_dict(new))
+    assert [d.partition(":")[0] for d in changed if not is_free(d)] == ["seed", "data.batch_size"]
+
+
+def test_the_dial_while_training() -> None:
+    assert step_alpha(config(), [1.0, 2.0], 5) == [1.0, 2.0]
+    rising = config("alpha.schedule=anneal", "alpha.low=0.5", "steps=11")
+    assert step_alpha(rising, [2.0], 0) == [0.5]
+    assert math.isclose(step_alpha(rising, [2.0], 5)[0], 1.0)  # the geometric mean in the middle
+    assert step_alpha(rising, [2.0], 10) == [2.0]
+    drawn = [step_alpha(config("alpha.schedule=sample"), [1.0], i)[0] for i in range(2000)]
+    assert all(0.5 <= a <= 4 for a in drawn)
+    # log α is uniform on [log ½, log 4]: mean ½ log 2, and 2000 draws know it to 0.04.
+    assert abs(sum(map(math.log, drawn)) / len(drawn) - 0.5 * math.log(2)) < 0.06
+    assert step_alpha(config("alpha.schedule=sample"), [1.0], 7)[0] == drawn[7]

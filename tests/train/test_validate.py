@@ -1,0 +1,55 @@
+"""Validation: every token once, by domain, whatever the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from grmoe.parallel.world import start
+from grmoe.train.config import TrainConfig
+from grmoe.train.setup import Session, open_session
+from grmoe.train.validate import validate
+
+Settings = Callable[..., TrainConfig]
+
+
+def session(config: TrainConfig) -> Session:
+    return open_session(config, start(config.parallel, "cpu"))
+
+
+def test_the_loss_is_the_mean_over_tokens_of_each_domain(settings: Settings) -> None:
+    """Against windows one at a time; batches change the order of sums, so fp32 agrees to about 1e-6."""
+    s = session(settings(validation={"tokens": 10**9, "batch_size": 3}))
+    found = validate(s)
+    total = tokens = 0.0
+    for domain in ("ones", "threes"):
+        loss = count = 0.0
+        for rows in s.validation.windows(s.length, 1, domain):
+            with torch.no_grad():
+                logits = s.model.eval()(rows[:, :-1]).logits
+            each = torch.nn.functional.cross_entropy(logits[0].double(), rows[0, 1:], reduction="sum")
+            loss, count = loss + float(each), count + rows.shape[1] - 1
+        assert found.domains[domain] == pytest.approx(loss / count, rel=1e-6)
+        total, tokens = total + loss, tokens + count
+    assert found.loss == pytest.approx(total / tokens, rel=1e-6)
+    assert found.routing[0].tokens == tokens
+
+
+def test_it_is_at_the_models_own_dial_and_leaves_no_trace(settings: Settings) -> None:
+    s = session(settings(model={"alpha": 3.0}))
+    with torch.no_grad():
+        for router in (m for m in s.model.modules() if hasattr(m, "log_prior")):
+            router.alpha = 0.1
+    found = validate(s)
+    assert s.model.alpha == [3.0]
+    assert s.model.training
+    assert s.model.routing_metrics()[0].tokens == 0
+    assert all(not router.prior_sums.any() for router in s.model.modules() if hasattr(router, "prior_sums"))
+    assert found.routing[0].entropy < 1.38  # below that of the uniform gate over 4 experts, log 4
+
+
+def test_a_limit_of_tokens_is_kept(settings: Settings) -> None:
+    s = session(settings(validation={"tokens": 64, "batch_size": 2}))
+    assert validate(s).routing[0].tokens == 2 * 64
