@@ -52,6 +52,7 @@ class Shape:
 
 SMALL = Shape(1500, 256, 8, 352)
 ODD = Shape(777, 768, 5, 520, 3)
+NARROW = Shape(1500, 256, 8, 32)  # fewer values in two rows than threads in a program
 LARGE = Shape(4096, 2048, 64, 1024, 8)
 SELECTIONS: list[Selection] = [
     Dense(),
@@ -153,6 +154,7 @@ CASES = [
     *[(SMALL, dtype) for dtype in TOLERANCE],
     (ODD, torch.bfloat16),
     (ODD, torch.float32),
+    (NARROW, torch.bfloat16),
     (LARGE, torch.bfloat16),
 ]
 
@@ -254,6 +256,15 @@ def test_the_same_bits_every_time() -> None:
     torch.cuda.synchronize()
 
 
+def test_a_kept_graph_gives_the_same_gradients_again() -> None:
+    """The last backward writes over the pre-activations, an earlier one must not."""
+    moe, x = make(), tokens().requires_grad_()
+    y, leaves, direction = moe(x), [x, *moe.parameters()], upstream(x)
+    runs = [torch.autograd.grad(y, leaves, direction, retain_graph=keep) for keep in (True, True, False)]
+    for again in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_nothing_waits_for_the_device(dtype: torch.dtype) -> None:
     moe, x = make(dtype=dtype), tokens(dtype=dtype)
@@ -349,6 +360,16 @@ def test_needs_no_more_memory_than_grouped_gemms() -> None:
     x = tokens(T=16384)
     ours, grouped = (peak(make(backend=backend), x) for backend in ("triton", "grouped"))
     assert ours <= grouped
+
+
+def test_pre_activations_and_their_gradient_share_their_memory() -> None:
+    """The largest tensors of the layer: with them side by side the sum below is exceeded by a third."""
+    s, x = SMALL, tokens(T=16384)
+    rows, size = 16384 * s.k, x.element_size()
+    pre_activations, hidden, per_row = rows * 2 * s.I * size, rows * s.I * size, rows * s.D * size
+    weights = 3 * s.N * s.I * s.D * size
+    most = pre_activations + hidden + per_row + 2 * x.nbytes + weights
+    assert peak(make(), x) <= 1.1 * most
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")

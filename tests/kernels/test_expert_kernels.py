@@ -116,6 +116,33 @@ def test_what_is_kept_for_the_backward(monkeypatch: pytest.MonkeyPatch, engine: 
     assert kept == [0]
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_a_kept_graph_gives_the_same_gradients_again(
+    monkeypatch: pytest.MonkeyPatch, activation: Any
+) -> None:
+    """The last backward writes over the pre-activations, an earlier one must not."""
+    spent: list[bool] = []
+    original = module.rows.activation_backward
+
+    def spy(*args: Any) -> Any:
+        spent.append(args[-1])
+        return original(*args)
+
+    monkeypatch.setattr(module.rows, "activation_backward", spy)
+    torch.manual_seed(0)
+    weights, (gate, *rest) = ExpertWeights(D, I, N, activation), selection(9, "uneven")
+    x = torch.randn(9, D, requires_grad=True)
+    leaves = [x, gate.requires_grad_(), *weights.parameters()]
+    y = BACKENDS["triton"](x, Dispatch.build(gate, *rest, kernels=True), weights)
+    loss = y.square().sum()
+    runs = [torch.autograd.grad(loss, leaves, retain_graph=keep) for keep in (True, True, False)]
+    assert spent == [False, False, True]
+    for again in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
 def test_strided_operands() -> None:
     torch.manual_seed(0)
     weights, gates = ExpertWeights(D, I, N), selection(9, "uneven")

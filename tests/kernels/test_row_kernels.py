@@ -82,9 +82,10 @@ def act(inner: Tensor, glu: bool) -> Tensor:
     return F.silu(first) * up
 
 
+@pytest.mark.parametrize("spend", [False, True])
 @pytest.mark.parametrize("glu", [True, False])
 @pytest.mark.parametrize("I", [4, 20, 1028])
-def test_activation_backward(glu: bool, I: int) -> None:
+def test_activation_backward(glu: bool, I: int, spend: bool) -> None:
     d = dispatch(T=9)
     used, A = int(d.offset_N[-1]), d.num_rows
     inner, q = 3 * random(A, 2 * I if glu else I), random(A, I, seed=2)
@@ -95,8 +96,11 @@ def test_activation_backward(glu: bool, I: int) -> None:
     row_weight = weight.flatten()[d.pair_A[:used].long()].unsqueeze(-1)
     hidden = act(leaf, glu)
     (row_weight * q[:used].double() * hidden).sum().backward()
-    grad = q.clone()
-    grad_inner, grad_weight = rows.activation_backward(inner, grad, d.pair_A, d.weight_TM, d.offset_N, glu)
+    grad, before = q.clone(), inner.clone()
+    args = (inner, grad, d.pair_A, d.weight_TM, d.offset_N, glu, spend)
+    grad_inner, grad_weight = rows.activation_backward(*args)
+    assert (grad_inner is inner) == spend
+    assert spend or torch.equal(inner[:used], before[:used])
     close: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}  # dots of a thousand terms of size ten
     torch.testing.assert_close(grad_inner[:used].double(), leaf.grad, **close)
     torch.testing.assert_close(grad_weight.double(), weight.grad, **close)

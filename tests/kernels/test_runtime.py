@@ -229,3 +229,44 @@ def test_a_backward_that_does_not_compile_falls_back_in_the_same_step(
     for a, b in zip(plain, expected, strict=True):
         # fp32 sums in another order.
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.filterwarnings("ignore:the Triton kernel")
+def test_a_kernel_that_fails_after_the_pre_activations_were_overwritten(
+    monkeypatch: pytest.MonkeyPatch, activation: Any
+) -> None:
+    torch.manual_seed(0)
+    moe = MoE(16, 8, 5, GrassmannRouter(16, 5, 3, selection=TopK(2)), activation=activation, backend="triton")
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        x = tokens().requires_grad_()
+        return torch.autograd.grad(moe(x).square().sum(), [x, *moe.parameters()])
+
+    expected = gradients()
+    monkeypatch.setattr(experts_module, "_weight_gradient", compile_errors()[0])
+    plain = gradients()
+    assert runtime._failed == {"experts backward"}
+    for a, b in zip(plain, expected, strict=True):
+        # fp32 sums in another order.
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("capability", "hopper"), [((8, 6), False), ((9, 0), True), ((12, 0), False)])
+def test_the_device_is_a_constant_to_the_compiler(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hopper: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    runtime._read_generation.cache_clear()
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        return x + 2 * (runtime._generation(0) >= 8) + runtime.is_hopper(torch.device("cuda", 0))
+
+    try:
+        assert float(ask(torch.zeros(()))) == 2 + hopper
+    finally:
+        runtime._read_generation.cache_clear()
+        torch._dynamo.reset()

@@ -20,52 +20,74 @@ SECONDS = 60.0  # nothing here takes more than a few; two processes that wait fo
 
 def run(config: ParallelConfig, size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """`work(world, *args)` in `size` processes; what each returned, by rank. Raises what one of them raised."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "grmoe.parallel.shard", "grmoe.train.state"])
-    os.environ["OMP_NUM_THREADS"] = "1"  # the server starts with the first process and passes this on
-    port, ends, processes = _free_port(), [], []
-    for rank in range(size):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_process, args=(theirs, rank, size, port, config, work, args))
-        process.start()
-        theirs.close()
-        ends.append(ours)
-        processes.append(process)
-    results: dict[int, Any] = {}
-    try:
-        while len(results) < size:
-            ready = wait([ends[r] for r in range(size) if r not in results], timeout=SECONDS)
-            assert ready, f"processes {sorted(set(range(size)) - set(results))} did not answer"
-            for end in ready:
-                rank = ends.index(end)
-                results[rank], error = pickle.loads(end.recv_bytes())
-                if error is not None:
-                    raise RuntimeError(f"process {rank}:\n{error}")
-    finally:
-        for process in processes:
-            process.join(timeout=SECONDS if len(results) == size else 0.0)
+    return Processes(size, _joined, config, work, *args).answers()
+
+
+def _joined(config: ParallelConfig, work: Callable[..., Any], *args: Any) -> Any:
+    result = work(start(config, "cpu"), *args)
+    stop()
+    return result
+
+
+class Processes:
+    """`work(*args)` in `size` processes, which know of each other as torchrun would tell them."""
+
+    def __init__(self, size: int, work: Callable[..., Any], *args: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["pytest", "grmoe.cli", "grmoe.train.command", "grmoe.train.export"])
+        os.environ["OMP_NUM_THREADS"] = "1"  # the server starts with the first process and passes this on
+        port = _free_port()
+        self.ends: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_process, args=(theirs, rank, size, port, work, args))
+            process.start()
+            theirs.close()
+            self.ends.append(ours)
+            self.processes.append(process)
+
+    def answers(self) -> list[Any]:
+        """What each returned, by rank. Raises what one of them raised."""
+        results: dict[int, Any] = {}
+        size = len(self.processes)
+        try:
+            while len(results) < size:
+                ready = wait([self.ends[r] for r in range(size) if r not in results], timeout=SECONDS)
+                assert ready, f"processes {sorted(set(range(size)) - set(results))} did not answer"
+                for end in ready:
+                    rank = self.ends.index(end)
+                    results[rank], error = pickle.loads(end.recv_bytes())
+                    if error is not None:
+                        raise RuntimeError(f"process {rank}:\n{error}")
+            self.join()
+        finally:
+            self.kill()
+        return [results[rank] for rank in range(size)]
+
+    def join(self) -> list[int | None]:
+        """Until all have ended; the exit status of each, -9 of one that was killed."""
+        for process in self.processes:
+            process.join(timeout=SECONDS)
+        return [process.exitcode for process in self.processes]
+
+    def kill(self) -> None:
+        for process in self.processes:
             process.kill()
-    return [results[rank] for rank in range(size)]
+            process.join()
 
 
 def _process(
-    answer: Connection,
-    rank: int,
-    size: int,
-    port: int,
-    config: ParallelConfig,
-    work: Callable[..., Any],
-    args: tuple[Any, ...],
+    answer: Connection, rank: int, size: int, port: int, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     try:
-        world = start(config, "cpu")
-        result = work(world, *args)
-        stop()
         # Not `send`: torch hands tensors over in shared memory, which ends with the process.
-        answer.send_bytes(pickle.dumps((result, None)))
+        answer.send_bytes(pickle.dumps((work(*args), None)))
+    except SystemExit:
+        raise  # a command that says how it ended
     except BaseException:
         answer.send_bytes(pickle.dumps((None, traceback.format_exc())))
 

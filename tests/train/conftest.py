@@ -40,23 +40,32 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "data"
 
 
+@pytest.fixture(scope="session")
+def make_settings(prepared: Path) -> Callable[[Path], Callable[..., TrainConfig]]:
+    def at(folder: Path) -> Callable[..., TrainConfig]:
+        def make(name: str = "run", **changes: Any) -> TrainConfig:
+            tree: dict[str, Any] = {
+                "out": str(folder / name),
+                "steps": 20,
+                "device": "cpu",
+                "model": dict(MODEL),
+                "data": {"path": str(prepared), "batch_size": 8},
+                "optim": {"lr": 3e-3},
+                "validation": {"every": 0, "tokens": 2000},
+                "checkpoint": {"every": 0},
+            }
+            for key, value in changes.items():
+                tree[key] = tree.get(key, {}) | value if isinstance(value, dict) else value
+            return from_dict(TrainConfig, tree)
+
+        return make
+
+    return at
+
+
 @pytest.fixture
-def settings(prepared: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+def settings(
+    make_settings: Callable[[Path], Callable[..., TrainConfig]], tmp_path: Path
+) -> Callable[..., TrainConfig]:
     """`settings(steps=20, optim={"lr": 1e-3})`: the small configuration with changes, groups merged."""
-
-    def make(name: str = "run", **changes: Any) -> TrainConfig:
-        tree: dict[str, Any] = {
-            "out": str(tmp_path / name),
-            "steps": 20,
-            "device": "cpu",
-            "model": dict(MODEL),
-            "data": {"path": str(prepared), "batch_size": 8},
-            "optim": {"lr": 3e-3},
-            "validation": {"every": 0, "tokens": 2000},
-            "checkpoint": {"every": 0},
-        }
-        for key, value in changes.items():
-            tree[key] = tree.get(key, {}) | value if isinstance(value, dict) else value
-        return from_dict(TrainConfig, tree)
-
-    return make
+    return make_settings(tmp_path)

@@ -50,6 +50,8 @@ def test_it_is_at_the_models_own_dial_and_leaves_no_trace(settings: Settings) ->
     assert found.routing[0].entropy < 1.38  # below that of the uniform gate over 4 experts, log 4
 
 
-def test_a_limit_of_tokens_is_kept(settings: Settings) -> None:
-    s = session(settings(validation={"tokens": 64, "batch_size": 2}))
+@pytest.mark.parametrize("batch_size", [1, 2, 3, None])
+def test_a_limit_of_tokens_is_kept(settings: Settings, batch_size: int | None) -> None:
+    """And the text is the same whatever the batch: two windows of 32 tokens from each of two domains."""
+    s = session(settings(validation={"tokens": 64, "batch_size": batch_size}))
     assert validate(s).routing[0].tokens == 2 * 64

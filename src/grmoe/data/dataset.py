@@ -65,8 +65,11 @@ class TokenDataset:
 
     def _map(self, number: int) -> Tokens:
         if number not in self._maps:
-            path = self.folder / (self._shards[number]["name"] + ".bin")
-            self._maps[number] = np.memmap(path, dtype=self._dtype, mode="r")
+            shard = self._shards[number]
+            check_shard(self.folder, shard, self._dtype)  # again: opening may be days ago
+            self._maps[number] = np.memmap(
+                self.folder / (shard["name"] + ".bin"), dtype=self._dtype, mode="r"
+            )
         return self._maps[number]
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:

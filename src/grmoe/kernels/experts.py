@@ -1,13 +1,15 @@
 """The experts as one differentiable operator over the dispatch list: gather, two grouped GEMMs, combine.
 
 The forward keeps the pre-activations alone (and x); the backward recomputes the activation, and gets the gradient
-of a combine weight as ⟨∂y·W_down, h⟩, so that neither the experts' outputs nor the activations are stored.
+of a combine weight as ⟨∂y·W_down, h⟩, so that neither the experts' outputs nor the activations are stored. Unless
+the graph is kept for another backward, the gradient of the pre-activations is written over them.
 
 Legend: T tokens, D model width, N experts, A rows of the list, M most experts of a token, I expert width.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -78,8 +80,9 @@ def _backward(
     slot: Tensor,
     inner: Tensor,
     glu: bool,
+    spend: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(∂x, ∂weight, ∂up, ∂down)."""
+    """(∂x, ∂weight, ∂up, ∂down). With `spend` inner holds its own gradient afterwards; the operator never does that."""
     if len(token) == 0:
         x_grad, weight_grad, up_grad, down_grad = (t.new_zeros(t.shape) for t in (x, weight, up, down))
         return x_grad, weight_grad, up_grad, down_grad
@@ -87,7 +90,7 @@ def _backward(
     tiles = engines(x.dtype, is_hopper(x.device))
     grad_rows = rows.gather(grad, token, offset)
     hidden = grouped_gemm(grad_rows, down, offset, tiles.plain, transposed=False)
-    grad_inner, grad_weight = rows.activation_backward(inner, hidden, pair, weight, offset, glu)
+    grad_inner, grad_weight = rows.activation_backward(inner, hidden, pair, weight, offset, glu, spend)
     grad_down = _weight_gradient(grad_rows, hidden, offset, tiles.grad_weight)
     del grad_rows, hidden
     grad_up = _weight_gradient(grad_inner, rows.gather(x, token, offset), offset, tiles.grad_weight)
@@ -101,12 +104,15 @@ def _weight_gradient(p: Tensor, q: Tensor, offset: Tensor, tiles: Tiles | None) 
 
 def _backward_plain(
     grad: Tensor, x: Tensor, weight: Tensor, up: Tensor, down: Tensor, token: Tensor, pair: Tensor, offset: Tensor,
-    slot: Tensor, inner: Tensor, glu: bool,
+    slot: Tensor, glu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `_backward` by PyTorch's own operators, where a kernel does not compile. Not deterministic."""
+    """As `_backward` by PyTorch's own operators, where a kernel does not compile. Not deterministic.
+
+    Pre-activations are computed anew: the kernel before the one that failed may have written over them.
+    """
     used = (torch.arange(len(token), device=x.device) < offset[-1]).unsqueeze(-1)
-    inner = torch.where(used, inner, 0.0)
-    grad_rows = grad.index_select(0, token)
+    x_rows, grad_rows = x.index_select(0, token), grad.index_select(0, token)
+    inner = torch.where(used, grouped_mm(x_rows, up.mT, offs=offset), 0.0)
     q = torch.where(used, grouped_mm(grad_rows, down, offs=offset), 0.0).float()
     w = torch.where(used, weight.flatten().index_select(0, pair).unsqueeze(-1), 0.0).float()
     with torch.enable_grad():
@@ -117,7 +123,7 @@ def _backward_plain(
     hidden, grad_inner = hidden.detach(), grad_inner.to(x.dtype)
     grad_weight = torch.zeros_like(weight).flatten().index_add(0, pair, (q * hidden).sum(-1).to(weight.dtype))
     grad_down = grouped_mm(grad_rows.T, (w * hidden).to(x.dtype), offs=offset)
-    grad_up = grouped_mm(grad_inner.T, x.index_select(0, token), offs=offset)
+    grad_up = grouped_mm(grad_inner.T, x_rows, offs=offset)
     per_row = torch.where(used, grouped_mm(grad_inner, up, offs=offset), 0.0)
     grad_x = torch.zeros_like(x, dtype=torch.float32).index_add(0, token, per_row.float())
     return grad_x.to(x.dtype), grad_weight.view_as(weight), grad_up, grad_down
@@ -156,9 +162,13 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        run: Any = _backward_op if torch.compiler.is_compiling() else _backward
-        args = (grad, *ctx.saved_tensors, ctx.glu)
-        grads = attempt("experts backward", lambda: run(*args), lambda: _backward_plain(*args))
+        # One look: checkpointing recomputes at the first and allows no second.
+        *inputs, inner = ctx.saved_tensors
+        run: Any = _backward_op
+        if not torch.compiler.is_compiling():
+            run = partial(_backward, spend=not torch._C._autograd._get_current_graph_task_keep_graph())
+        args, plain = (grad, *inputs, inner, ctx.glu), (grad, *inputs, ctx.glu)
+        grads = attempt("experts backward", lambda: run(*args), lambda: _backward_plain(*plain))
         return (*grads, *(None,) * 6)
 
 

@@ -103,6 +103,8 @@ def activation_backward_kernel(
     """From q = ∂y·W_down (not yet weighted) of each row, with h = act(inner) recomputed:
 
     ∂inner = w·q·act'(inner),    ∂w = ⟨q, h⟩,    and w·h over q in place, which ∂W_down needs.
+
+    ∂inner may be inner: a thread reads an element before it writes there, and no other thread reads it.
     """
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     used = tl.load(offset_ptr + last)
@@ -146,12 +148,13 @@ def activation_backward_kernel(
 
 
 def activation_backward(
-    inner: Tensor, grad: Tensor, pair: Tensor, weight: Tensor, offset: Tensor, glu: bool
+    inner: Tensor, grad: Tensor, pair: Tensor, weight: Tensor, offset: Tensor, glu: bool, spend: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(∂inner, ∂weight_TM); `grad` (A, I) becomes w·h."""
+    """(∂inner, ∂weight_TM); `grad` (A, I) becomes w·h, and `inner`, where it may be spent, ∂inner."""
     A, I = grad.shape
-    grad_inner, grad_weight = torch.empty_like(inner), torch.zeros_like(weight)
-    BR, BI = 2, min(power_of_2(I), 1024)
+    grad_inner, grad_weight = inner if spend else torch.empty_like(inner), torch.zeros_like(weight)
+    BI = min(power_of_2(I), 1024)
+    BR = max(2, 128 // BI)  # an element a thread at least: two threads with the same one would race in place
     args = (inner, grad, pair, weight, offset, grad_inner, grad_weight, len(offset) - 1)
     launch(activation_backward_kernel, (ceil_div(A, BR),), args, (glu, I, BR, BI))
     return grad_inner, grad_weight

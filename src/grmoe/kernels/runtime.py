@@ -37,7 +37,7 @@ def available(x: Tensor) -> bool:
     if INTERPRETED:
         return x.dtype != torch.bfloat16  # which the interpreter computes silently wrong
     # bf16 tensor cores: Ampere and later.
-    return x.is_cuda and torch.version.hip is None and _capability(x.device.index) >= (8, 0)
+    return x.is_cuda and torch.version.hip is None and _generation(x.device.index) >= 8
 
 
 def runs_on(x: Tensor) -> bool:
@@ -47,17 +47,19 @@ def runs_on(x: Tensor) -> bool:
 
 def is_hopper(device: torch.device) -> bool:
     """Hopper, or the data-centre Blackwell after it: they have the shared memory that our larger tiles need."""
-    return INTERPRETED or _capability(device.index)[0] in (9, 10)
+    return INTERPRETED or _generation(device.index) in (9, 10)
 
 
+# A number, not the pair of which it is the first: the Dynamo of torch 2.11 cannot compare a constant tuple.
 @torch.compiler.assume_constant_result
-def _capability(index: int) -> tuple[int, int]:
-    return _read_capability(index)
+def _generation(index: int) -> int:
+    """The compute capability's first number: 8 for Ampere and Ada, 9 for Hopper."""
+    return _read_generation(index)
 
 
 @cache
-def _read_capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+def _read_generation(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]
 
 
 def is_capturing(x: Tensor) -> bool:

@@ -9,7 +9,7 @@ The loss is the mean over processes of each one's mean over its tokens, and so i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -55,15 +55,45 @@ def shard(model: GrmoeForCausalLM, world: World, bf16: bool = False) -> None:
                 _divide_experts(moe, world.mesh, policy)
     mesh = _dense_mesh(world.mesh)
     whole = {p for router in routers(model) for p in router.parameters()}
-    size = mesh.shape[-1]
 
     def placement(p: nn.Parameter) -> Shard:
-        # A stack of few experts over many processes: most of them would hold padding.
-        even = (dim for dim in range(p.ndim) if p.shape[dim] % size == 0)
-        return Shard(next(even, 0) if p.ndim == 3 else 0)
+        return Shard(shard_dim(p.shape, mesh.shape[-1]))
 
-    for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole, shard_placement_fn=placement)
+    layers = list(model.model.layers)
+    for module in (*layers, model):
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            ignored_params=whole,
+            shard_placement_fn=placement,
+            # The backward begins with these two: dropped, they would be gathered again at once.
+            reshard_after_forward=module not in (layers[-1], model),
+        )
+
+
+def check_expert_split(experts: int, processes: int) -> None:
+    checks.require(
+        experts % processes == 0,
+        f"parallel.expert must divide the number of experts, got {processes} for {experts}",
+    )
+
+
+def shard_dim(shape: Sequence[int], processes: int) -> int:
+    """Which dimension of a parameter is divided; of one that does not divide evenly, the last parts are padding."""
+    if len(shape) < 3:
+        return 0
+    # A stack of few experts over many processes: most of them would hold padding.
+    return next((dim for dim, size in enumerate(shape) if size % processes == 0), 0)
+
+
+def expert_shard_dim(shape: Sequence[int], processes: int) -> int:
+    """The same for experts that are divided among processes along the first dimension already."""
+    even = [dim for dim in (1, 2) if shape[dim] % processes == 0]
+    checks.require(
+        bool(even), f"parallel.fsdp must divide a side of the experts, got {processes} for {tuple(shape)}"
+    )
+    return even[0]
 
 
 def _dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -80,22 +110,14 @@ def _dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def _divide_experts(moe: MoE, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Each process keeps its N/E experts, of which FSDP shards another dimension."""
     experts, group = moe.experts, mesh["expert"]
-    number, fsdp = moe.router.num_experts, mesh["fsdp"].size()
-    checks.require(
-        number % group.size() == 0,
-        f"parallel.expert must divide the number of experts, got {group.size()} for {number}",
-    )
+    check_expert_split(moe.router.num_experts, group.size())
     for name, p in list(experts.named_parameters()):
         part = p.detach().chunk(group.size())[group.get_local_rank()].clone()
         divided = DTensor.from_local(part, group, [Shard(0)], run_check=False)
         experts.register_parameter(name, nn.Parameter(divided, requires_grad=p.requires_grad))
 
     def placement(p: nn.Parameter) -> Shard:
-        even = [dim for dim in (1, 2) if p.shape[dim] % fsdp == 0]
-        checks.require(
-            bool(even), f"parallel.fsdp must divide a side of the experts, got {fsdp} for {tuple(p.shape)}"
-        )
-        return Shard(even[0])
+        return Shard(expert_shard_dim(p.shape, mesh["fsdp"].size()))
 
     own = mesh["replicate", "fsdp"] if mesh["replicate"].size() > 1 else mesh["fsdp"]
     fully_shard(experts, mesh=own, mp_policy=policy, shard_placement_fn=placement)

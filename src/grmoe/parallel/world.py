@@ -92,6 +92,14 @@ def agree(world: World, flag: bool) -> bool:
     return bool(total(world, torch.tensor(int(flag))))
 
 
+def smallest(world: World, number: int) -> int:
+    """The smallest of all processes' numbers."""
+    value = torch.tensor(number)
+    if world.mesh is not None:
+        dist.all_reduce(value, dist.ReduceOp.MIN)
+    return int(value)
+
+
 _ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 

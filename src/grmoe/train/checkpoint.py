@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -47,6 +48,9 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep_last: int = 3, keep_best: bool = True) -> None:
         self.folder, self.keep_last, self.keep_best = folder, keep_last, keep_best
+        self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
 
     def all(self) -> list[Checkpoint]:
         """Whole ones, oldest first."""
@@ -66,24 +70,65 @@ class Checkpoints:
         measured = [c for c in self.all() if c.metric is not None]
         return min(measured, key=lambda c: (c.metric, c.step), default=None)
 
-    def save(self, step: int, state: dict[str, Any], meta: dict[str, Any] | None = None) -> Checkpoint:
+    def save(
+        self, step: int, state: dict[str, Any], meta: dict[str, Any] | None = None, background: bool = False
+    ) -> Checkpoint:
         """Write `state` (tensors, optimiser states, plain values) as the checkpoint of a step.
 
         All processes call this together. On any failure the earlier checkpoints are as they were.
+        background: copy the state to the CPU, return, and let a thread write it. There is one at a time: the next
+        save waits for it, as `wait` does, and raises what went wrong with it.
         """
-        final = self.folder / f"{PREFIX}{step:08d}"
+        self.wait()
+        if dist.is_initialized() and self._group is None:
+            # A group of its own: what the thread tells other processes must not mix with what training does.
+            self._group = dist.new_group(backend="gloo")
+        _expect_to_be_alone()
+        checkpoint = Checkpoint(self.folder / f"{PREFIX}{step:08d}", step, {"step": step, **(meta or {})})
+        if background:
+            self._thread = threading.Thread(
+                target=self._write_behind, args=(checkpoint, _copy(state)), daemon=True
+            )
+            self._thread.start()
+        else:
+            self._write(checkpoint, state)
+        return checkpoint
+
+    @property
+    def failed(self) -> bool:
+        """Whether the one in the background could not be written; `wait` says why."""
+        return self._failure is not None
+
+    def wait(self) -> None:
+        """Until the one in the background is written; raises what went wrong with it, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _write_behind(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+        try:
+            self._write(checkpoint, state)
+        except Exception as error:
+            self._failure = error
+
+    def _write(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+        final = checkpoint.path
         writing = self.folder / f"{TEMPORARY}{final.name}"
-        content = {"step": step, **(meta or {})}
 
         def prepare() -> None:
             self._clean()
             writing.mkdir(parents=True)
 
         def finish() -> None:
-            (writing / META).write_text(json.dumps(content, indent=1))
+            (writing / META).write_text(json.dumps(checkpoint.meta, indent=1))
             _sync(writing)
             replaced = final.with_name(f"{final.name}.replaced")
             if final.exists():  # the same step again, after a resume; until the new one stands, this one does
+                if replaced.exists():  # as a crash between the two renames of an earlier time left it
+                    self._remove(replaced)
                 os.rename(final, replaced)
             os.rename(writing, final)
             _sync_folder(self.folder)
@@ -92,23 +137,26 @@ class Checkpoints:
             self._prune()
 
         try:
-            _by_first(prepare)
-            with _alone_is_fine():
-                save(state, checkpoint_id=writing, no_dist=not dist.is_initialized())
-            _by_first(finish)
+            _by_first(prepare, self._group)
+            save(
+                state,
+                checkpoint_id=writing,
+                process_group=self._group,
+                no_dist=not dist.is_initialized(),
+            )
+            _by_first(finish, self._group)
         except (OSError, RuntimeError, CheckpointException) as error:
             if _first():
                 self._clean()
             last = self.latest()
             kept = f"the last whole one is {last.path}" if last else "there is none yet"
             raise CheckpointError(f"could not write checkpoint {final}: {_reason(error)}; {kept}") from error
-        return Checkpoint(final, step, content)
 
     def load(self, checkpoint: Checkpoint, state: dict[str, Any]) -> dict[str, Any]:
         """Fill `state`, shaped as it was saved, in place where it holds tensors; returns it."""
+        _expect_to_be_alone()
         try:
-            with _alone_is_fine():
-                load(state, checkpoint_id=checkpoint.path, no_dist=not dist.is_initialized())
+            load(state, checkpoint_id=checkpoint.path, no_dist=not dist.is_initialized())
         except (OSError, RuntimeError, CheckpointException) as error:
             raise CheckpointError(f"could not read checkpoint {checkpoint.path}: {_reason(error)}") from error
         return state
@@ -133,19 +181,26 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
 
-@contextmanager
-def _alone_is_fine() -> Iterator[None]:
+def _expect_to_be_alone() -> None:
     """PyTorch warns that a single process saves for itself, which is what is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+    # For good: a filter that is taken back is taken back for all threads, whatever they have set in between.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+def _copy(state: Any) -> Any:
+    """The same tree with tensors of its own, on the CPU; a sharded tensor's copy is sharded alike."""
+    if isinstance(state, dict):
+        return {key: _copy(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(map(_copy, state))
+    return state.detach().to("cpu", copy=True) if isinstance(state, Tensor) else state
 
 
 def _first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _by_first(work: Callable[[], None]) -> None:
+def _by_first(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
     """The first process does it and the others wait. Where it fails, it fails for all: nobody waits for ever."""
     failure: list[Exception | None] = [None]
     if _first():
@@ -154,7 +209,7 @@ def _by_first(work: Callable[[], None]) -> None:
         except Exception as error:
             failure[0] = error
     if dist.is_initialized():
-        dist.broadcast_object_list(failure)
+        dist.broadcast_object_list(failure, group=group)
     if failure[0] is not None:
         raise failure[0]
 

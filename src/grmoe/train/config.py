@@ -101,6 +101,7 @@ class CheckpointConfig:
     every: int = 500  # steps; 0: at the end only
     keep_last: int = 2
     keep_best: bool = True  # the one of lowest validation loss
+    background: bool = False  # copy the state and train on while a thread writes it
 
     def __post_init__(self) -> None:
         positive_int("every", self.every, at_least=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -57,14 +58,18 @@ def _need(module: str, key: str) -> None:
 
 class JsonLines:
     def __init__(self, path: Path) -> None:
-        self.file = path.open("a")
+        self.path, self.file = path, path.open("a")
 
     def write(self, line: dict[str, Any]) -> None:
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()  # a killed run has told everything
+        try:
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()  # a killed run has told everything
+        except OSError as error:
+            raise OSError(f"cannot write {self.path}: {error.strerror}") from error
 
     def close(self) -> None:
-        self.file.close()
+        with contextlib.suppress(OSError):  # all that is left to write is what `write` has complained of
+            self.file.close()
 
 
 class Screen:

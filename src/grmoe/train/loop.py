@@ -20,7 +20,7 @@ import torch
 from grmoe.data.shards import INDEX
 from grmoe.parallel.shard import sync_metrics
 from grmoe.parallel.world import agree, start, stop
-from grmoe.train.checkpoint import Checkpoint, Checkpoints
+from grmoe.train.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from grmoe.train.config import TrainConfig
 from grmoe.train.log import Logger, open_logger, routing_line
 from grmoe.train.record import checkpoints_of, find_start, open_folder
@@ -68,6 +68,9 @@ def train(config: TrainConfig, resume: bool = False) -> Outcome:
             return _run(session, checkpoints, logger, first, {"data": data})
         finally:
             logger.close()
+            # Processes part when it is written. If that fails too, the run has ended for another reason already.
+            with contextlib.suppress(CheckpointError):
+                checkpoints.wait()
     finally:
         stop()
 
@@ -82,9 +85,9 @@ def _run(
     clock = Clock()
     validation: Validation | None = None
 
-    def save(step: int) -> Checkpoint:
+    def save(step: int, background: bool = False) -> Checkpoint:
         about = {**meta, "metric": None if validation is None else validation.loss, "processes": world.size}
-        return checkpoints.save(step, gather(session.model, session.optimizers), about)
+        return checkpoints.save(step, gather(session.model, session.optimizers), about, background)
 
     with Signals() as signals:
         for step in range(first, config.steps):
@@ -108,8 +111,10 @@ def _run(
                 if validation is not None and world.first:
                     logger.write(_validation_line(done, validation))
                 stopping = agree(world, signals.caught is not None)
+                if config.checkpoint.background and agree(world, checkpoints.failed):
+                    checkpoints.wait()  # raises, on all processes at the same step
                 if stopping or last or _due(config.checkpoint.every, done):
-                    kept = save(done)
+                    kept = save(done, config.checkpoint.background and not (stopping or last))
             if stopping and not last:
                 name, status = signals.describe()
                 raise TrainingStopped(f"{name}: stopped after step {done}, saved as {kept.path}", status)

@@ -21,6 +21,7 @@ import torch
 
 import grmoe
 from grmoe.config import differences, load, to_dict, to_yaml
+from grmoe.data.shards import write_durably
 from grmoe.train.checkpoint import Checkpoint, Checkpoints
 from grmoe.train.config import TrainConfig, is_free
 
@@ -65,17 +66,17 @@ def open_folder(config: TrainConfig, start: Checkpoint | None) -> None:
     """Write what the run is; lines of the log that the checkpoint has not seen are dropped."""
     folder = Path(config.out)
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / CONFIG, to_yaml(config))
+    write_durably(folder / CONFIG, to_yaml(config).encode())
     described = environment()
     previous = folder / ENVIRONMENT
     if start is not None and previous.is_file():
         earlier = json.loads(previous.read_text())
         described["resumed_from"] = [*earlier.pop("resumed_from", []), earlier]
-    _write(previous, json.dumps(described, indent=1) + "\n")
+    write_durably(previous, json.dumps(described, indent=1).encode() + b"\n")
     log = folder / LOG
     done = 0 if start is None else start.step
     kept = [line for line in read_log(folder) if line["step"] <= done and start is not None]
-    _write(log, "".join(json.dumps(line) + "\n" for line in kept))
+    write_durably(log, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
@@ -130,10 +131,3 @@ def _revision() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.strip() + ("+" if changes.strip() else "")
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    writing = path.with_name(f".writing-{path.name}")
-    writing.write_text(text)
-    os.replace(writing, path)

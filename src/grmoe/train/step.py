@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from grmoe.parallel.shard import accumulate, clip_gradients, finish_gradients, sync_routers
-from grmoe.parallel.world import mean
+from grmoe.parallel.world import mean, smallest
 from grmoe.routing import set_alpha
 from grmoe.train.config import TrainConfig
 from grmoe.train.schedule import cosine_factor, set_rates
@@ -113,20 +113,29 @@ def zero_grad(session: Session) -> None:
 def find_nonfinite(session: Session, batch_BS: Tensor) -> str:
     """Where NaN or Inf first appears: in the weights, else in the forward pass, else in the gradients.
 
-    Runs the step again, uncompiled: clipping has spread a NaN over all gradients. One process may find what others
-    do not.
+    Runs the step again, uncompiled: clipping has spread a NaN over all gradients. All processes call it together and
+    get the same answer, for one may find in its shards or its sequences what others do not.
     """
-    model = session.model
-    for name, p in model.named_parameters():
-        if not _finite(p):
-            return f"the weights {name} hold NaN or Inf"
-    found: list[str] = []
+    model, world = session.model, session.world
+    names = [name for name, _ in model.named_parameters()]
+
+    def first_bad(tensors: list[Tensor | None]) -> int:
+        bad = (i for i, t in enumerate(tensors) if t is not None and not _finite(t))
+        return smallest(world, next(bad, len(tensors)))
+
+    number = first_bad(list(model.parameters()))
+    if number < len(names):
+        return f"the weights {names[number]} hold NaN or Inf"
+
+    calls: list[str] = []  # in the same order on all processes
+    bad_calls: list[int] = []
 
     def watch(name: str) -> Callable[..., None]:
         def look(module: nn.Module, inputs: object, output: object) -> None:
             tensors = output if isinstance(output, tuple) else (output,)
-            if not found and not all(_finite(t) for t in tensors if isinstance(t, Tensor)):
-                found.append(name)
+            if not all(_finite(t) for t in tensors if isinstance(t, Tensor)):
+                bad_calls.append(len(calls))
+            calls.append(name)
 
         return look
 
@@ -136,7 +145,7 @@ def find_nonfinite(session: Session, batch_BS: Tensor) -> str:
     ]
     zero_grad(session)
     try:
-        for rows in batch_BS.to(session.world.device).split(session.micro_rows):
+        for rows in batch_BS.to(world.device).split(session.micro_rows):
             targets = rows[:, 1:].contiguous()
             with session.autocast():
                 loss = model(
@@ -146,12 +155,14 @@ def find_nonfinite(session: Session, batch_BS: Tensor) -> str:
     finally:
         for hook in hooks:
             hook.remove()
-    if found:
-        return f"the output of {found[0]} holds NaN or Inf"
-    for name, p in reversed(list(model.named_parameters())):
-        if p.grad is not None and not _finite(p.grad):
-            return f"the forward pass is finite, the gradient of {name} is not"
-    return "every layer of this process is finite: the loss overflowed, or another process's did"
+    number = smallest(world, min(bad_calls, default=len(calls)))
+    if number < len(calls):
+        return f"the output of {calls[number]} holds NaN or Inf"
+    # From the loss backwards.
+    number = first_bad([p.grad for p in reversed(list(model.parameters()))])
+    if number < len(names):
+        return f"the forward pass is finite, the gradient of {names[-1 - number]} is not"
+    return "every layer is finite: the loss overflowed"
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grmoe.parallel.shard import sync_metrics
 from grmoe.parallel.world import total
-from grmoe.routing import RoutingMetrics, set_alpha
+from grmoe.routing import RoutingMetrics, routers, set_alpha
 from grmoe.train.setup import Session
 
 
@@ -39,6 +39,8 @@ def validate(session: Session) -> Validation:
         for domain in session.validation.domains:
             sum_2 = torch.zeros(2, dtype=torch.float64, device=world.device)
             for rows, counts in _own_share(session, domain):
+                for router in routers(model):
+                    router.record = counts
                 rows = rows.to(world.device)
                 targets = rows[:, 1:].contiguous()
                 with session.autocast():
@@ -53,6 +55,8 @@ def validate(session: Session) -> Validation:
         sync_metrics(model, world)
         routing = model.routing_metrics()
     finally:
+        for router in routers(model):
+            router.record = True
         model.train()
         model.reset_routing_metrics()
     domains = {name: loss / tokens for name, (loss, tokens) in sums.items() if tokens}
@@ -64,10 +68,19 @@ def _own_share(session: Session, domain: str) -> Iterator[tuple[Tensor, bool]]:
 
     Sharded models need all processes in every forward.
     """
-    config, world = session.config.validation, session.world
-    batch = config.batch_size or session.micro_rows
-    most = max(1, config.tokens // (batch * session.length))
-    windows = itertools.islice(session.validation.windows(session.length, batch, domain), most)
-    while group := list(itertools.islice(windows, world.size)):
+    world = session.world
+    batches = _batches(session, domain)
+    while group := list(itertools.islice(batches, world.size)):
         counts = world.rank < len(group)
         yield group[world.rank if counts else -1], counts
+
+
+def _batches(session: Session, domain: str) -> Iterator[Tensor]:
+    """The first windows of a domain: the same text whatever the batch and the number of processes."""
+    config, length = session.config.validation, session.length
+    left = max(1, config.tokens // length)
+    for rows in session.validation.windows(length, config.batch_size or session.micro_rows, domain):
+        yield rows[:left]
+        left -= len(rows)
+        if left <= 0:
+            return

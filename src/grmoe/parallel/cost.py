@@ -1,0 +1,203 @@
+"""What one process sends in a training step, from shapes alone: a model on the meta device, and no processes.
+
+`tests/parallel/test_cost.py` compares it, byte for byte, with what real processes send.
+
+Legend: P processes, n of them in a group; R × F × E = P the mesh replicate × fsdp × expert; T tokens of a process in a
+step, D model width, N experts, K of them a token; c bytes of a weight while computing: 2 in bf16, 4 in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from grmoe import checks
+from grmoe.layer import MoE
+from grmoe.model.modeling_grmoe import GrmoeForCausalLM
+from grmoe.parallel.shard import check_expert_split, expert_shard_dim, shard_dim
+from grmoe.routing import routers
+
+FP32 = 4  # masters, gradients when they are reduced, moments, routers
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The mesh, and what each process computes in a step."""
+
+    replicate: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    sequences: int = 8  # of one process
+    length: int = 1024  # tokens of a sequence
+    micro_batches: int = 1  # that the sequences are computed in
+    bf16: bool = True
+    checkpointing: bool = False  # of activations
+
+    def __post_init__(self) -> None:
+        for name in ("replicate", "fsdp", "expert", "sequences", "length", "micro_batches"):
+            checks.positive_int(name, getattr(self, name))
+        checks.require(self.processes > 1, "a mesh must have at least two processes, got one")
+        checks.require(
+            self.sequences % self.micro_batches == 0,
+            f"micro_batches must divide the {self.sequences} sequences, got {self.micro_batches}",
+        )
+
+    @property
+    def processes(self) -> int:
+        return self.replicate * self.fsdp * self.expert
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
+
+    @property
+    def compute_bytes(self) -> int:
+        return 2 if self.bf16 else 4
+
+
+# -- what FSDP gathers and reduces at once ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are gathered and reduced together: a block, the experts of one, or the rest (the root)."""
+
+    kind: Literal["block", "experts", "root"]
+    shard: int  # elements that a process holds, padding included
+    n: int  # processes that divide them: F·E, or F for experts that are divided over E already
+    kept: bool  # stays gathered until the backward needs it
+
+    @property
+    def whole(self) -> int:
+        """Elements when gathered."""
+        return self.n * self.shard
+
+
+def groups(model: GrmoeForCausalLM, plan: Plan) -> list[Group]:
+    """As `shard` makes them, in the order of the blocks, the root last.
+
+    Of a parameter that is divided along a dimension of size d, a process holds ⌈d/n⌉ of it: all of them allocate, send
+    and reduce as much as the first one does.
+    """
+    n, found = plan.fsdp * plan.expert, []
+    done = {p for router in routers(model) for p in router.parameters()}
+    layers = list(model.model.layers)
+    for layer in layers:
+        if plan.expert > 1 and isinstance(layer.mlp, MoE):
+            check_expert_split(layer.mlp.router.num_experts, plan.expert)
+            own = _new(layer.mlp.experts, done)
+            held = sum(_part(p, expert_shard_dim(p.shape, plan.fsdp), plan.fsdp) // plan.expert for p in own)
+            found.append(Group("experts", held, plan.fsdp, kept=False))
+        held = sum(_part(p, shard_dim(p.shape, n), n) for p in _new(layer, done))
+        found.append(Group("block", held, n, kept=layer is layers[-1]))
+    held = sum(_part(p, shard_dim(p.shape, n), n) for p in _new(model, done))
+    return [*found, Group("root", held, n, kept=True)]
+
+
+def _new(module: nn.Module, done: set[nn.Parameter]) -> list[nn.Parameter]:
+    """Parameters that are in no group yet; they are in one now."""
+    own = [p for p in module.parameters() if p not in done]
+    done.update(own)
+    return own
+
+
+def _part(p: nn.Parameter, dim: int, n: int) -> int:
+    return p.numel() // p.shape[dim] * math.ceil(p.shape[dim] / n)
+
+
+# -- communication ---------------------------------------------------------------------------------------------
+
+Op = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of one kind that a process takes part in during a step.
+
+    given: bytes of the whole tensors: what an all-gather puts out, what the others take in.
+    sent: bytes that leave a process, by the rings that NCCL and gloo use for large tensors:
+        all-gather, reduce-scatter   (n−1)/n · given
+        all-reduce                   2 (n−1)/n · given, a reduce-scatter and an all-gather
+        all-to-all                   (n−1)/n · given, the rest being its own; for a balanced load
+    """
+
+    what: str
+    op: Op
+    n: int  # processes of the group
+    stride: int  # between the ranks of two neighbours
+    calls: int
+    given: int
+    hidden: bool  # FSDP runs it on a stream of its own, beside the computation
+
+    @property
+    def sent(self) -> float:
+        return (2 if self.op == "all-reduce" else 1) * (self.n - 1) / self.n * self.given
+
+
+def traffic(model: GrmoeForCausalLM, plan: Plan) -> list[Traffic]:
+    """All collectives of a step; those of one process or of nothing are left out.
+
+    weights      every group gathered in c bytes, in each micro-batch: for the forward, and again for the backward
+                 unless it was kept
+    gradients    every group reduced in fp32, once, in the last micro-batch; R > 1: then a shard all-reduced
+    routers      their gradients in fp32, once, over all processes
+    rows         T·K rows of D numbers in c bytes for each MoE layer: to the experts and back in the forward, the same
+                 in the backward; with checkpointed activations the forward's once more
+    row counts   N int64 before each time rows go out
+    small        fp32: the gradient's norm, three losses, the load of each expert; int64: the flag of a signal
+    """
+    c, E = plan.compute_bytes, plan.expert
+    parts = groups(model, plan)
+    own = routers(model)
+    config = model.config
+    assert config.num_experts_per_tok is not None
+    forwards = 2 if plan.checkpointing else 1
+    layers = len(config.moe_layers)
+    found = []
+    for title, stride, members in (
+        ("", 1, [g for g in parts if g.kind != "experts"]),
+        ("expert ", E, [g for g in parts if g.kind == "experts"]),
+    ):
+        again = [g for g in members if not g.kept]
+        found += [
+            _gather(f"{title}weights, forward", members, plan, stride),
+            _gather(f"{title}weights, backward", again, plan, stride),
+            _reduce(f"{title}gradients", members, stride),
+            Traffic(
+                f"{title}gradients of the copies", "all-reduce", plan.replicate, plan.fsdp * E, len(members),
+                FP32 * sum(g.shard for g in members), hidden=True,
+            ),
+        ]  # fmt: skip
+    rows = plan.tokens * config.num_experts_per_tok * config.hidden_size * c
+    counts = 8 * config.num_experts * plan.micro_batches
+    exchanges = 2 * forwards + 2
+    weights = sum(p.numel() for router in own for p in router.parameters())
+    small = FP32 * (1 + 3 + sum(router.prior_sums.numel() for router in own)) + 8
+    found += [
+        Traffic(
+            "rows", "all-to-all", E, 1, layers * exchanges * plan.micro_batches, layers * exchanges * rows,
+            hidden=False,
+        ),
+        Traffic(
+            "row counts", "all-to-all", E, 1, layers * forwards * plan.micro_batches,
+            layers * forwards * counts, hidden=False,
+        ),
+        Traffic("routers", "all-reduce", plan.processes, 1, 1, FP32 * weights, hidden=False),
+        Traffic("small", "all-reduce", plan.processes, 1, 4, small, hidden=False),
+    ]  # fmt: skip
+    return [t for t in found if t.n > 1 and t.given]
+
+
+def _gather(what: str, members: list[Group], plan: Plan, stride: int) -> Traffic:
+    given = plan.micro_batches * plan.compute_bytes * sum(g.whole for g in members)
+    n = members[0].n if members else 1
+    return Traffic(what, "all-gather", n, stride, plan.micro_batches * len(members), given, hidden=True)
+
+
+def _reduce(what: str, members: list[Group], stride: int) -> Traffic:
+    n = members[0].n if members else 1
+    given = FP32 * sum(g.whole for g in members)
+    return Traffic(what, "reduce-scatter", n, stride, len(members), given, hidden=True)

@@ -1,0 +1,107 @@
+"""What one process holds in a training step, from shapes alone. Names as in `cost.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from grmoe.model.configuration_grmoe import GrmoeConfig
+from grmoe.model.modeling_grmoe import GrmoeForCausalLM
+from grmoe.optim import GrassmannAdam, split_parameters
+from grmoe.parallel.cost import FP32, Group, Plan, groups
+from grmoe.routing import routers
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a process: the first four exactly, on the fullest process; the next three are estimates."""
+
+    weights: int  # fp32 shards
+    gradients: int  # fp32 shards
+    moments: int  # AdamW's two, fp32
+    routers: int  # weights, gradients, moments and workspace of the routers, whole
+    gathered: int
+    activations: int
+    logits: int
+    start: int  # the whole model in fp32, before it is divided
+
+    @property
+    def total(self) -> int:
+        return sum(value for name, value in vars(self).items() if name != "start")
+
+
+def memory(model: GrmoeForCausalLM, plan: Plan) -> Memory:
+    """Bytes that a process holds at most.
+
+    routers      4 bytes a weight and its gradient, 8 for AdamW's moments of κ; for a frame of D × k a momentum, one
+                 second moment and a k × k matrix, and a workspace of all frames that GrassmannAdam keeps
+    gathered     in the backward: 2c a weight of the root (weights and gradient, which waits for the embedding's part)
+                 and 3c + 4 a weight of the largest block: its weights, its gradient, the next block's weights, and the
+                 buffer its gradient is reduced in. Several micro-batches: also 4 for the gradient of all weights a
+                 process computes with
+    activations  see `block_activations`
+    logits       12 + c a token and word: the logits, and in fp32 their log-softmax and two gradients
+    """
+    c, parts = plan.compute_bytes, groups(model, plan)
+    shard, whole = sum(g.shard for g in parts), sum(g.whole for g in parts)
+    root = parts[-1].whole
+    busy = max(root * FP32, max(_blocks(parts)) * (3 * c + FP32))
+    waiting = FP32 * whole if plan.micro_batches > 1 else 0
+    tokens = plan.tokens // plan.micro_batches
+    each = [block_activations(model.config, i, plan) for i in range(model.config.num_hidden_layers)]
+    kept = len(each) * model.config.hidden_size * c + max(each) if plan.checkpointing else sum(each)
+    return Memory(
+        weights=FP32 * shard,
+        gradients=FP32 * shard,
+        moments=2 * FP32 * shard,
+        routers=_router_bytes(model),
+        gathered=root * 2 * c + busy + waiting,
+        activations=tokens * kept,
+        logits=tokens * model.config.vocab_size * (12 + c),
+        start=FP32 * sum(p.numel() for p in model.parameters()),
+    )
+
+
+def block_activations(config: GrmoeConfig, index: int, plan: Plan) -> int:
+    """Bytes a token that block `index` keeps for its backward: an estimate.
+
+    Numbers of c bytes: the residual stream and its normalised form twice (4D), queries and what they attend to, keys
+    and values; the inner width three times for SwiGLU (gate, up, product), twice for GELU. A MoE layer has that for K
+    rows, and the rows before and after (divided experts: once more, as they came back). In fp32 its router's logits,
+    gate and weights. This is what fused norms and activations keep; eager PyTorch keeps up to twice as much.
+    """
+    assert config.head_dim is not None
+    assert config.num_key_value_heads is not None
+    assert config.num_experts_per_tok is not None
+    D, inner = config.hidden_size, 3 if config.activation == "swiglu" else 2
+    numbers = 4 * D + 2 * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
+    if index not in config.moe_layers:
+        assert config.intermediate_size is not None
+        return plan.compute_bytes * (numbers + inner * config.intermediate_size)
+    assert config.moe_intermediate_size is not None
+    rows = (3 if plan.expert > 1 else 2) * D
+    each = rows + inner * config.moe_intermediate_size
+    many = config.num_experts_per_tok * each + inner * config.shared_experts * config.moe_intermediate_size
+    return plan.compute_bytes * (numbers + many) + 3 * FP32 * config.num_experts
+
+
+def _blocks(parts: Iterable[Group]) -> Iterator[int]:
+    """Gathered elements of each block, its experts included."""
+    experts = 0
+    for group in parts:
+        if group.kind == "experts":
+            experts = group.whole
+        elif group.kind == "block":
+            yield group.whole + experts
+            experts = 0
+
+
+def _router_bytes(model: GrmoeForCausalLM) -> int:
+    split = split_parameters(model)
+    frames = [p for group in split.frame_groups for p in group["params"]]
+    own = {p for router in routers(model) for p in router.parameters()}
+    state = sum(
+        t.nbytes for p in frames for key, t in GrassmannAdam.initial_state(p).items() if key != "step"
+    )
+    every, framed = sum(p.numel() for p in own), sum(p.numel() for p in frames)
+    return FP32 * (2 * every + 2 * (every - framed) + framed) + state

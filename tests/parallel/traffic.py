@@ -1,0 +1,130 @@
+"""One real training step, and every byte its collectives were given, seen below FSDP, DTensor and our own code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grmoe.model import GrmoeForCausalLM, preset
+from grmoe.optim import GrassmannAdam
+from grmoe.parallel.cost import Plan
+from grmoe.parallel.shard import shard
+from grmoe.parallel.world import World, agree
+from grmoe.routing import routers
+from grmoe.train.config import TrainConfig
+from grmoe.train.setup import Session, build_optimizers
+from grmoe.train.step import train_step
+
+OPS = {
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "alltoall_base_": "all-to-all",
+}
+COUNTS = "all-to-all of counts"
+
+
+@dataclass
+class Seen:
+    """Collectives of one kind in a group of n processes."""
+
+    calls: int = 0
+    given: int = 0
+    sent: int = 0  # to other processes; known of an all-to-all, where the call says what goes where
+
+
+class Collectives(TorchDispatchMode):
+    """Sums up what c10d's operators are called with; an operator it does not know fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[tuple[str, int], Seen] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.count(func._schema.name.removeprefix("c10d::"), args)
+        return func(*args, **(kwargs or {}))
+
+    def count(self, name: str, args: Any) -> None:
+        op = OPS[name]
+        group = torch.distributed.ProcessGroup.unbox(args[1 if op == "all-reduce" else 2])
+        whole = args[0][0] if op == "all-reduce" else args[0] if op == "all-gather" else args[1]
+        if op == "all-to-all" and whole.dtype == torch.int64:
+            op = COUNTS
+        seen = self.seen.setdefault((op, group.size()), Seen())
+        seen.calls += 1
+        seen.given += whole.nbytes
+        if op == "all-to-all":
+            stay = args[4][group.rank()]
+            seen.sent += whole.nbytes - stay * whole[0].nbytes if len(whole) else 0
+
+
+@dataclass
+class Step:
+    seen: dict[tuple[str, int], Seen]
+    held: dict[str, int]
+
+
+def step(world: World, name: str, changes: dict[str, Any], plan: Plan) -> Step:
+    """The second step of a run, for optimisers have their moments then: what was sent, and what was held."""
+    config = TrainConfig(device="cpu", precision="bf16" if plan.bf16 else "fp32")
+    torch.manual_seed(0)
+    model = GrmoeForCausalLM(preset(name, **changes)).train()
+    if plan.checkpointing:
+        model.gradient_checkpointing_enable()
+    shard(model, world, bf16=plan.bf16)
+    optimizers = build_optimizers(model, config.optim)
+    session = Session(
+        config=config,
+        world=world,
+        data=cast(Any, None),
+        validation=cast(Any, None),
+        model=model,
+        forward=model,
+        optimizers=optimizers,
+        length=plan.length,
+        rows=plan.sequences,
+        micro_rows=plan.sequences // plan.micro_batches,
+        flops_per_token=0.0,
+        peak_flops=None,
+    )
+    seed = torch.Generator().manual_seed(world.rank)
+    batch = torch.randint(model.config.vocab_size, (plan.sequences, plan.length + 1), generator=seed)
+    train_step(session, 0, batch)
+    held: dict[str, int] = {}
+    # The last one to step; gradients are still there.
+    optimizers[-1].register_step_post_hook(lambda *_: held.update(held_bytes(model, optimizers)))
+    with Collectives() as collectives:
+        train_step(session, 1, batch)
+        agree(world, False)
+    return Step(collectives.seen, held)
+
+
+def held_bytes(model: GrmoeForCausalLM, optimizers: list[Optimizer]) -> dict[str, int]:
+    own = {p for router in routers(model) for p in router.parameters()}
+    divided = [p for p in model.parameters() if p not in own]
+    states = {p: state for optimizer in optimizers for p, state in optimizer.state.items()}
+
+    def moments(parameters: Iterable[Tensor]) -> int:
+        return _bytes(t for p in parameters for key, t in states[p].items() if key != "step")
+
+    workspaces = [t for o in optimizers if isinstance(o, GrassmannAdam) for t in o._workspaces.values()]
+    return {
+        "weights": _bytes(divided),
+        "gradients": _bytes(p.grad for p in divided),
+        "moments": moments(divided),
+        "routers": _bytes(own) + _bytes(p.grad for p in own) + moments(own) + _bytes(workspaces),
+    }
+
+
+def _bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Of the memory behind them, padding included, shared memory once."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())

@@ -1,0 +1,246 @@
+"""Training by two processes: killed, stopped, resumed by as many or by others, exported; as by one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import assert_same
+from processes import Processes
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from grmoe.cli import app
+from grmoe.config import to_yaml
+from grmoe.parallel.world import start, stop
+from grmoe.train import loop
+from grmoe.train.config import TrainConfig
+from grmoe.train.loop import TrainingStopped, train
+from grmoe.train.record import checkpoints_of, read_log
+from grmoe.train.setup import Session, open_session
+from grmoe.train.state import full_state_dict, gather, restore
+from grmoe.train.step import train_step
+from grmoe.train.validate import Validation, validate
+
+Settings = Callable[..., TrainConfig]
+KINDS: dict[str, dict[str, int]] = {"fsdp": {"fsdp": 2}, "expert": {"expert": 2}}
+
+
+def losses(config: TrainConfig, kind: str = "train") -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in read_log(Path(config.out)) if line["kind"] == kind}
+
+
+# -- what the processes do -------------------------------------------------------------------------------------
+
+
+def train_and_keep(config: TrainConfig, resume: bool = False) -> dict[str, Tensor] | None:
+    """The model as it is in training when it ends, from the first process."""
+    kept: dict[str, Tensor] | None = None
+
+    def watch(session: Session) -> Validation:
+        nonlocal kept
+        kept = full_state_dict(session.model, session.world)
+        return validate(session)
+
+    loop.validate = watch
+    train(config, resume)
+    return kept
+
+
+def train_until(config: TrainConfig, step: int, number: int, ranks: tuple[int, ...]) -> tuple[str, int]:
+    """A signal comes to some of the processes before a step."""
+
+    def signalled(session: Session, at: int, batch: Tensor) -> Any:
+        if at == step and session.world.rank in ranks:
+            os.kill(os.getpid(), number)
+        return train_step(session, at, batch)
+
+    loop.train_step = signalled
+    try:
+        train(config)
+    except TrainingStopped as stopped:
+        return str(stopped), stopped.status
+    return "", 0
+
+
+def validated(config: TrainConfig, step: int) -> tuple[float, dict[str, float], int]:
+    """Losses of a checkpoint on the validation text, and the tokens that were routed for them."""
+    world = start(config.parallel, "cpu")
+    session = open_session(config, world)
+    checkpoints = checkpoints_of(Path(config.out), config)
+    checkpoint = next(c for c in checkpoints.all() if c.step == step)
+    state = checkpoints.load(checkpoint, gather(session.model, session.optimizers))
+    restore(session.model, session.optimizers, state)
+    found = validate(session)
+    stop()
+    return found.loss, found.domains, found.routing[0].tokens
+
+
+# -- runs that several tests look at ---------------------------------------------------------------------------
+
+
+class Straight:
+    """Twenty steps at a stretch, with checkpoints at ten and twenty, and the model as training had it."""
+
+    def __init__(self, make: Settings, kind: str) -> None:
+        self.config = make(
+            f"straight-{kind}", log={"every": 1}, checkpoint={"every": 10}, parallel=KINDS.get(kind, {})
+        )
+        answers = Processes(2 if kind in KINDS else 1, train_and_keep, self.config).answers()
+        self.weights: dict[str, Tensor] = answers[0]
+        assert answers[1:] in ([], [None])
+
+
+@pytest.fixture(scope="module")
+def straight(make_settings: Callable[[Path], Settings], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Straight] = {}
+    make = make_settings(tmp_path_factory.mktemp("straight"))
+
+    def get(kind: str) -> Straight:
+        if kind not in made:
+            made[kind] = Straight(make, kind)
+        return made[kind]
+
+    return get
+
+
+def at_ten(run: TrainConfig, settings: Settings, kind: str) -> TrainConfig:
+    """A copy of a run as it was after ten steps, for other processes to go on with."""
+    config = settings("copy", log={"every": 1}, checkpoint={"every": 10}, parallel=KINDS.get(kind, {}))
+    shutil.copytree(run.out, config.out)
+    shutil.rmtree(Path(config.out) / "checkpoints" / "step-00000020")
+    return config
+
+
+# -- tests -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_and_resumed_is_straight_to_the_bit(
+    kind: str, settings: Settings, straight: Callable[[str], Straight]
+) -> None:
+    """kill -9 of both in step 14; the checkpoint of step 10 is what is left."""
+    config = settings("broken", log={"every": 1}, checkpoint={"every": 10}, parallel=KINDS[kind])
+    killed = Processes(2, train_until, config, 13, signal.SIGKILL, (0, 1))
+    assert killed.join() == [-signal.SIGKILL] * 2
+    assert [c.step for c in checkpoints_of(Path(config.out), config).all()] == [10]
+    Processes(2, train_and_keep, config, True).answers()
+    assert_same(config, straight(kind).config)
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("fsdp", ""), ("expert", ""), ("", "fsdp"), ("", "expert")])
+def test_other_numbers_of_processes_go_on(
+    writer: str, reader: str, settings: Settings, straight: Callable[[str], Straight]
+) -> None:
+    """The sums have another order, so the first loss agrees to 1e-6; ten steps on, rounding has grown a little."""
+    wanted = straight(writer).config
+    config = at_ten(wanted, settings, reader)
+    Processes(2 if reader else 1, train_and_keep, config, True).answers()
+    assert list(losses(config)) == list(range(1, 21))
+    assert losses(config)[11] == pytest.approx(losses(wanted)[11], abs=1e-6)
+    assert losses(config)[20] == pytest.approx(losses(wanted)[20], abs=1e-3)
+
+
+def test_validation_is_the_same_for_one_and_for_two(
+    settings: Settings, straight: Callable[[str], Straight]
+) -> None:
+    """Also where the batches differ, as they do unless `validation.batch_size` is given, and one process has more."""
+    base = straight("").config
+    for options in ({}, {"batch_size": 5, "tokens": 10**9}):
+        answers = []
+        for kind in ("", *KINDS):
+            config = settings(validation=options, parallel=KINDS.get(kind, {}))
+            shutil.rmtree(config.out, ignore_errors=True)
+            shutil.copytree(base.out, config.out)
+            answers += Processes(2 if kind else 1, validated, config, 20).answers()
+        loss, domains, tokens = answers[0]
+        for other in answers[1:]:
+            assert other[0] == pytest.approx(loss, abs=1e-6)
+            assert other[1] == pytest.approx(domains, abs=1e-6)
+            assert other[2] == tokens
+    assert losses(base, "validation")[20] == pytest.approx(validated(base, 20)[0], abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_exported_folder_is_the_model_in_training(
+    kind: str, straight: Callable[[str], Straight], tmp_path: Path
+) -> None:
+    run = straight(kind)
+    out = tmp_path / "model"
+    exported = CliRunner().invoke(
+        app, ["export", run.config.out, "--out", str(out), "--dtype", "fp32", "--checkpoint", "last"]
+    )
+    assert exported.exit_code == 0, exported.output
+    weights = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert weights.keys() == run.weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(value, run.weights[name]), name
+
+
+def test_a_signal_to_one_stops_both(settings: Settings, straight: Callable[[str], Straight]) -> None:
+    config = settings("broken", log={"every": 1}, checkpoint={"every": 10}, parallel=KINDS["fsdp"])
+    for message, status in Processes(2, train_until, config, 4, signal.SIGTERM, (1,)).answers():
+        assert message.startswith("SIGTERM: stopped after step 5, saved as ")
+        assert status == 128 + signal.SIGTERM
+    Processes(2, train_and_keep, config, True).answers()
+    assert_same(config, straight("fsdp").config)
+
+
+def test_background_checkpoints_change_nothing(
+    settings: Settings, straight: Callable[[str], Straight]
+) -> None:
+    """Their processes talk to each other while the training does."""
+    config = settings(
+        "behind",
+        log={"every": 1},
+        checkpoint={"every": 2, "keep_last": 9, "background": True},
+        parallel=KINDS["fsdp"],
+    )
+    Processes(2, train_and_keep, config).answers()
+    assert [c.step for c in checkpoints_of(Path(config.out), config).all()] == list(range(4, 21, 2))
+    assert_same(config, straight("fsdp").config, steps=(10, 20))
+
+
+def test_torchrun(settings: Settings, tmp_path: Path) -> None:
+    """As people start it: stopped by SIGTERM to torchrun, which passes it on, and resumed to the end."""
+    config = settings(steps=100, log={"every": 1}, parallel=KINDS["fsdp"])
+    path = tmp_path / "run.yaml"
+    path.write_text(to_yaml(config))
+
+    def torchrun(*arguments: str) -> subprocess.Popen[str]:
+        command = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "grmoe", "train", str(path)]
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *command[1:], *arguments],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    first = torchrun()
+    assert first.stderr is not None
+    seen = []
+    for line in first.stderr:
+        seen.append(line)
+        if line.startswith("step 3:"):
+            break
+    first.send_signal(signal.SIGTERM)
+    _, said = first.communicate(timeout=60)
+    assert first.returncode != 0, "".join(seen) + said
+    assert said.count("SIGTERM: stopped after step") == 1, "".join(seen) + said
+    assert f"Go on with: grmoe train --resume out={config.out}" in said
+    [kept] = checkpoints_of(Path(config.out), config).all()
+    assert 3 <= kept.step < 100
+    assert kept.meta["processes"] == 2
+    shown, said = torchrun("--resume").communicate(timeout=60)
+    assert shown.count("Validation perplexity") == 1, said
+    assert list(losses(config)) == list(range(1, 101))
