@@ -236,20 +236,51 @@ def info(
         int | None,
         typer.Option(min=1, help="Tokens of context to count attention at.", show_default="the model's"),
     ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=2, help="Also what a step of training takes on so many.")
+    ] = None,
+    replicate: Annotated[int, typer.Option(min=1, help="With --gpus: copies of the model.")] = 1,
+    expert: Annotated[int, typer.Option(min=1, help="With --gpus: how many divide the experts.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="With --gpus: sequences a GPU.")] = 8,
+    micro_batches: Annotated[int, typer.Option(min=1, help="With --gpus: parts of the batch.")] = 1,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="With --gpus: activations computed again.")
+    ] = False,
+    nvlink: Annotated[float, typer.Option(help="GB/s of a GPU to others of its eight.")] = 450,
+    network: Annotated[float, typer.Option(help="GB/s of a GPU to other nodes.")] = 50,
+    tflops: Annotated[float, typer.Option(help="TFLOP/s that a GPU achieves, bf16.")] = 400,
 ) -> None:
-    """Count a model's parameters, arithmetic and memory. No weights are loaded.
+    """Count a model's parameters, arithmetic and memory, and with --gpus what a step of training takes.
+
+    No weights are loaded. Bytes are those of the code, times what the given rates make of them: docs/scaling.md.
 
     Example: [bold]grmoe info 1.3b --context 4096[/]
+
+    Example: [bold]grmoe info 2.7b --gpus 64 --replicate 2 --expert 8[/]
     """
     need("transformers", extra="lm")
     from grmoe.model.count import count, describe
     from grmoe.model.presets import find_config
+    from grmoe.parallel.cost import Plan
+    from grmoe.parallel.report import Machine, describe_step
 
     try:
         config = find_config(model)
+        console.print(describe(escape(model), config, count(config, context)), highlight=False)
+        if gpus is not None:
+            plan = Plan.on(
+                gpus,
+                replicate=replicate,
+                expert=expert,
+                sequences=batch,
+                length=context or config.max_position_embeddings,
+                micro_batches=micro_batches,
+                checkpointing=checkpointing,
+            )
+            machine = Machine(nvlink=nvlink * 1e9, network=network * 1e9, flops=tflops * 1e12)
+            console.print(describe_step(escape(model), config, plan, machine), highlight=False)
     except ValueError as error:
         fail(escape(str(error)))
-    console.print(describe(escape(model), config, count(config, context)), highlight=False)
 
 
 @app.command()

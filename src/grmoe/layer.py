@@ -99,8 +99,9 @@ class MoE(nn.Module):
 
     def run(self, x: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Routing]:
         """Output and what the router decided (its `aux_loss`, probabilities, selection)."""
-        routing = self.router(x, token_ids)
+        # Cast first: the router then sees in training what it sees in a model that is served in 16 bits.
         x = _as_autocast(x)
+        routing = self.router(x, token_ids)
         y = self.mix(x, routing.slots) if routing.slots is not None else self.compute(x, routing)
         if self.shared is not None:
             y = y + _expert(self.shared, 0, x)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -39,11 +39,21 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("replicate", "fsdp", "expert", "sequences", "length", "micro_batches"):
             checks.positive_int(name, getattr(self, name))
-        checks.require(self.processes > 1, "a mesh must have at least two processes, got one")
+        checks.require(self.processes > 1, "there must be at least two processes, got one")
         checks.require(
             self.sequences % self.micro_batches == 0,
             f"micro_batches must divide the {self.sequences} sequences, got {self.micro_batches}",
         )
+
+    @classmethod
+    def on(cls, processes: int, *, replicate: int = 1, expert: int = 1, **step: Any) -> Plan:
+        """With `fsdp` as many as the other two leave; `step`: the fields that are not the mesh."""
+        others = replicate * expert
+        checks.require(
+            processes % others == 0,
+            f"replicate × expert must divide the number of GPUs, got {replicate} × {expert} for {processes}",
+        )
+        return cls(replicate, processes // others, expert, **step)
 
     @property
     def processes(self) -> int:

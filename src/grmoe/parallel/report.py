@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from grmoe.hardware import PEAK_FLOPS
 from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.model.count import count, meta_model
 from grmoe.parallel.cost import Plan, Traffic, traffic
@@ -21,7 +20,7 @@ class Machine:
     node: int = 8  # GPUs with NVLink between them
     nvlink: float = 450e9  # H100, H200
     network: float = 50e9  # one 400 Gb/s card for each GPU
-    flops: float = 0.4 * PEAK_FLOPS["H100"]  # an MFU of 40 %
+    flops: float = 400e12  # that a GPU achieves: 40 % of what an H100 could
     # From one process to the next, within a node and between nodes: what NCCL's own planner reckons with for rings
     # (src/graph/tuning.cc, protocol Simple).
     hop: float = 3.4e-6

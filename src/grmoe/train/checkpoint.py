@@ -20,6 +20,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -141,6 +143,7 @@ class Checkpoints:
             save(
                 state,
                 checkpoint_id=writing,
+                storage_writer=_Writer(writing),
                 process_group=self._group,
                 no_dist=not dist.is_initialized(),
             )
@@ -179,6 +182,20 @@ class Checkpoints:
     def _clean(self) -> None:
         for path in self.folder.glob(f"{TEMPORARY}*"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+class _Writer(FileSystemWriter):
+    """Fails with what the system said: PyTorch's archive, half written, complains of itself over it."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # Here, for only the process that failed has the chain of errors.
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error
 
 
 def _expect_to_be_alone() -> None:
