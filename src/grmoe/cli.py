@@ -266,7 +266,7 @@ def info(
 
     try:
         config = find_config(model)
-        console.print(describe(escape(model), config, count(config, context)), highlight=False)
+        tables = [describe(escape(model), config, count(config, context))]
         if gpus is not None:
             plan = Plan.on(
                 gpus,
@@ -278,9 +278,11 @@ def info(
                 checkpointing=checkpointing,
             )
             machine = Machine(nvlink=nvlink * 1e9, network=network * 1e9, flops=tflops * 1e12)
-            console.print(describe_step(escape(model), config, plan, machine), highlight=False)
+            tables.append(describe_step(escape(model), config, plan, machine))
     except ValueError as error:
         fail(escape(str(error)))
+    for table in tables:
+        console.print(table, highlight=False)
 
 
 @app.command()

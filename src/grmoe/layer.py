@@ -100,7 +100,7 @@ class MoE(nn.Module):
     def run(self, x: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Routing]:
         """Output and what the router decided (its `aux_loss`, probabilities, selection)."""
         # Cast first: the router then sees in training what it sees in a model that is served in 16 bits.
-        x = _as_autocast(x)
+        x = as_autocast(x)
         routing = self.router(x, token_ids)
         y = self.mix(x, routing.slots) if routing.slots is not None else self.compute(x, routing)
         if self.shared is not None:
@@ -207,7 +207,7 @@ class MoE(nn.Module):
         return (total - _expert(self.shared, 0, x)).norm(dim=-1) + rounding
 
 
-def _as_autocast(x: Tensor) -> Tensor:
+def as_autocast(x: Tensor) -> Tensor:
     """Tokens in the precision a linear layer would compute in: our experts are no operator autocast knows."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

@@ -396,3 +396,22 @@ def test_a_foreign_experts_module_is_called_in_the_portable_format(build: Build,
 def test_config_without_moe_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="leaves no MoE layer"):
         GrmoeConfig(num_hidden_layers=1, moe_every=2)
+
+
+def test_the_loss_alone_is_the_loss(build: Build, ids: torch.Tensor) -> None:
+    """With and without logits: the same sums, so equal but for the order within them."""
+    model = build().train()
+    labels = ids.clone()
+    labels[0, :5] = -100
+    for extra in ({}, {"num_items_in_batch": torch.tensor(7)}, {"shift_labels": labels.roll(-1, 1)}):
+        grads = []
+        for skip in (False, True):
+            model.zero_grad()
+            out = model(ids, labels=labels, skip_logits=skip, use_cache=False, **extra)
+            assert (out.logits is None) == skip
+            out.loss.backward()
+            grads.append((out.loss.detach(), *(p.grad.clone() for p in model.parameters())))
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match="skip_logits must come with labels"):
+        model(ids, skip_logits=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -54,7 +56,7 @@ class Collectives(TorchDispatchMode):
 
     def count(self, name: str, args: Any) -> None:
         op = OPS[name]
-        group = torch.distributed.ProcessGroup.unbox(args[1 if op == "all-reduce" else 2])
+        group = dist.ProcessGroup.unbox(args[1 if op == "all-reduce" else 2])
         whole = args[0][0] if op == "all-reduce" else args[0] if op == "all-gather" else args[1]
         if op == "all-to-all" and whole.dtype == torch.int64:
             op = COUNTS
@@ -128,3 +130,33 @@ def _bytes(tensors: Iterable[Tensor | None]) -> int:
     """Of the memory behind them, padding included, shared memory once."""
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
+
+
+def wire(world: World, given: int) -> dict[str, float]:
+    """Bytes that a collective of so many sends from each process, by the counters of the loopback device."""
+    whole = torch.zeros(given, dtype=torch.uint8)
+    part, other = whole[: given // world.size].clone(), torch.empty_like(whole)
+    collectives = {
+        "all-gather": lambda: dist.all_gather_single(whole, part),
+        "all-reduce": lambda: dist.all_reduce(whole),
+        "all-to-all": lambda: dist.all_to_all_single(other, whole),
+    }
+    found = {}
+    for name, run in collectives.items():
+        tries = []
+        # Others may send something at the same time: the quietest of several tries.
+        for _ in range(10):
+            dist.barrier()
+            before = _loopback()
+            dist.barrier()
+            run()
+            dist.barrier()
+            tries.append(_loopback() - before)
+        found[name] = min(tries) / world.size
+    return found
+
+
+def _loopback() -> int:
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    (line,) = [line for line in lines if line.strip().startswith("lo:")]
+    return int(line.split()[9])

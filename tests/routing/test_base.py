@@ -29,6 +29,7 @@ from grmoe.routing import (
     build_router,
     routers,
     set_alpha,
+    update_priors,
 )
 from grmoe.routing.base import linear_weight, next_log_prior
 
@@ -444,3 +445,26 @@ def test_build_router() -> None:
     assert isinstance(build_router("soft_moe", 8, 4), SoftMoERouter)
     assert build_router("vmf", 8, 4, alpha=0.5).alpha == 0.5
     assert isinstance(build_router("vmf", 8, 4), VMFRouter)
+
+
+def test_many_priors_at_once_are_each_one() -> None:
+    """Of two sizes, one without a prior, one without tokens: as one by one, to the bit."""
+    torch.manual_seed(0)
+    together = [
+        build_router("grassmann", 16, 4, rank=4),
+        build_router("softmax", 16, 4, balance=True),
+        build_router("softmax", 16, 6, balance=True),
+        build_router("softmax", 16, 4),
+        build_router("grassmann", 16, 4, rank=4),
+    ]
+    for router in together[:-1]:
+        router(torch.randn(50, 16))
+    alone = copy.deepcopy(together)
+    update_priors(together, 0.3)
+    for router, other in zip(together, alone, strict=True):
+        other.update_prior(0.3)
+        assert torch.equal(router.log_prior, other.log_prior)
+        if router.balance:
+            assert not router.prior_sums.any()
+    assert together[0].log_prior.any()
+    assert not together[-1].log_prior.any()

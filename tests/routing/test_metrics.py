@@ -28,6 +28,8 @@ def naive(
     T = len(rows)
     soft = [sum(probs[i][e] for i in rows) / T for e in range(N)]
     top1 = [0.0] * N
+    pairs = [sum(selected[i][e] for i in rows) for e in range(N)]
+    share = [count / sum(pairs) if sum(pairs) else math.nan for count in pairs]
     entropy = inverse = computed = 0.0
     for i in rows:
         served = [e for e in range(N) if selected[i][e]]
@@ -46,8 +48,10 @@ def naive(
         "nonfinite_tokens": len(probs) - T,
         "soft_load": soft,
         "top1_load": top1,
+        "computed_load": share,
         "load_cv": cv(soft),
         "top1_cv": cv(top1),
+        "computed_cv": cv(share),
         "min_load": min(top1),
         "collapsed": min(top1) < 0.01,
         "entropy": entropy,
@@ -88,6 +92,56 @@ def test_every_field(seed: int, tokens: int, N: int) -> None:
     assert torch.equal(shaped.sums, metrics.sums)
 
 
+@given(seed=st.integers(0, 2**31 - 1), tokens=st.integers(1, 60), N=st.integers(2, 9), bad=st.integers(0, 3))
+def test_computed_load_of_any_selection(seed: int, tokens: int, N: int, bad: int) -> None:
+    """Any mask, also one that has nothing to do with the gate; tokens with NaN or Inf count nowhere."""
+    g = torch.Generator().manual_seed(seed)
+    probs = torch.randn(tokens, N, generator=g).softmax(-1)
+    selected = torch.rand(tokens, N, generator=g) < torch.rand((), generator=g)
+    metrics = MetricsAccumulator(N)
+    metrics.update(probs, torch.where(selected, probs, 0.0), selected)
+    clean = metrics.read()
+    count = [0] * N
+    for token in range(tokens):
+        for expert in range(N):
+            count[expert] += bool(selected[token, expert])
+    total = sum(count)
+    if total:
+        assert clean.computed_load == [c / total for c in count]
+        # N rounded quotients and their sum: 9 ε each.
+        assert sum(clean.computed_load) == pytest.approx(1, abs=1e-14)
+        assert clean.experts_computed == total / tokens
+        assert 0 <= clean.computed_cv <= math.sqrt(N - 1) + 1e-12
+    else:
+        assert all(math.isnan(v) for v in [*clean.computed_load, clean.computed_cv])
+    broken = torch.full((bad, N), 1 / N)
+    broken[:, 0] = torch.tensor([math.nan, math.inf, -math.inf])[:bad]
+    metrics.update(broken, broken, torch.ones(bad, N, dtype=torch.bool))
+    assert metrics.read().computed_load == pytest.approx(clean.computed_load, abs=0, nan_ok=True)
+    assert metrics.read().nonfinite_tokens == bad
+
+
+def test_leading_and_computed_experts_differ() -> None:
+    """Expert 0 always leads, the second place goes round: top-1 says collapse, the computed pairs do not."""
+    N, T = 4, 30
+    second = torch.arange(T) % (N - 1) + 1
+    probs = torch.full((T, N), 0.05)
+    probs[:, 0], probs[torch.arange(T), second] = 0.6, 0.3
+    metrics = MetricsAccumulator(N)
+    selected = TopK(2)(probs)
+    metrics.update(probs, torch.where(selected, probs, 0.0), selected)
+    found = metrics.read()
+    assert found.top1_load == [1.0, 0.0, 0.0, 0.0]
+    assert found.computed_load == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6], rel=1e-15)
+    assert found.computed_cv == pytest.approx(
+        1 / math.sqrt(3), rel=1e-12
+    )  # deviations 1/4 and 3 × 1/12, mean 1/4
+    assert found.collapsed  # stays a matter of the leading expert
+    dense = MetricsAccumulator(N)
+    dense.update(probs, probs, torch.ones_like(selected))
+    assert (dense.read().computed_load, dense.read().computed_cv) == ([1 / N] * N, 0.0)
+
+
 def test_batches_accumulate() -> None:
     pieces = [batch(seed, tokens, 5) for seed, tokens in ((0, 7), (1, 1), (2, 40))]
     apart, together = MetricsAccumulator(5), MetricsAccumulator(5)
@@ -118,11 +172,11 @@ def test_no_tokens() -> None:
     router(torch.zeros(0, 4))
     metrics = router.read_metrics()
     assert (metrics.tokens, metrics.nonfinite_tokens, metrics.collapsed) == (0, 0, False)
-    for name in ("load_cv", "top1_cv", "min_load", "entropy", "experts_computed"):
+    for name in ("load_cv", "top1_cv", "computed_cv", "min_load", "entropy", "experts_computed"):
         assert math.isnan(getattr(metrics, name)), name
     for name in ("effective_experts_entropy", "effective_experts_inverse"):
         assert math.isnan(getattr(metrics, name)), name
-    assert all(math.isnan(v) for v in metrics.soft_load + metrics.top1_load)
+    assert all(math.isnan(v) for v in metrics.soft_load + metrics.top1_load + metrics.computed_load)
     router(torch.full((3, 4), math.nan))
     assert (router.read_metrics().tokens, router.read_metrics().nonfinite_tokens) == (0, 3)
     assert math.isnan(router.read_metrics().entropy)
@@ -140,6 +194,7 @@ def test_collapse() -> None:
     assert metrics.min_load == 0.0 < COLLAPSE_SHARE
     assert metrics.top1_load == [1.0, 0.0, 0.0]
     assert metrics.top1_cv == pytest.approx(math.sqrt(2))  # √(N−1), one expert takes all
+    assert (metrics.computed_load, metrics.computed_cv) == (metrics.top1_load, metrics.top1_cv)  # top_k=1
     router.reset_metrics()
     router(x)  # both signs: experts 0 and 2 share, expert 1 never wins
     assert router.read_metrics().collapsed

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import resource
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -74,6 +78,110 @@ def test_a_full_disk_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest
     assert not list(tmp_path.glob(f"{TEMPORARY}*"))
     checkpoints.save(2, state(2.0))
     assert [c.step for c in checkpoints.all()] == [1, 2]
+
+
+def test_a_full_disk_is_named_wherever_it_ends(tmp_path: Path) -> None:
+    """In the middle of a tensor, of an archive, of the index: PyTorch says different things."""
+    draw = torch.Generator().manual_seed(0)
+    content = {str(size): torch.randn(size, size, generator=draw) for size in (200, 50, 40, 30, 20)}
+    checkpoints = Checkpoints(tmp_path)
+    saved = checkpoints.save(1, content)
+    size = max(file.stat().st_size for file in saved.path.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room in range(0, size, size // 40):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        try:
+            with pytest.raises(CheckpointError) as refused:
+                checkpoints.save(2, content)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert f"step-00000002: [Errno {errno.EFBIG}] File too large; the last" in str(refused.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Writing waits for this event."""
+    go_on, write = threading.Event(), checkpoint_module.save
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        assert go_on.wait(60)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint_module, "save", slow)
+    return go_on
+
+
+def test_in_the_background_it_is_what_it_was_when_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything is changed before a byte is written; views and other dtypes too, and the tree itself."""
+    base = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    state: dict[str, Any] = {
+        "view": base[1::2, 1:3],
+        "parameter": torch.nn.Parameter(base.clone()),
+        "deep": {"a": {"half": base.bfloat16(), "step": torch.tensor(3.0)}, "list": [base.clone(), "x"]},
+        "number": 7,
+    }
+    before, behind = Checkpoints(tmp_path / "before"), Checkpoints(tmp_path / "behind", keep_last=1)
+    saved = before.save(1, state)
+    behind.save(1, state)
+    go_on = held_up(monkeypatch)
+    promised = behind.save(2, state, {"metric": 0.5}, background=True)
+    with torch.no_grad():
+        for tensor in (base, state["parameter"], *state["deep"]["a"].values(), state["deep"]["list"][0]):
+            tensor.add_(1)
+    state["number"] = 8
+    state["deep"]["list"][1] = "y"
+    assert [c.step for c in behind.all()] == [1]  # until it is whole
+    go_on.set()
+    behind.wait()
+    assert behind.all() == [promised]  # and then the older one goes
+    assert not list(behind.folder.glob(f"{TEMPORARY}*"))
+    wanted = {file.name: file.read_bytes() for file in saved.path.glob("*.distcp")}
+    assert {file.name: file.read_bytes() for file in promised.path.glob("*.distcp")} == wanted
+
+
+def test_one_in_the_background_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    go_on = held_up(monkeypatch)
+    checkpoints.save(1, state(1.0), background=True)
+    threading.Timer(0.2, go_on.set).start()
+    checkpoints.save(2, state(2.0), background=True)  # waits for the first
+    assert checkpoints.all()[0].step == 1
+    checkpoints.wait()
+    assert [c.step for c in checkpoints.all()] == [1, 2]
+
+
+@pytest.mark.parametrize("told", ["wait", "save"])
+def test_a_failure_in_the_background_is_told_once(
+    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state(1.0))
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "save", full)
+        checkpoints.save(2, state(2.0), background=True)
+        while not checkpoints.failed:
+            time.sleep(0.001)
+    with pytest.raises(CheckpointError, match=r"step-00000002.*No space left on device.*step-00000001"):
+        checkpoints.wait() if told == "wait" else checkpoints.save(3, state(3.0))
+    assert not checkpoints.failed
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    checkpoints.save(3, state(3.0), background=True)
+    checkpoints.wait()
+    assert [c.step for c in checkpoints.all()] == [1, 3]
+
+
+def test_what_a_crash_between_two_renames_left_is_no_obstacle(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    saved = checkpoints.save(1, state(1.0))
+    shutil.copytree(saved.path, saved.path.with_name(f"{saved.path.name}.replaced"))
+    checkpoints.save(1, state(2.0))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_half_a_checkpoint_is_not_one(tmp_path: Path) -> None:

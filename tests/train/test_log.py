@@ -8,7 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from grmoe.routing import Dense, RoutingMetrics, Selection, TopK
+from grmoe.routing.metrics import MetricsAccumulator
 from grmoe.train import log
 from grmoe.train.config import TrainConfig
 from grmoe.train.curves import draw_curves
@@ -25,7 +29,7 @@ def test_lines_have_what_people_watch(settings: Settings, capsys: pytest.Capture
     assert [(x["kind"], x["step"]) for x in lines] == [("train", 2), ("train", 4), ("validation", 4)]
     wanted = (
         "loss", "router_loss", "overlap", "norm", "lr", "alpha", "tokens_per_second", "mfu", "memory_gb", "entropy",
-        "load_cv", "min_load", "experts_per_token", "max_overlap", "seconds_left",
+        "load_cv", "top1_cv", "min_load", "collapsed_layers", "experts_per_token", "max_overlap", "seconds_left",
     )  # fmt: skip
     assert all(key in lines[0] for key in wanted)
     assert abs(sum(lines[0]["layers"][0]["load"]) - 1) < 1e-9
@@ -36,6 +40,47 @@ def test_lines_have_what_people_watch(settings: Settings, capsys: pytest.Capture
     environment = json.loads((Path(config.out) / "environment.json").read_text())
     assert environment["packages"]["torch"]
     assert "revision" in environment
+
+
+def metrics_of(probs: Tensor, selection: Selection) -> RoutingMetrics:
+    accumulator = MetricsAccumulator(probs.shape[-1])
+    selected = selection(probs)
+    accumulator.update(probs, torch.where(selected, probs, 0.0), selected)
+    return accumulator.read()
+
+
+def test_load_is_of_the_computed_experts() -> None:
+    """A layer whose expert 0 always leads and one whose expert 3 is hardly ever computed."""
+    T, N = 300, 4
+    led = torch.full((T, N), 0.05)
+    led[:, 0], led[torch.arange(T), torch.arange(T) % 3 + 1] = 0.6, 0.3
+    starved = torch.randn(T, N, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    starved[:, 3] = 0.0
+    starved[0, 3] = 1.0
+    layers = [metrics_of(led, TopK(2)), metrics_of(starved, TopK(2))]
+    line = log.routing_line(layers)
+    assert line["load_cv"] == sum(m.computed_cv for m in layers) / 2
+    assert line["top1_cv"] == sum(m.top1_cv for m in layers) / 2
+    assert line["min_load"] == 1 / (2 * T) == min(layers[1].computed_load)
+    assert line["collapsed_layers"] == 1  # by the leading experts it would be two
+    assert all(m.collapsed for m in layers)
+    for entry, m in zip(line["layers"], layers, strict=True):
+        assert (entry["load"], entry["load_cv"]) == (m.computed_load, m.computed_cv)
+        assert (entry["top1_load"], entry["top1_cv"]) == (m.top1_load, m.top1_cv)
+        assert entry["soft_load"] == m.soft_load
+
+
+def test_load_is_of_the_leading_experts_where_all_are_computed() -> None:
+    probs = torch.randn(300, 4, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    probs[:, 3] = 0.0
+    for selection in (Dense(), TopK(4)):  # it is the count that matters, not the policy's name
+        m = metrics_of(probs, selection)
+        assert m.computed_cv == 0.0
+        line = log.routing_line([m])
+        assert (line["load_cv"], line["min_load"], line["collapsed_layers"]) == (m.top1_cv, 0.0, 1)
+        assert line["layers"][0]["load"] == m.top1_load
+    mixed = log.routing_line([m, metrics_of(probs, TopK(2))])
+    assert [entry["load"] == m.top1_load for entry in mixed["layers"]] == [True, False]
 
 
 def test_names_for_tensorboard() -> None:

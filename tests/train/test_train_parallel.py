@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from runs import assert_same
+from comparing import assert_same
 from processes import Processes
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from grmoe.cli import app
+from grmoe.cli import app, main
 from grmoe.config import to_yaml
 from grmoe.parallel.world import start, stop
 from grmoe.train import loop
@@ -213,39 +213,45 @@ def test_background_checkpoints_change_nothing(
     assert_same(config, straight("fsdp").config, steps=(10, 20))
 
 
+def _command(folder: Path, arguments: list[str]) -> None:
+    with (folder / f"said-{os.environ['RANK']}.txt").open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = ["grmoe", *arguments]
+    main()
+
+
 def test_torchrun(settings: Settings, tmp_path: Path) -> None:
-    """As people start it: stopped by SIGTERM to torchrun, which passes it on, and resumed to the end."""
+    """As people start it; stopped by SIGTERM to torchrun, which passes it on, and resumed to the end."""
     config = settings(steps=60, log={"every": 1}, parallel=KINDS["fsdp"])
     path = tmp_path / "run.yaml"
     path.write_text(to_yaml(config))
-
-    def torchrun(*arguments: str) -> subprocess.Popen[str]:
-        options = ["--standalone", "--nproc-per-node", "2", "-m", "grmoe", "train", str(path)]
-        return subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *options, *arguments],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    first = torchrun()
-    assert first.stderr is not None
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    started = subprocess.Popen(
+        [sys.executable, *torchrun, "-m", "grmoe", "train", str(path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stderr is not None
     seen = []
-    for line in first.stderr:
+    for line in started.stderr:
         seen.append(line)
         if line.startswith("step 3:"):
             break
-    first.send_signal(signal.SIGTERM)
-    _, said = first.communicate(timeout=60)
-    assert first.returncode != 0, "".join(seen) + said
+    started.send_signal(signal.SIGTERM)
+    _, said = started.communicate(timeout=60)
+    assert started.returncode != 0, "".join(seen) + said
     assert said.count("SIGTERM: stopped after step") == 1, "".join(seen) + said
     assert f"Go on with: grmoe train --resume out={config.out}" in said
     [kept] = checkpoints_of(Path(config.out), config).all()
     assert 3 <= kept.step < 60
     assert kept.meta["processes"] == 2
-    second = torchrun("--resume")
-    shown, said = second.communicate(timeout=60)
-    assert second.returncode == 0, said
-    assert shown.count("Validation perplexity") == 1
+
+    # The same command by processes that need not import everything again.
+    assert Processes(2, _command, tmp_path, ["train", "--resume", f"out={config.out}"]).join() == [0, 0]
     assert list(losses(config)) == list(range(1, 61))
+    first, second = ((tmp_path / f"said-{rank}.txt").read_text() for rank in range(2))
+    assert "Validation perplexity" in first
+    assert "step 60:" in first
+    assert second == ""  # one speaks

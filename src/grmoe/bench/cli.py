@@ -140,10 +140,11 @@ def train_model(
     hidden_act: Annotated[
         str | None, typer.Option(help="silu (gated) or gelu, for everybody. Default: the preset's.")
     ] = None,
-    compiled: Annotated[
-        bool | None,
+    form: Annotated[
+        list[str] | None,
         typer.Option(
-            "--compile/--no-compile", help="One of the two only. Default: both on a GPU, eager on a CPU."
+            help="eager, compiled or graphs (compiled into CUDA graphs); repeatable. Default: all on a GPU, eager on a "
+            "CPU."
         ),
     ] = None,
     apart: Annotated[
@@ -179,7 +180,7 @@ def train_model(
             length or (1024 if cuda else 128),
             hidden_act or find_preset(name).hidden_act,
         )
-        forms = ((False, True) if cuda else (False,)) if compiled is None else (compiled,)
+        forms = tuple(form or (bench.FORMS if cuda else ("eager",)))
         plan = pick(bench.contenders(shape, run.device, run.dtype, forms), contender)
     except ValueError as error:
         fail(str(error))

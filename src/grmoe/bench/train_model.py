@@ -2,7 +2,7 @@
 
 A step is a plain loop's: forward and backward under bf16 autocast with fp32 weights, clipped gradients, fused AdamW;
 for ours the overlap penalty, `GrassmannAdam` and the balanced prior on top. Nobody reads the loss inside the loop. Each
-runs eager and compiled; what counts is the better of the two.
+runs eager, compiled, and compiled into CUDA graphs; what counts is the best of them.
 
 The peer is `OlmoeForCausalLM`, made equal to ours block by block, in its favour where there was a choice:
 - It has dense feed-forwards where ours has them, and no norms of queries and keys, for ours has none.
@@ -43,7 +43,12 @@ from grmoe.model.modeling_grmoe import GrmoeMLP
 
 OURS, SOFTMAX = "ours", "ours, softmax top-2"
 HUGGING_FACE, NO_MASK = "Hugging Face Olmoe", "Hugging Face Olmoe, no mask"
-COMPILED = ", compiled"
+# How a model runs: the ending of its name, and torch.compile's mode.
+FORMS: dict[str, tuple[str, str | None]] = {
+    "eager": ("", None),
+    "compiled": (", compiled", "default"),
+    "graphs": (", CUDA graphs", "reduce-overhead"),
+}
 FACTS = {
     "M parameters": ".1f",
     "tokens/s": ",.0f",
@@ -158,14 +163,14 @@ def ours(config: GrmoeConfig) -> GrmoeForCausalLM:
 
 
 def contenders(
-    shape: ModelShape, device: torch.device, dtype: torch.dtype, forms: tuple[bool, ...]
+    shape: ModelShape, device: torch.device, dtype: torch.dtype, forms: tuple[str, ...]
 ) -> list[Contender]:
-    """`forms`: False for eager, True for compiled."""
+    """Everybody in all `forms`, names of FORMS."""
     grassmann, softmax = shape.config("grassmann"), shape.config()
     listed = []
-    for compiled in forms:
-        train = partial(train_runs, shape, device, dtype, compiled)
-        end = COMPILED if compiled else ""
+    for form in forms:
+        end, mode = FORMS[checks.one_of("form", form, tuple(FORMS))]
+        train = partial(train_runs, shape, device, dtype, mode)
         for name, attention in ((HUGGING_FACE, "sdpa"), (NO_MASK, "sdpa_no_mask")):
             build = partial(train, softmax, partial(olmoe, softmax, attention))
             listed.append(Contender(name + end, build, "peer", "transformers"))
@@ -178,7 +183,7 @@ def train_runs(
     shape: ModelShape,
     device: torch.device,
     dtype: torch.dtype,
-    compiled: bool,
+    mode: str | None,
     config: GrmoeConfig,
     build: Callable[[], nn.Module],
 ) -> Runs:
@@ -188,13 +193,14 @@ def train_runs(
     with torch.device(device):
         model = build().train()
     # One shape is timed: a graph that fits all would only be slower.
-    forward = torch.compile(model, dynamic=False) if compiled else model
+    forward = model if mode is None else torch.compile(model, dynamic=False, mode=mode)
     steppers = optimizers(model)
     parameters = list(model.parameters())
+    own = {"skip_logits": True} if isinstance(model, GrmoeForCausalLM) else {}  # as our trainer calls it
 
     def step() -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            loss: Tensor = forward(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss
+            loss: Tensor = forward(input_ids=ids_BS, labels=ids_BS, use_cache=False, **own).loss
         if isinstance(model, GrmoeForCausalLM):
             penalty = model.overlap_penalty(OVERLAP_RHO, num_pairs="auto")
             (loss + OVERLAP_WEIGHT * penalty).backward()
@@ -259,7 +265,7 @@ def start(row: Row, contender: Contender, device: torch.device) -> Runs:
     row.facts |= runs.facts | {"first loss": _value(step())}
     for _ in range(WARM_UPS[device.type]):
         step()
-    if row.name.endswith(COMPILED):
+    if row.name.endswith(tuple(end for end, mode in FORMS.values() if mode)):
         row.facts["graphs"] = counters["stats"]["unique_graphs"]
     if cuda:
         row.facts["waits"] = count_waits(step)
@@ -340,8 +346,9 @@ def compare(shape: ModelShape, rows: list[Row], peak: float | None) -> Result:
 
 
 def best(result: Result, name: str) -> Row | None:
-    """The faster of a contender's two forms."""
-    forms = [row for row in result.rows if row.name in (name, name + COMPILED) and STEP in row.times]
+    """The fastest of a contender's forms."""
+    names = [name + end for end, _ in FORMS.values()]
+    forms = [row for row in result.rows if row.name in names and STEP in row.times]
     return min(forms, key=lambda row: row.times[STEP].median, default=None)
 
 

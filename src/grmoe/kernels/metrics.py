@@ -23,13 +23,15 @@ CHUNKS = 256
 
 @triton.jit(do_not_specialize=["num_tokens", "chunk"])
 def partial_kernel(
-    probs_ptr, weights_ptr, selected_ptr, soft_ptr, top1_ptr, share_ptr, scalar_ptr, num_tokens, chunk,
+    probs_ptr, weights_ptr, selected_ptr, soft_ptr, top1_ptr, load_ptr, share_ptr, scalar_ptr, num_tokens, chunk,
     DENSE: tl.constexpr, num_experts: tl.constexpr, NP: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk: Σ gate, leading experts, prior shares (P, N) and Σ entropy, 1/Σg², computed, tokens, bad (P, 8)."""
+    """Of one chunk: Σ gate, leading experts, computed experts, prior shares (P, N) and, all Σ, entropy, 1/Σg²,
+    computed, tokens, bad (P, 8)."""
     program, expert = tl.program_id(0), tl.arange(0, NP)
     real_N = expert < num_experts
-    soft_N, top1_N, share_N = (
+    soft_N, top1_N, load_N, share_N = (
+        tl.zeros((NP,), tl.float32),
         tl.zeros((NP,), tl.float32),
         tl.zeros((NP,), tl.float32),
         tl.zeros((NP,), tl.float32),
@@ -57,6 +59,7 @@ def partial_kernel(
         entropy_B -= tl.sum(probs_BN * log_BN, axis=1)
         square_B = tl.sum(probs_BN * probs_BN, axis=1)
         inverse_B += tl.where(counted_B, 1.0 / tl.maximum(square_B, 1e-30), 0.0)
+        load_N += tl.sum(chosen_BN.to(tl.float32), axis=0)
         each_B = tl.sum(chosen_BN.to(tl.float32), axis=1)
         computed_B += each_B
         tokens_B += counted_B.to(tl.float32)
@@ -74,6 +77,7 @@ def partial_kernel(
         share_N += tl.sum(share_BN, axis=0)
     tl.store(soft_ptr + program * NP + expert, soft_N)
     tl.store(top1_ptr + program * NP + expert, top1_N)
+    tl.store(load_ptr + program * NP + expert, load_N)
     tl.store(share_ptr + program * NP + expert, share_N)
     tl.store(scalar_ptr + program * 8 + 0, tl.sum(entropy_B, axis=0))
     tl.store(scalar_ptr + program * 8 + 1, tl.sum(inverse_B, axis=0))
@@ -96,7 +100,7 @@ def _column_sums(ptr, stride, index, chunks, inside):
 
 @triton.jit(do_not_specialize=["programs"])
 def accumulate_kernel(
-    soft_ptr, top1_ptr, share_ptr, scalar_ptr, sums_ptr, prior_ptr, programs,
+    soft_ptr, top1_ptr, load_ptr, share_ptr, scalar_ptr, sums_ptr, prior_ptr, programs,
     PRIOR: tl.constexpr, num_experts: tl.constexpr, NP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """sums += the batch's sums; prior_sums += its shares and tokens. One program."""
@@ -116,8 +120,14 @@ def accumulate_kernel(
         tl.load(place, mask=real_N) + _column_sums(top1_ptr, NP, expert, chunks, inside_PN),
         mask=real_N,
     )
+    place = sums_ptr + 2 * num_experts + expert
+    tl.store(
+        place,
+        tl.load(place, mask=real_N) + _column_sums(load_ptr, NP, expert, chunks, inside_PN),
+        mask=real_N,
+    )
     scalar_8 = _column_sums(scalar_ptr, 8, column, chunks, inside_P8)
-    place = sums_ptr + 2 * num_experts + column
+    place = sums_ptr + 3 * num_experts + column
     tl.store(place, tl.load(place, mask=column < 5) + scalar_8, mask=column < 5)
     if PRIOR:
         share_N = _column_sums(share_ptr, NP, expert, chunks, inside_PN)
@@ -143,8 +153,8 @@ def _record(
     NP, tile = power_of_2(N), token_tile(N)
     chunk = ceil_div(ceil_div(T, CHUNKS), tile) * tile
     programs = ceil_div(T, chunk)
-    partial = torch.empty(programs * (3 * NP + 8), dtype=torch.float32, device=probs.device)
-    soft, top1, share, scalar = partial.split([programs * NP] * 3 + [programs * 8])
+    partial = torch.empty(programs * (4 * NP + 8), dtype=torch.float32, device=probs.device)
+    soft, top1, load, share, scalar = partial.split([programs * NP] * 4 + [programs * 8])
     marks = selected.contiguous().view(torch.uint8)
     args: tuple[Any, ...] = (
         probs.contiguous(),
@@ -152,13 +162,14 @@ def _record(
         marks,
         soft,
         top1,
+        load,
         share,
         scalar,
         T,
         chunk,
     )
     launch(partial_kernel, (programs,), args, (dense, N, NP, tile))
-    args = (soft, top1, share, scalar, sums, prior_sums, programs)
+    args = (soft, top1, load, share, scalar, sums, prior_sums, programs)
     launch(accumulate_kernel, (1,), args, (prior, N, NP, power_of_2(programs)))
 
 

@@ -32,24 +32,32 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .configuration_grmoe import NOT_CAUSAL, GrmoeConfig
 
 try:
+    from grmoe.compiling import realize
     from grmoe.experts import BACKENDS, Dispatch, ExpertWeights
-    from grmoe.layer import MoE
+    from grmoe.head import IGNORED, next_token_loss
+    from grmoe.layer import MoE, as_autocast
     from grmoe.regularizers import overlap_penalty
     from grmoe.routing import Router, RoutingMetrics, build_router, routers
     from grmoe.routing import set_alpha as set_router_alpha
+    from grmoe.routing import update_priors as update_router_priors
 except ImportError:  # this file travels with exported models to where grmoe is not installed
     from .grmoe_routing import (  # type: ignore[import-not-found, no-redef]
         BACKENDS,
+        IGNORED,
         Dispatch,
         ExpertWeights,
         MoE,
         Router,
         RoutingMetrics,
+        as_autocast,
         build_router,
+        next_token_loss,
         overlap_penalty,
+        realize,
         routers,
     )
     from .grmoe_routing import set_alpha as set_router_alpha  # type: ignore[no-redef]
+    from .grmoe_routing import update_priors as update_router_priors  # type: ignore[no-redef]
 
 OWN_EXPERTS = ("auto", *BACKENDS)
 
@@ -259,20 +267,21 @@ class GrmoePreTrainedModel(PreTrainedModel):
 
     def update_priors(self, rate: float) -> None:
         """One step of every balanced prior (`Router.update_prior`): once an optimiser step."""
-        for router in routers(self):
-            router.update_prior(rate)
+        update_router_priors(routers(self), rate)
 
     def overlap_penalty(
         self, rho: float, *, relative: bool = True, num_pairs: int | Literal["auto"] | None = None
     ) -> Tensor:
         """Σ over MoE layers of `grmoe.overlap_penalty`; zero for routers without frames."""
-        total = torch.zeros((), device=self.device)
-        for router in routers(self):
-            if isinstance(frames := getattr(router, "frames", None), Tensor):
-                total = total + overlap_penalty(frames, rho, relative=relative, num_pairs=num_pairs).to(
-                    total.device
-                )
-        return total
+        named = (getattr(router, "frames", None) for router in routers(self))
+        frames = [f for f in named if isinstance(f, Tensor)]
+        if not frames:
+            return torch.zeros((), device=self.device)
+        if len({f.device for f in frames}) > 1:
+            parts = [overlap_penalty(f, rho, relative=relative, num_pairs=num_pairs) for f in frames]
+            return torch.stack([part.to(frames[0].device) for part in parts]).sum()
+        # All layers at once: the products are small, and launching them layer by layer takes longer than they do.
+        return overlap_penalty(torch.stack(frames), rho, relative=relative, num_pairs=num_pairs).sum()
 
     # -- what transformers asks --------------------------------------------------------------------------------
 
@@ -369,7 +378,8 @@ class GrmoeModel(GrmoePreTrainedModel):
                 past_key_values=past_key_values,
                 position_ids=position_ids,
             )
-        rotary = self.rotary_emb(x, position_ids=position_ids)
+        cos, sin = self.rotary_emb(x, position_ids=position_ids)
+        rotary = realize(cos), realize(sin)
         losses = []
         for layer in self.layers:
             out = layer(
@@ -419,9 +429,13 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        skip_logits: bool = False,
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
-        """With labels the loss; the routers' own losses are in it while training, and with output_router_logits."""
+        """With labels the loss; the routers' own losses are in it while training, and with output_router_logits.
+
+        skip_logits: the loss alone, in less memory and, on a GPU, in less time.
+        """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
         outputs = self.model(
@@ -435,17 +449,21 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
             **kwargs,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, keep, :])
+        hidden = outputs.last_hidden_state[:, keep, :]
         aux_loss = None
         if output_router_logits or (self.training and labels is not None):
-            aux_loss = torch.stack([loss.to(logits.device) for loss in outputs.router_losses]).sum()
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
-            if aux_loss is not None:
-                loss = loss + self.config.router_aux_loss_coef * aux_loss
+            aux_loss = torch.stack([loss.to(hidden.device) for loss in outputs.router_losses]).sum()
+        loss = logits = None
+        if skip_logits:
+            loss = self._loss_alone(hidden, labels, **kwargs)
+        else:
+            logits = self.lm_head(hidden)
+            if labels is not None:
+                loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+        if loss is not None and aux_loss is not None:
+            loss = loss + self.config.router_aux_loss_coef * aux_loss
         return MoeCausalLMOutputWithPast(
-            loss=loss,
+            loss=loss,  # type: ignore[arg-type]
             aux_loss=aux_loss,  # type: ignore[arg-type]
             logits=logits,
             past_key_values=outputs.past_key_values,
@@ -453,6 +471,25 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,
         )
+
+    def _loss_alone(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """What `loss_function` computes from logits."""
+        if labels is None:
+            raise ValueError("skip_logits must come with labels")
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        target_T = shift_labels.reshape(-1).to(hidden.device)
+        count = (target_T != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        count = torch.as_tensor(count, device=hidden.device)
+        x = as_autocast(hidden)
+        return next_token_loss(x.reshape(-1, x.shape[-1]), self.lm_head.weight, target_T, count)
 
 
 @contextmanager

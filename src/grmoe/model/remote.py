@@ -20,7 +20,12 @@ import grmoe
 PACKAGE = Path(grmoe.__file__).parent
 FILES = ("configuration_grmoe.py", "modeling_grmoe.py")
 BUNDLE = "grmoe_routing.py"
-ROOTS = ("layer", "regularizers")  # everything modeling_grmoe.py imports is theirs or below them
+ROOTS = (
+    "layer",
+    "regularizers",
+    "head",
+    "compiling",
+)  # everything modeling_grmoe.py imports is theirs or below them
 AUTO_MAP = {
     "AutoConfig": "configuration_grmoe.GrmoeConfig",
     "AutoModel": "modeling_grmoe.GrmoeModel",

@@ -129,7 +129,7 @@ class Traffic:
 
     given: bytes of the whole tensors: what an all-gather puts out, what the others take in.
     sent: bytes that leave a process, by the rings that NCCL and gloo use for large tensors:
-        all-gather, reduce-scatter   (n−1)/n · given
+        all-gather, reduce-scatter   (n−1)/n · given (gloo's reduce-scatter is an all-reduce inside: twice that)
         all-reduce                   2 (n−1)/n · given, a reduce-scatter and an all-gather
         all-to-all                   (n−1)/n · given, the rest being its own; for a balanced load
     """
@@ -154,10 +154,10 @@ def traffic(model: GrmoeForCausalLM, plan: Plan) -> list[Traffic]:
                  unless it was kept
     gradients    every group reduced in fp32, once, in the last micro-batch; R > 1: then a shard all-reduced
     routers      their gradients in fp32, once, over all processes
-    rows         T·K rows of D numbers in c bytes for each MoE layer: to the experts and back in the forward, the same
-                 in the backward; with checkpointed activations the forward's once more
+    rows         T·K rows of D numbers in c bytes for each MoE layer, where a token has K experts: to the experts and
+                 back in the forward, the same in the backward; with checkpointed activations the forward's once more
     row counts   N int64 before each time rows go out
-    small        fp32: the gradient's norm, three losses, the load of each expert; int64: the flag of a signal
+    the rest     fp32: the gradient's norm, three losses, the load of each expert; int64: the flag of a signal
     """
     c, E = plan.compute_bytes, plan.expert
     parts = groups(model, plan)
@@ -196,7 +196,7 @@ def traffic(model: GrmoeForCausalLM, plan: Plan) -> list[Traffic]:
             layers * forwards * counts, hidden=False,
         ),
         Traffic("routers", "all-reduce", plan.processes, 1, 1, FP32 * weights, hidden=False),
-        Traffic("small", "all-reduce", plan.processes, 1, 4, small, hidden=False),
+        Traffic("norm, losses, loads", "all-reduce", plan.processes, 1, 4, small, hidden=False),
     ]  # fmt: skip
     return [t for t in found if t.n > 1 and t.given]
 

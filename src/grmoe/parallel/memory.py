@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from grmoe.head import TOKENS
 from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.model.modeling_grmoe import GrmoeForCausalLM
 from grmoe.optim import GrassmannAdam, split_parameters
@@ -40,7 +41,8 @@ def memory(model: GrmoeForCausalLM, plan: Plan) -> Memory:
                  buffer its gradient is reduced in. Several micro-batches: also 4 for the gradient of all weights a
                  process computes with
     activations  see `block_activations`
-    logits       12 + c a token and word: the logits, and in fp32 their log-softmax and two gradients
+    logits       c a token and word, of 16384 tokens at most (see `grmoe.head`), and 4 a weight of the output matrix for
+                 its gradient
     """
     c, parts = plan.compute_bytes, groups(model, plan)
     shard, whole = sum(g.shard for g in parts), sum(g.whole for g in parts)
@@ -57,7 +59,7 @@ def memory(model: GrmoeForCausalLM, plan: Plan) -> Memory:
         routers=_router_bytes(model),
         gathered=root * 2 * c + busy + waiting,
         activations=tokens * kept,
-        logits=tokens * model.config.vocab_size * (12 + c),
+        logits=model.config.vocab_size * (min(tokens, TOKENS) * c + model.config.hidden_size * FP32),
         start=FP32 * sum(p.numel() for p in model.parameters()),
     )
 

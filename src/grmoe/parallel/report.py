@@ -91,7 +91,7 @@ def rows(config: GrmoeConfig, plan: Plan, machine: Machine) -> list[list[tuple[s
         "routers": "whole: weights, gradients, moments, workspace",
         "gathered": "estimate: root, a block and the next, their gradients",
         "activations": "estimate" + (", checkpointed" if plan.checkpointing else ""),
-        "logits": "estimate: with their gradient in fp32",
+        "logits": "estimate: of 16384 tokens at a time, and the output matrix's gradient",
     }
     first = [(name, _bytes(getattr(held, name)), how) for name, how in each.items()]
     first += [
@@ -100,7 +100,7 @@ def rows(config: GrmoeConfig, plan: Plan, machine: Machine) -> list[list[tuple[s
     ]
     second = [
         (
-            t.what,
+            f"sent: {t.what}",
             _bytes(t.sent),
             f"{t.op} among {t.n}, {t.calls} × {_bytes(t.given / t.calls)}: {_time(seconds(t, machine))}",
         )
@@ -148,10 +148,7 @@ def _bytes(value: float) -> str:
 
 
 def _time(value: float) -> str:
-    return (
-        f"{value:.2f} s"
-        if value >= 1
-        else f"{value * 1e3:.3g} ms"
-        if value < 0.1
-        else f"{value * 1e3:.0f} ms"
-    )
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value * 1e6:.0f} µs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from grmoe import checks
-from grmoe.routing.base import Router, Routing, SlotMixing, routers, set_alpha
+from grmoe.routing.base import Router, Routing, SlotMixing, routers, set_alpha, update_priors
 from grmoe.routing.expert_choice import ExpertChoiceRouter
 from grmoe.routing.grassmann import GrassmannRouter, grassmann_logits_reference
 from grmoe.routing.hash import HashRouter
@@ -56,4 +56,5 @@ __all__ = [
     "load_balancing_loss",
     "routers",
     "set_alpha",
+    "update_priors",
 ]

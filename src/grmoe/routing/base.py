@@ -284,6 +284,20 @@ def next_log_prior(log_prior: Tensor, sums: Tensor, rate: float) -> Tensor:
     return torch.where(tokens > 0, updated - updated.mean(-1, keepdim=True), log_prior)
 
 
+@torch.no_grad()
+def update_priors(found: Iterable[Router], rate: float) -> None:
+    """`Router.update_prior` of many routers; those of one size and device in a few operations altogether."""
+    checks.finite("rate", rate, at_least=0)
+    alike: dict[Any, list[Router]] = {}
+    for router in found:
+        if router.balance:
+            alike.setdefault((router.num_experts, router.log_prior.device), []).append(router)
+    for group in alike.values():
+        priors, sums = [r.log_prior for r in group], [r.prior_sums for r in group]
+        torch._foreach_copy_(priors, next_log_prior(torch.stack(priors), torch.stack(sums), rate).unbind())
+        torch._foreach_zero_(sums)
+
+
 def linear_weight(num_experts: int, dim: int, generator: torch.Generator | None) -> nn.Parameter:
     """Gate rows N(0, 1/d): logits of order one on RMS-normed tokens."""
     return nn.Parameter(torch.randn(num_experts, dim, generator=generator) / dim**0.5)

@@ -12,19 +12,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-COLLAPSE_SHARE = 0.01  # an expert with fewer than 1 % of the tokens counts as collapsed (paper, setup)
+COLLAPSE_SHARE = 0.01  # an expert with a load below 1 % counts as collapsed (paper, setup)
 
 
 @dataclass(frozen=True)
 class RoutingMetrics:
-    """What one router did since the last reset. Loads are shares of tokens and sum to at most one."""
+    """What one router did since the last reset.
+
+    soft_load and top1_load are shares of tokens and sum to at most one. computed_load is the work the experts get: with
+    top-k the load that a balanced prior evens out, without selection uniform whatever the gate does.
+    """
 
     tokens: int
     nonfinite_tokens: int  # left out of everything else
     soft_load: list[float]  # mean gate probability of each expert
     top1_load: list[float]  # share of tokens whose largest combine weight is the expert's
+    computed_load: list[
+        float
+    ]  # share of all computed (token, expert) pairs that are the expert's; sums to one
     load_cv: float  # std / mean of soft_load
     top1_cv: float  # std / mean of top1_load
+    computed_cv: float  # std / mean of computed_load
     min_load: float  # smallest top1_load
     collapsed: bool  # min_load < 1 %
     entropy: float  # mean entropy of the gate, nats
@@ -40,7 +48,10 @@ class RoutingMetrics:
 
 
 class MetricsAccumulator(nn.Module):
-    """Sums in one fp64 buffer: [soft load (N), top-1 load (N), entropy, 1/Σg², computed, tokens, non-finite]."""
+    """Sums in one fp64 buffer.
+
+    [soft load (N), top-1 load (N), computed load (N), entropy, 1/Σg², computed, tokens, non-finite]
+    """
 
     sums: Tensor
 
@@ -48,7 +59,7 @@ class MetricsAccumulator(nn.Module):
         super().__init__()
         self.num_experts = num_experts
         # fp64: a count in fp32 stops growing at 2^24 tokens. Not persistent: metrics are not part of a model.
-        self.register_buffer("sums", torch.zeros(2 * num_experts + 5, dtype=torch.float64), persistent=False)
+        self.register_buffer("sums", torch.zeros(3 * num_experts + 5, dtype=torch.float64), persistent=False)
 
     @torch.no_grad()
     def update(self, probs: Tensor, weights: Tensor, selected: Tensor) -> None:
@@ -69,6 +80,7 @@ class MetricsAccumulator(nn.Module):
             [
                 probs_TN.sum(0, dtype=torch.float64),
                 top1_TN.sum(0, dtype=torch.float64),
+                selected_TN.sum(0, dtype=torch.float64),
                 entropy_T.sum(0, dtype=torch.float64, keepdim=True),
                 inverse_T.sum(0, dtype=torch.float64, keepdim=True),
                 selected_TN.sum((0, 1), dtype=torch.float64).view(1),
@@ -96,19 +108,25 @@ class MetricsAccumulator(nn.Module):
 
 
 def summarize(sums: Tensor, num_experts: int) -> RoutingMetrics:
-    """Turn one vector of sums into metrics (no tokens seen: loads and entropy are NaN)."""
+    """Turn one vector of sums into metrics (no tokens seen: loads and entropy are NaN).
+
+    Where every token was dropped computed_load is NaN too: it has nothing to be a share of.
+    """
     values = sums.tolist()
     N = num_experts
-    entropy, inverse, computed, tokens, bad = values[2 * N :]
+    entropy, inverse, computed, tokens, bad = values[3 * N :]
     per = (lambda total: total / tokens) if tokens else (lambda total: math.nan)
     soft, top1 = [per(v) for v in values[:N]], [per(v) for v in values[N : 2 * N]]
+    share = [v / computed if computed else math.nan for v in values[2 * N : 3 * N]]
     return RoutingMetrics(
         tokens=int(tokens),
         nonfinite_tokens=int(bad),
         soft_load=soft,
         top1_load=top1,
+        computed_load=share,
         load_cv=coefficient_of_variation(soft),
         top1_cv=coefficient_of_variation(top1),
+        computed_cv=coefficient_of_variation(share),
         min_load=min(top1) if tokens else math.nan,
         collapsed=bool(tokens) and min(top1) < COLLAPSE_SHARE,
         entropy=per(entropy),

@@ -55,9 +55,9 @@ class Run:
     seed: int
     loss: float
     perplexity: float
-    load_cv: float  # mean over layers
+    load_cv: float  # of the load as the log defines it, mean over layers
     min_load: float  # over layers
-    collapsed: bool  # some layer has an expert with less than 1 % of the tokens
+    collapsed: bool  # some layer has an expert with less than 1 % of the load
     entropy: float
     experts: float  # a token
     tokens: int

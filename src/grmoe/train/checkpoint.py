@@ -195,7 +195,7 @@ class _Writer(FileSystemWriter):
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__context__
-            raise cause or error
+            raise cause or error from None
 
 
 def _expect_to_be_alone() -> None:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from grmoe.config import to_dict
 from grmoe.routing import RoutingMetrics
+from grmoe.routing.metrics import COLLAPSE_SHARE
 from grmoe.train.config import TrainConfig
 from grmoe.train.record import LOG
 
@@ -162,26 +163,38 @@ def flat(line: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+def load_of(metrics: RoutingMetrics) -> tuple[list[float], float]:
+    """Each expert's share of the load, and its std / mean over experts."""
+    # The experts that tokens are computed by are the work, and what the balanced prior counts. Where all are computed
+    # that is uniform whatever the gate does; there the leading expert counts, as it does for the prior.
+    if metrics.experts_computed == len(metrics.computed_load):
+        return metrics.top1_load, metrics.top1_cv
+    return metrics.computed_load, metrics.computed_cv
+
+
 def routing_line(layers: list[RoutingMetrics]) -> dict[str, Any]:
     """Means over MoE layers, the worst of them where the worst matters, and each layer's own numbers."""
 
     def average(name: str) -> float:
         return sum(getattr(m, name) for m in layers) / len(layers)
 
+    loads, cvs = zip(*(load_of(m) for m in layers), strict=True)
     overlaps = [m.max_overlap for m in layers if m.max_overlap is not None]
     return {
         "entropy": average("entropy"),
-        "load_cv": average("top1_cv"),
-        "min_load": min(m.min_load for m in layers),
-        "collapsed_layers": sum(m.collapsed for m in layers),
+        "load_cv": sum(cvs) / len(layers),
+        "top1_cv": average("top1_cv"),
+        "min_load": min(min(load) for load in loads),
+        "collapsed_layers": sum(min(load) < COLLAPSE_SHARE for load in loads),
         "experts_per_token": average("experts_computed"),
         "max_overlap": max(overlaps) if overlaps else None,
         "layers": [
             {
-                "entropy": m.entropy, "load_cv": m.top1_cv, "load": m.top1_load, "soft_load": m.soft_load,
+                "entropy": m.entropy, "load_cv": cv, "top1_cv": m.top1_cv,
+                "load": load, "top1_load": m.top1_load, "soft_load": m.soft_load,
                 "kappa_min": m.kappa_min, "kappa_max": m.kappa_max, "max_overlap": m.max_overlap,
             }
-            for m in layers
+            for m, load, cv in zip(layers, loads, cvs, strict=True)
         ],
     }  # fmt: skip
 

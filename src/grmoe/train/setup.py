@@ -78,8 +78,14 @@ def open_session(config: TrainConfig, world: World) -> Session:
     cost = count(model_config, length)
     shard(model, world, bf16=uses_bf16(config, world))
     optimizers = build_optimizers(model, config.optim)
-    wants_compile = world.device.type == "cuda" if config.compile is None else config.compile
-    forward: Callable[..., Any] = torch.compile(model) if wants_compile else model
+    cuda = world.device.type == "cuda"
+    forward: Callable[..., Any] = model
+    if cuda if config.compile is None else config.compile:
+        # Launching kernel by kernel keeps the host busy longer than the device. Graphs own the memory of gradients,
+        # so nothing can be accumulated between two of them; FSDP's hooks allow none.
+        graphs = cuda and world.mesh is None and rows == micro_rows
+        mode = "reduce-overhead" if graphs else "default"
+        forward = torch.compile(model, dynamic=False, mode=mode)
     return Session(
         config, world, data, validation, model, forward, optimizers, length, rows, micro_rows,
         cost.train_flops, peak_flops(world.device),

@@ -43,7 +43,8 @@ def train_step(session: Session, step: int, batch_BS: Tensor) -> StepResult:
     s, config, model = session, session.config, session.model
     factor = cosine_factor(step, config.steps, config.warmup, config.optim.floor)
     set_rates(s.optimizers, factor)
-    set_alpha(model, step_alpha(config, model.config.alphas, step))
+    if config.alpha.schedule != "constant":
+        set_alpha(model, step_alpha(config, model.config.alphas, step))
     totals = torch.zeros(3, device=s.world.device)
     torch.manual_seed(_seed(config.seed, step))  # the sampled pairs are the same on all processes
     overlap = overlap_loss(session)
@@ -56,7 +57,13 @@ def train_step(session: Session, step: int, batch_BS: Tensor) -> StepResult:
         rows = rows.to(s.world.device, non_blocking=True)
         targets = rows[:, 1:].contiguous()
         with s.autocast():
-            out = s.forward(input_ids=rows[:, :-1], labels=targets, shift_labels=targets, use_cache=False)
+            out = s.forward(
+                input_ids=rows[:, :-1],
+                labels=targets,
+                shift_labels=targets,
+                use_cache=False,
+                skip_logits=True,
+            )
         router_loss = model.config.router_aux_loss_coef * out.aux_loss.detach()
         totals[0] += (out.loss.detach() - router_loss) / len(parts)
         totals[1] += router_loss / len(parts)

@@ -33,7 +33,9 @@ def story(config: TrainConfig) -> list[dict[str, Any]]:
 def leftovers(config: TrainConfig) -> list[str]:
     """Files and folders that were to have another name."""
     paths = Path(config.out).rglob("*")
-    return [p.name for p in paths if p.name.startswith(".writing") or p.name.endswith((".partial", ".replaced"))]
+    return [
+        p.name for p in paths if p.name.startswith(".writing") or p.name.endswith((".partial", ".replaced"))
+    ]
 
 
 def assert_same(a: TrainConfig, b: TrainConfig, steps: Iterable[int] = (20,)) -> None:

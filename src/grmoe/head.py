@@ -1,0 +1,35 @@
+"""The loss of a language model from its last hidden states, without keeping the logits.
+
+Legend: T tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from grmoe.kernels import runtime
+
+IGNORED = -100  # a target that does not count, as everywhere in PyTorch
+TOKENS = 16384  # whose logits exist at once; at 50257 words they are 1.6 GB in bf16
+
+
+def next_token_loss(x_TD: Tensor, weight_VD: Tensor, target_T: Tensor, count: Tensor) -> Tensor:
+    """Σ_t −log softmax(W x_t)[target_t] / count, targets of −100 left out. Products in x's dtype, the rest in fp32."""
+    if runtime.runs_on(x_TD) and not runtime.INTERPRETED:
+        from grmoe.kernels.cross_entropy import linear_cross_entropy
+
+        return runtime.attempt(
+            "cross entropy",
+            lambda: linear_cross_entropy(x_TD, weight_VD, target_T, count, IGNORED, TOKENS),
+            lambda: next_token_loss_reference(x_TD, weight_VD, target_T, count),
+        )
+    return next_token_loss_reference(x_TD, weight_VD, target_T, count)
+
+
+def next_token_loss_reference(x_TD: Tensor, weight_VD: Tensor, target_T: Tensor, count: Tensor) -> Tensor:
+    """The same with the logits in full."""
+    logits_TV = x_TD @ weight_VD.to(x_TD.dtype).T
+    wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    return F.cross_entropy(wide_TV, target_T, ignore_index=IGNORED, reduction="sum") / count
