@@ -80,7 +80,8 @@ def test_layer(tmp_path: Path) -> None:
         "Liger fused MoE": "liger_kernel",
         "ScatterMoE": "scattermoe",
     }
-    ours = ["ours", "ours, softmax gate", *(f"ours, {name}" for name in BACKENDS)]
+    same = "ours, softmax gate, same experts"
+    ours = ["ours", "ours, softmax gate", same, *(f"ours, {name}" for name in BACKENDS)]
     assert set(rows) == {*peers, "dense GEMMs, same FLOPs", *ours}
     for name, library in peers.items():
         assert rows[name]["failure"].startswith(f"not installed: {library}")

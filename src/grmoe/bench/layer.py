@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -25,6 +26,7 @@ CPU_SHAPES = tuple(LayerShape(2048, 256, experts, 256, 2) for experts in (4, 8, 
 LOOP_EXPERTS, LOOP_ROUNDS = 64, 5
 
 OURS, SOFTMAX, COMPILED = "ours", "ours, softmax gate", "ours, compiled"
+SAME = "ours, softmax gate, same experts"
 HUGGING_FACE, LIGER, SCATTER = "Hugging Face OLMoE block", "Liger fused MoE", "ScatterMoE"
 DENSE = "dense GEMMs, same FLOPs"
 FORWARD, BOTH = "forward", "forward+backward"
@@ -56,6 +58,7 @@ def contenders(
         *backends,
         Contender(OURS, runs(Setting.ours)),
         Contender(SOFTMAX, runs(lambda s: s.ours(router=s.softmax))),
+        Contender(SAME, lambda: same_experts_runs(setting())),
     ]
     if device.type == "cuda":  # on a CPU compiling takes longer than the whole benchmark
         listed.append(Contender(COMPILED, runs(lambda s: s.ours(compiled=True))))
@@ -66,6 +69,23 @@ def block_runs(setting: Setting, block: Block) -> Runs:
     x_TD, grad_TD = setting.x_TD, setting.grad_TD
     timed = {FORWARD: lambda: block.forward(x_TD), BOTH: lambda: block.both(x_TD, grad_TD)}
     return Runs(timed, block.errors)
+
+
+def same_experts_runs(setting: Setting) -> Runs:
+    """The softmax gate's work, and then the experts that the Grassmann gate chose: the two layers differ in nothing
+    else. Two loads that look alike can differ by a wave of tiles, which costs as much as a gate."""
+    layer, softmax = setting.layer(copy.deepcopy(setting.grassmann)).eval(), copy.deepcopy(setting.softmax)
+    x_TD = setting.x_TD.detach()
+    with torch.no_grad():
+        routing = layer.router(x_TD)
+    softmax.eval()
+
+    @torch.no_grad()
+    def forward() -> Tensor:
+        softmax(x_TD)
+        return layer.compute(x_TD, routing)
+
+    return Runs({FORWARD: forward})
 
 
 def dense_runs(setting: Setting) -> Runs:
@@ -106,6 +126,9 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
         if (softmax := result.times(SOFTMAX, mode)) is not None:
             name = f"Grassmann gate over softmax gate, {mode}"
             result.ratios.append(time_ratio(name, ours, softmax, "excess"))
+        if (same := result.times(SAME, mode)) is not None:
+            name = f"Grassmann gate over softmax gate, same experts, {mode}"
+            result.ratios.append(time_ratio(name, ours, same, "excess"))
     row = result.row(OURS)
     held = [peer for peer in peers if peer.peak]
     if row is not None and row.peak and held:
