@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine, set-up included:
 #   make test   lint, types and tests
-#   make demo   the synthetic study, quick form, with its figure
+#   make demo   prepares text, trains two small language models, draws their curves
 PYTHON ?= python3
 VENV   ?= .venv
 RUN    := $(VENV)/bin/python

@@ -42,7 +42,7 @@ def draw_curves(runs: list[Path], path: Path, unigram: float | None = None) -> P
         axes[0, 0].set(title="loss, nats a token (dots: validation)", ylim=_loss_range(logs, unigram))
         axes[0, 1].set(title="load imbalance: std / mean over experts (band: layers)", ylim=(0, None))
         axes[1, 0].set(
-            title="share of the computed (all computed: leading) experts, least and most used", ylim=(0, None)
+            title="share of the computed (dense: leading) experts, least and most used", ylim=(0, None)
         )
         axes[1, 1].set(title="entropy of the gate, nats (band: layers)", ylim=(0, None))
         for ax in axes.flat:
