@@ -482,3 +482,29 @@ def test_split_of_a_model_without_frames() -> None:
     assert split.frame_groups == []
     assert split.kappa == []
     assert len(split.rest) == 2
+
+
+@pytest.mark.parametrize("stacks", [1, 3])
+def test_a_flagged_step_changes_nothing(stacks: int) -> None:
+    torch.manual_seed(0)
+    frames = [nn.Parameter(haar_frames(16, 3, (4,))) for _ in range(stacks)]
+    optimizer = GrassmannAdam(frames, lr=0.05)
+
+    def move(value: float = 0.0) -> None:
+        for p in frames:
+            p.grad = torch.randn_like(p) + value
+        optimizer.step()
+
+    move()
+    before = [p.detach().clone() for p in frames]
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.found_inf = torch.ones(())
+    move(float("nan"))
+    move()
+    optimizer.take_back(2)
+    assert all(map(torch.equal, before, frames))
+    after = optimizer.state_dict()["state"]
+    assert all(torch.equal(state[i][name], after[i][name]) for i in state for name in state[i])
+    optimizer.found_inf = torch.zeros(())
+    move()
+    assert not any(map(torch.equal, before, frames))

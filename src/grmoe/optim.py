@@ -178,12 +178,15 @@ class GrassmannAdam(Optimizer):
         # pickle or a loaded state starts without it and looks at every frame once.
         self._left: dict[Tensor, tuple[int, int]] = {}
         self._workspaces: dict[Any, Tensor] = {}
+        # As torch's fused optimisers have it: a 0-d tensor on the parameters' device. Where it is one when the device
+        # gets to a step, the step changes nothing; `take_back` then tells the host, which has counted it.
+        self.found_inf: Tensor | None = None
         values = (lr, betas, eps, manifold, max_step, maximize)
         super().__init__(params, dict(zip(_OPTIONS, values, strict=True)))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._left, self._workspaces = {}, {}
+        self._left, self._workspaces, self.found_inf = {}, {}, None
         for entry in self.state.values():
             # Copies, because moments are updated in place and a loaded state may belong to someone else.
             entry.update(
@@ -243,6 +246,11 @@ class GrassmannAdam(Optimizer):
             "inner": p.new_zeros((*p.shape[:-2], p.shape[-1], p.shape[-1])),
         }
 
+    def take_back(self, steps: int) -> None:
+        """Forget the last steps, which `found_inf` turned into nothing."""
+        for entry in self.state.values():
+            entry["step"] -= steps
+
     def _workspace(self, like_NDK: Tensor) -> Tensor:
         """A scratch tensor of the size of a stack, kept from step to step.
 
@@ -292,6 +300,8 @@ class GrassmannAdam(Optimizer):
         Y_NDK = self._workspace(U_NDK)
         m_NDK, v_N11 = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
         UtM_NKK = self._moments(params, "inner")
+        changed = (U_NDK, m_NDK, v_N11, UtM_NKK)
+        before = [t.clone() for t in changed] if self.found_inf is not None else []
         touched = any(self._left.get(p) != (p._version, p.data_ptr()) for p in params)
         # A state that was just loaded usually belongs to its frames: then both are left as they are.
         if (touched and _needs_repair(U_NDK, m_NDK, UtM_NKK)) or count % _POLISH_EVERY == 0:
@@ -319,6 +329,9 @@ class GrassmannAdam(Optimizer):
         # Uᵀm at the new point U ← Y(I+Z) is (I+Z)(Uᵀm − s mᵀm); at the old one the projection left UᵀM − S.
         UtM_NKK.sub_(S_NKK).addcmul_(MtM_NKK, scale_N11, value=-1)
         UtM_NKK.add_(torch.bmm(Z_NKK, UtM_NKK))
+        for new, old in zip(changed, before, strict=False):
+            assert self.found_inf is not None
+            torch.where(self.found_inf.bool(), old, new, out=new)
         if U_NDK.data_ptr() != params[0].data_ptr():  # a stack of several; a single one was updated in place
             torch._foreach_copy_(params, _slices(U_NDK, params))
         self._left.update((p, (p._version, p.data_ptr())) for p in params)

@@ -96,6 +96,8 @@ def step(world: World, name: str, changes: dict[str, Any], plan: Plan) -> Step:
         micro_rows=plan.sequences // plan.micro_batches,
         flops_per_token=0.0,
         peak_flops=None,
+        guarded=False,
+        bad=torch.zeros(()),
     )
     seed = torch.Generator().manual_seed(world.rank)
     batch = torch.randint(model.config.vocab_size, (plan.sequences, plan.length + 1), generator=seed)

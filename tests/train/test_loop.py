@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import signal
@@ -16,12 +17,16 @@ from torch import Tensor
 from grmoe.data import TokenDataset, unigram_perplexity
 from grmoe.geometry import orthonormality_error
 from grmoe.model import GrmoeForCausalLM
+from grmoe.parallel.world import ParallelConfig, start
 from grmoe.routing import routers
 from grmoe.train import loop, step
 from grmoe.train.config import TrainConfig
 from grmoe.train.export import load_model
 from grmoe.train.loop import TrainingStopped, train
 from grmoe.train.record import read_log
+from grmoe.train.setup import open_session
+from grmoe.train.state import gather
+from grmoe.train.step import NonFiniteError
 
 Settings = Callable[..., TrainConfig]
 
@@ -236,3 +241,28 @@ def test_the_best_checkpoint_is_kept(settings: Settings, monkeypatch: pytest.Mon
     kept = sorted(int(p.name.removeprefix("step-")) for p in (Path(config.out) / "checkpoints").iterdir())
     assert kept == [20, 40]
     assert load_model(Path(config.out), "best")[2].step == 20
+
+
+def test_on_a_gpu_a_bad_step_and_those_queued_behind_it_change_nothing(settings: Settings) -> None:
+    """The device's guard, here on the CPU, whose fused AdamW has it too: weights, moments, counts and priors."""
+    session = open_session(settings(), start(ParallelConfig(), "cpu"))
+    session.guarded = True
+    for group in session.optimizers[0].param_groups:
+        group["fused"], group["foreach"] = True, False
+    batches = session.data.batches(session.rows, session.length)
+    for number in range(3):
+        step.settle(session, step.train_step(session, number, next(batches)), number)
+    good = copy.deepcopy(gather(session.model, session.optimizers))
+    norm = session.model.model.norm
+    hook = norm.register_forward_hook(lambda module, inputs, output: output * math.nan)
+    bad = step.train_step(session, 3, next(batches))
+    hook.remove()
+    behind = step.train_step(session, 4, next(batches))
+    with pytest.raises(NonFiniteError, match="at step 4") as found:
+        step.settle(session, bad, 4)
+    assert found.value.step == 3
+    assert math.isfinite(float(behind.numbers_4.sum()))  # good in itself, and still nothing
+    now = gather(session.model, session.optimizers)
+    for part in ("model", "moments"):
+        flat = torch.utils._pytree.tree_leaves(good[part])
+        assert all(map(torch.equal, flat, torch.utils._pytree.tree_leaves(now[part])))

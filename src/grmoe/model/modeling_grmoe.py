@@ -265,9 +265,12 @@ class GrmoePreTrainedModel(PreTrainedModel):
         for router in routers(self):
             router.reset_metrics()
 
-    def update_priors(self, rate: float) -> None:
-        """One step of every balanced prior (`Router.update_prior`): once an optimiser step."""
-        update_router_priors(routers(self), rate)
+    def update_priors(self, rate: float, skip: Tensor | None = None) -> None:
+        """One step of every balanced prior (`Router.update_prior`): once an optimiser step.
+
+        skip: a 0-d tensor; where it is one, priors stay as they are.
+        """
+        update_router_priors(routers(self), rate, skip)
 
     def overlap_penalty(
         self, rho: float, *, relative: bool = True, num_pairs: int | Literal["auto"] | None = None

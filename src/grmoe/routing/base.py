@@ -285,8 +285,11 @@ def next_log_prior(log_prior: Tensor, sums: Tensor, rate: float) -> Tensor:
 
 
 @torch.no_grad()
-def update_priors(found: Iterable[Router], rate: float) -> None:
-    """`Router.update_prior` of many routers; those of one size and device in a few operations altogether."""
+def update_priors(found: Iterable[Router], rate: float, skip: Tensor | None = None) -> None:
+    """`Router.update_prior` of many routers; those of one size and device in a few operations altogether.
+
+    skip: a 0-d tensor; where it is one, priors stay as they are.
+    """
     checks.finite("rate", rate, at_least=0)
     alike: dict[Any, list[Router]] = {}
     for router in found:
@@ -294,7 +297,11 @@ def update_priors(found: Iterable[Router], rate: float) -> None:
             alike.setdefault((router.num_experts, router.log_prior.device), []).append(router)
     for group in alike.values():
         priors, sums = [r.log_prior for r in group], [r.prior_sums for r in group]
-        torch._foreach_copy_(priors, next_log_prior(torch.stack(priors), torch.stack(sums), rate).unbind())
+        stacked = torch.stack(priors)
+        updated = next_log_prior(stacked, torch.stack(sums), rate)
+        if skip is not None:
+            updated = torch.where(skip.bool(), stacked, updated)
+        torch._foreach_copy_(priors, updated.unbind())
         torch._foreach_zero_(sums)
 
 

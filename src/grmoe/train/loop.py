@@ -26,7 +26,7 @@ from grmoe.train.log import Logger, open_logger, routing_line
 from grmoe.train.record import checkpoints_of, find_start, open_folder
 from grmoe.train.setup import Session, open_session
 from grmoe.train.state import gather, restore
-from grmoe.train.step import NonFiniteError, StepResult, train_step
+from grmoe.train.step import NonFiniteError, Pending, StepResult, settle, train_step
 from grmoe.train.validate import Validation, validate
 
 
@@ -89,18 +89,28 @@ def _run(
         about = {**meta, "metric": None if validation is None else validation.loss, "processes": world.size}
         return checkpoints.save(step, gather(session.model, session.optimizers), about, background)
 
+    waiting: Pending | None = None
     with Signals() as signals:
         for step in range(first, config.steps):
             done = step + 1
-            try:
-                result = train_step(session, step, next(batches))
-            except NonFiniteError as error:
-                kept = save(step)
-                raise TrainingStopped(f"{error}. The last good step is saved: {kept.path}") from error
-            clock.count(session.tokens_per_step)
             last = done == config.steps
             due = _due(config.validation.every, done) or last
-            if done % config.log.every == 0 or due:
+            logs = done % config.log.every == 0 or due
+            try:
+                pending = train_step(session, step, next(batches))
+                stopping = agree(world, signals.caught is not None)
+                saves = stopping or last or _due(config.checkpoint.every, done)
+                # A step's numbers are read while the device computes the next one, unless they are needed at once.
+                if waiting is not None:
+                    settle(session, waiting, step)
+                waiting = None if logs or saves else pending
+                if waiting is None:
+                    result = settle(session, pending, step)
+            except NonFiniteError as error:
+                kept = save(error.step)
+                raise TrainingStopped(f"{error}. The last good step is saved: {kept.path}") from error
+            clock.count(session.tokens_per_step)
+            if logs:
                 sync_metrics(session.model, world)
                 if world.first:
                     logger.write(_train_line(session, done, result, clock))
@@ -110,10 +120,9 @@ def _run(
                 validation = validate(session) if due else None
                 if validation is not None and world.first:
                     logger.write(_validation_line(done, validation))
-                stopping = agree(world, signals.caught is not None)
                 if config.checkpoint.background and agree(world, checkpoints.failed):
                     checkpoints.wait()  # raises, on all processes at the same step
-                if stopping or last or _due(config.checkpoint.every, done):
+                if saves:
                     kept = save(done, config.checkpoint.background and not (stopping or last))
             if stopping and not last:
                 name, status = signals.describe()

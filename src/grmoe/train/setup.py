@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from grmoe.checks import require
@@ -38,6 +38,8 @@ class Session:
     micro_rows: int  # computed at once
     flops_per_token: float
     peak_flops: float | None  # of this process's device, where it is known
+    guarded: bool  # a bad step is undone on the device, without waiting for it
+    bad: Tensor  # 0-d: one from the first bad step on
 
     @property
     def tokens_per_step(self) -> int:
@@ -88,7 +90,8 @@ def open_session(config: TrainConfig, world: World) -> Session:
         forward = torch.compile(model, dynamic=False, mode=mode)
     return Session(
         config, world, data, validation, model, forward, optimizers, length, rows, micro_rows,
-        cost.train_flops, peak_flops(world.device),
+        cost.train_flops, peak_flops(world.device), cuda and world.mesh is None,
+        torch.zeros((), device=world.device),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from grmoe.optim import GrassmannAdam
 from grmoe.parallel.shard import accumulate, clip_gradients, finish_gradients, sync_routers
 from grmoe.parallel.world import mean, smallest
 from grmoe.routing import set_alpha
@@ -23,7 +24,11 @@ from grmoe.train.setup import Session
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient that is no number; nothing was updated by it."""
+    """A loss or gradient that is no number; nothing was updated by it or since."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step  # counted from zero: so many good ones were before it
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,22 @@ class StepResult:
     norm: float  # of the gradient, before clipping
 
 
-def train_step(session: Session, step: int, batch_BS: Tensor) -> StepResult:
+@dataclass(frozen=True)
+class Pending:
+    """A step that was queued; its numbers may still be on their way from the device."""
+
+    step: int
+    batch_BS: Tensor
+    numbers_4: Tensor  # of the host
+    arrived: torch.cuda.Event | None
+
+
+def train_step(session: Session, step: int, batch_BS: Tensor) -> Pending:
     """Forward, backward, both optimisers and the priors, on this process's sequences (B, S + 1).
 
     Nothing depends on the past but weights and optimiser states: randomness is a function of (seed, step, process).
-    The result is read from the device before anything is updated, so that a bad step leaves the last good weights.
+    A bad step leaves the last good weights. `session.guarded`: the device sees to that, and `settle` may find out while
+    it computes the next step; otherwise the host looks before anything is updated.
     """
     s, config, model = session, session.config, session.model
     factor = cosine_factor(step, config.steps, config.warmup, config.optim.floor)
@@ -51,10 +67,9 @@ def train_step(session: Session, step: int, batch_BS: Tensor) -> StepResult:
     totals[2] += overlap.detach()
     torch.manual_seed(_seed(config.seed, step, 1 + s.world.rank))
 
-    parts = batch_BS.split(s.micro_rows)
+    parts = _to_device(batch_BS, s.world.device).split(s.micro_rows)
     for number, rows in enumerate(parts):
         accumulate(model, s.world, last=number == len(parts) - 1)
-        rows = rows.to(s.world.device, non_blocking=True)
         targets = rows[:, 1:].contiguous()
         with s.autocast():
             out = s.forward(
@@ -74,21 +89,54 @@ def train_step(session: Session, step: int, batch_BS: Tensor) -> StepResult:
     finish_gradients(model, s.world)
     limit = config.optim.clip or math.inf
     norm = clip_gradients([p for p in model.parameters() if p.grad is not None], limit, s.world)
-    result = StepResult(
-        *torch.cat([mean(s.world, totals), norm.reshape(1)]).tolist()
-    )  # the one wait for the device
-    if not math.isfinite(result.loss + result.norm):
-        where = find_nonfinite(session, batch_BS)
-        zero_grad(session)
-        raise NonFiniteError(
-            f"loss {result.loss:g}, gradient norm {result.norm:g} at step {step + 1}: {where}"
-        )
+    numbers_4 = torch.cat([mean(s.world, totals), norm.reshape(1)])
+    skip: Tensor | None = None
+    if s.guarded:
+        # Once bad, bad for good: steps that are queued before the host looks change nothing either.
+        skip = s.bad.copy_(torch.maximum(s.bad, (~torch.isfinite(numbers_4[0] + numbers_4[3])).float()))
+    pending = _send(step, batch_BS, numbers_4)
+    if not s.guarded:
+        settle(session, pending, step)
     for optimizer in s.optimizers:
+        optimizer.found_inf = skip  # type: ignore[attr-defined]
         optimizer.step()
     zero_grad(session)
     sync_routers(model, s.world)
-    model.update_priors(config.routing.prior_rate * factor)
-    return result
+    model.update_priors(config.routing.prior_rate * factor, skip)
+    return pending
+
+
+def settle(session: Session, pending: Pending, queued: int) -> StepResult:
+    """Wait for a step's numbers; raise if they are none. `queued`: the last step that was given to the device."""
+    if pending.arrived is not None:
+        pending.arrived.synchronize()
+    result = StepResult(*pending.numbers_4.tolist())
+    if math.isfinite(result.loss + result.norm):
+        return result
+    if session.guarded:
+        for optimizer in session.optimizers:
+            if isinstance(optimizer, GrassmannAdam):
+                optimizer.take_back(queued - pending.step + 1)
+    where = find_nonfinite(session, pending.batch_BS)
+    zero_grad(session)
+    text = f"loss {result.loss:g}, gradient norm {result.norm:g} at step {pending.step + 1}: {where}"
+    raise NonFiniteError(text, pending.step)
+
+
+def _send(step: int, batch_BS: Tensor, numbers_4: Tensor) -> Pending:
+    """The numbers on their way to the host, which does not wait."""
+    if not numbers_4.is_cuda:
+        return Pending(step, batch_BS, numbers_4, None)
+    host_4 = torch.empty(numbers_4.shape, dtype=numbers_4.dtype, pin_memory=True)
+    host_4.copy_(numbers_4, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return Pending(step, batch_BS, host_4, arrived)
+
+
+def _to_device(batch_BS: Tensor, device: torch.device) -> Tensor:
+    # From memory that is not pinned the copy would wait for everything before it.
+    return batch_BS.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch_BS
 
 
 def overlap_loss(session: Session) -> Tensor:
