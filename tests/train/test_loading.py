@@ -1,0 +1,36 @@
+"""Opening runs and exported folders alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from grmoe.routing import routers
+from grmoe.train.config import TrainConfig
+from grmoe.train.export import export
+from grmoe.train.loading import open_model
+from grmoe.train.loop import train
+
+
+def test_a_run_and_its_export_are_one_model(settings: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    config = settings(steps=4, checkpoint={"every": 2})
+    train(config)
+    export(Path(config.out), tmp_path / "model", "last", dtype=torch.float32)
+    run, folder = open_model(config.out, "last", alpha=2.0), open_model(tmp_path / "model", alpha=2.0)
+    assert (run.step, folder.step) == (4, None)
+    assert run.data is not None
+    assert run.data.split == "validation"
+    assert folder.data is None
+    ids = run.tokenizer("one two three", return_tensors="pt").input_ids
+    assert torch.equal(ids, folder.tokenizer("one two three", return_tensors="pt").input_ids)
+    with torch.no_grad():
+        assert torch.equal(run.model(ids).logits, folder.model(ids).logits)
+    assert not run.model.training
+    half = open_model(config.out, dtype=torch.bfloat16)
+    assert half.model.lm_head.weight.dtype == torch.bfloat16
+    assert routers(half.model)[0].frames.dtype == torch.float32
+    with pytest.raises(ValueError, match="neither a run"):
+        open_model(tmp_path)
