@@ -29,9 +29,23 @@ def sigmoid(a):
 
 
 @triton.jit
+def normal(a):
+    """Φ(a) to 7e-8, and exp(−a²/2), of which it is made (Abramowitz and Stegun, 7.1.26).
+
+    libdevice's erf takes three times as many instructions, enough to hold up kernels that wait for memory.
+    """
+    bell = tl.exp(-0.5 * a * a)
+    t = 1.0 / (1.0 + 0.23164188838536214 * tl.abs(a))
+    poly = 0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
+    tail = t * poly * bell
+    return tl.where(a < 0.0, tail, 1.0 - tail), bell
+
+
+@triton.jit
 def gelu(a):
-    """Exact GELU, a·Φ(a)."""
-    return 0.5 * a * (1.0 + tl.erf(a * 0.7071067811865476))
+    """a·Φ(a)."""
+    cdf, _ = normal(a)
+    return a * cdf
 
 
 @triton.jit(do_not_specialize=["last"])
@@ -133,10 +147,9 @@ def activation_backward_kernel(
             )
             slope = up * s * (1.0 + first * (1.0 - s))
         else:
-            h = gelu(first)
-            # Φ(a) + a·φ(a)
-            phi = 0.3989422804014327 * tl.exp(-0.5 * first * first)
-            slope = 0.5 * (1.0 + tl.erf(first * 0.7071067811865476)) + first * phi
+            cdf, bell = normal(first)
+            h = first * cdf
+            slope = cdf + first * (0.3989422804014327 * bell)  # Φ(a) + a·φ(a)
         tl.store(
             grad_inner_ptr + inner_row + column[None, :],
             (weight * q * slope).to(grad_inner_ptr.dtype.element_ty),
