@@ -377,6 +377,8 @@ def quality(
         )
     except (ConfigError, RuntimeError) as error:
         fail(escape(str(error)))
+    except KeyboardInterrupt:
+        fail("interrupted; the same command goes on where it stopped")
     console.print(compare.rich_table(compare.rows(runs)))
     numbers = compare.write_results(runs, base, out)
     first = [out / f"{name}-0" for name in methods]
@@ -425,10 +427,12 @@ def export(
     """
     need("transformers", "safetensors", extra="lm")
     import torch
+    from transformers.utils import logging
 
     from grmoe.train.checkpoint import CheckpointError
     from grmoe.train.export import export as write
 
+    logging.disable_progress_bar()
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     if dtype not in dtypes:
         fail(f"dtype must be bf16 or fp32, got {escape(dtype)}")
@@ -440,6 +444,205 @@ def export(
     console.print(
         f"Model of step {used.step}: [bold]{escape(str(folder))}[/]", highlight=False, soft_wrap=True
     )
+
+
+@app.command()
+def dial(
+    model: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of `grmoe train`, or an exported model.")
+    ],
+    target_experts: Annotated[
+        float | None, typer.Option(help="Lowest perplexity with at most so many experts a token.")
+    ] = None,
+    max_ppl_increase: Annotated[
+        str | None,
+        typer.Option(
+            help="Fewest experts with a perplexity increase of at most this, e.g. 1%.", show_default="1%"
+        ),
+    ] = None,
+    throughput: Annotated[
+        str | None, typer.Option(help="Lowest perplexity at this measured speed-up or more, e.g. 1.3x.")
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            help="Calibration text: prepared tokens, or .txt, .jsonl, .parquet.",
+            show_default="the run's validation split",
+        ),
+    ] = None,
+    check: Annotated[
+        list[str] | None, typer.Option(help="Other text to hold the promise against; repeatable.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of each text.", show_default="8192; 131072 on a GPU")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a window.", show_default="as trained")
+    ] = None,
+    cap: Annotated[
+        int | None, typer.Option(min=1, help="Most experts of a token.", show_default="as trained")
+    ] = None,
+    checkpoint: Annotated[
+        str, typer.Option(help="Of a run: best (of validation), last, or a step.")
+    ] = "best",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for results.json and pareto.png.", show_default="RUN/dial, MODEL-dial"),
+    ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Save the model with the chosen setting to OUT/model.")
+    ] = False,
+) -> None:
+    """Choose how sparse a trained model is: the cheapest setting that meets a target, with certificates.
+
+    Experts per token are chosen by mass: the fewest that reach probability τ, at most as many as in training. Measured
+    on the same text: one α for all layers, one α per layer (by what each layer's experts are worth), plain top-k.
+    Nothing is retrained.
+
+    Example: [bold]grmoe dial runs/first --max-ppl-increase 1% --check wikitext.txt --write[/]
+    """
+    need("transformers", "yaml", extra="lm")
+    need("matplotlib")
+    from transformers.utils import logging
+
+    from grmoe.dial.command import command
+    from grmoe.dial.run import Plan
+    from grmoe.dial.target import parse_target
+    from grmoe.train.checkpoint import CheckpointError
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        target = parse_target(target_experts, max_ppl_increase, throughput)
+        plan = Plan(target, text, check or [], tokens, length, cap, checkpoint)
+        command(model, plan, out, write)
+    except (ValueError, CheckpointError, ModuleNotFoundError) as error:
+        fail(escape(str(error)))
+
+
+@app.command("eval")
+def evaluate(
+    folder: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Folder of `grmoe train` or `grmoe export`.")
+    ],
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A file or folder of .txt or .jsonl (also .gz, .xz, .zst); `validation` is the split a run was "
+            "validated on. Repeatable.",
+            show_default="validation, unless there are tasks",
+        ),
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="A task of lm-evaluation-harness, by name or as a YAML file of it. Repeatable."),
+    ] = None,
+    tasks_from: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of TASK_SPLIT.jsonl (also .gz, .xz, .zst), such as hellaswag_val.jsonl: tasks come from here "
+            "and not from the hub; without --task, all of them."
+        ),
+    ] = None,
+    alpha: Annotated[
+        list[float] | None,
+        typer.Option(min=0, help="The dial; repeatable.", show_default="as saved with the model"),
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option(min=0, help="Examples in a task's prompt.", show_default="the task's own; 0")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows of each task.", show_default="all")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of each domain of a text.", show_default="all")
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens a window.", show_default="as trained, or the model's longest"),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens from window to window; less overlaps.", show_default="the length: no overlap"
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Windows, or a task's sequences, at once.")] = 8,
+    checkpoint: Annotated[
+        str, typer.Option(help="Of a run: best (of validation), last, or a step.")
+    ] = "best",
+    out: Annotated[Path, typer.Option(help="Folder for results.json and the tasks made.")] = Path(
+        "runs/eval"
+    ),
+) -> None:
+    """Measure a model: perplexity of texts, lm-evaluation-harness tasks, at one or several settings of the dial.
+
+    A table has a column for each α, with the experts a token above the numbers. Local files need no network. Tasks need
+    lm_eval: pip install 'grmoe\\[eval]'.
+
+    Example: [bold]grmoe eval my-model --text heldout/ --tasks-from evals/ --alpha 0.5 --alpha 1 --alpha 2[/]
+    """
+    need("transformers", "yaml", extra="lm")
+    tasks = task or []
+    if tasks or tasks_from:
+        need("lm_eval", "accelerate", extra="eval")
+    from transformers.utils import logging
+
+    from grmoe.evaluate.command import Settings, run
+    from grmoe.evaluate.report import domains, summary
+    from grmoe.train.checkpoint import CheckpointError
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    settings = Settings(
+        model=folder, texts=text or [], tasks=tasks, tasks_from=tasks_from, alphas=alpha or [], shots=shots,
+        limit=limit, tokens=tokens, length=length, stride=stride, batch=batch, checkpoint=checkpoint, out=out,
+    )  # fmt: skip
+    try:
+        result = run(settings, progress, lambda text: print(text, file=sys.stderr, flush=True))
+    except (ValueError, CheckpointError, ModuleNotFoundError) as error:
+        fail(escape(str(error)))
+    if result.points[0].texts:
+        console.print(domains(result.points, result.length, result.stride))
+    console.print(summary(result.points))
+    console.print(f"Numbers: {escape(str(result.numbers))}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def analyze(
+    model: Annotated[Path, typer.Argument(help="Folder of `grmoe train` or of `grmoe export`.")],
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text to route, as `grmoe prepare` reads it; repeatable.", show_default="the run's held-out"
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="How many, rounded up to whole windows.")] = 50_000,
+    alpha: Annotated[
+        float | None, typer.Option(min=0, help="The dial.", show_default="as saved with the model")
+    ] = None,
+    checkpoint: Annotated[
+        str, typer.Option(help="Of a run: best (of validation), last, or a step.")
+    ] = "best",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for results.json, analysis.md and the figures.", show_default="MODEL/analysis"
+        ),
+    ] = None,
+) -> None:
+    """Look at what each expert does: token types, domains, entropy, concentration, overlap, load over training.
+
+    Works for every router. Specialisation is shown beside what chance and a hash of the tokens would give.
+
+    Example: [bold]grmoe analyze runs/first --tokens 50000[/]
+    """
+    need("transformers", "yaml", extra="lm")
+    need("scipy", "matplotlib")
+    from grmoe.analyze.command import run
+
+    with progress() as bar:
+        written = run(model, text or [], tokens, alpha, checkpoint, out or model / "analysis", bar)
+    for part in written:
+        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
 
 
 @app.command()

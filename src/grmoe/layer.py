@@ -53,6 +53,7 @@ class MoE(nn.Module):
         fastest that runs on the tokens' device, dtype and shape. The gate follows: the first two leave the router
         to PyTorch.
     shared_experts: that many experts every token goes through, beside the routed ones and with weight one.
+    experts: weights of these sizes, in place of new ones.
     dispatcher: attribute. None runs the experts here, `grmoe.parallel.experts.ExpertParallel` in many processes.
     """
 
@@ -67,6 +68,7 @@ class MoE(nn.Module):
         activation: Activation = "swiglu",
         backend: Literal["auto", "reference", "grouped", "triton"] = "auto",
         shared_experts: int = 0,
+        experts: ExpertWeights | None = None,
     ) -> None:
         super().__init__()
         if router is None:
@@ -87,7 +89,12 @@ class MoE(nn.Module):
         self.backend = checks.one_of("backend", backend, ("auto", *BACKENDS))
         if backend != "auto":
             router.backend = "triton" if backend == "triton" else "reference"
-        self.experts = ExpertWeights(dim, hidden, num_experts, activation)
+        self.experts = ExpertWeights(dim, hidden, num_experts, activation) if experts is None else experts
+        shape, kind = tuple(self.experts.down_proj.shape), self.experts.activation
+        checks.require(
+            (shape, kind) == ((num_experts, dim, hidden), activation),
+            f"experts must be {num_experts} of {dim} × {hidden}, {activation}, got {shape}, {kind}",
+        )
         checks.positive_int("shared_experts", shared_experts, at_least=0)
         self.dispatcher: Dispatcher | None = None
         # k experts of width I with weight one are one expert of width k·I.

@@ -350,6 +350,16 @@ def test_a_training_step_compiles_whole(build: Build, ids: torch.Tensor) -> None
         torch.testing.assert_close(fast, eager, atol=1e-5, rtol=1e-4)
 
 
+def test_experts_are_made_once(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second set would be as large as the layer."""
+    made = []
+    build = ExpertWeights.__init__
+    monkeypatch.setattr(ExpertWeights, "__init__", lambda self, *a: (made.append(a), build(self, *a))[1])
+    found = config()
+    GrmoeForCausalLM(found)
+    assert len(made) == len(found.moe_layers)
+
+
 def test_experts_have_hugging_faces_parameters(build: Build) -> None:
     gated, plain = blocks(build())[0].experts, blocks(build(hidden_act="gelu"))[0].experts
     assert {n: tuple(p.shape) for n, p in gated.named_parameters()} == {

@@ -57,6 +57,19 @@ def test_sizes_that_do_not_fit_say_what_would(
     assert f"torchrun {command} " in str(caught.value)
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "mps", ""])
+def test_a_device_is_one_we_know(device: str) -> None:
+    with pytest.raises(ValueError, match="device must be auto, cpu, cuda or cuda:N, got"):
+        start(ParallelConfig(), device)
+
+
+def test_a_gpu_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="device cuda:2 must be there, found 2 GPUs"):
+        start(ParallelConfig(), "cuda:2")
+
+
 @pytest.mark.parametrize("sizes", [{"expert": 0}, {"replicate": -1}, {"fsdp": 0}])
 def test_a_size_is_positive(sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(sizes))} must be an integer >= 1"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import resource
@@ -49,6 +50,13 @@ def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     assert best is not None
     assert best.step == 2
     assert not list(tmp_path.glob(f"{TEMPORARY}*"))
+
+
+def test_a_loss_that_is_no_number_is_not_the_best(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    for step, metric in enumerate((math.nan, 2.0, 3.0)):
+        checkpoints.save(step, state(step), {"metric": metric})
+    assert [c.step for c in checkpoints.all()] == [1, 2]
 
 
 def test_the_same_step_can_be_saved_again(tmp_path: Path) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,9 +18,9 @@ from torch import Tensor
 
 from grmoe.routing import Dense, RoutingMetrics, Selection, TopK
 from grmoe.routing.metrics import MetricsAccumulator
-from grmoe.train import log
+from grmoe.train import log, record
 from grmoe.train.config import TrainConfig
-from grmoe.train.curves import draw_curves
+from grmoe.train.curves import draw_curves, summary
 from grmoe.train.loop import train
 from grmoe.train.record import read_log
 
@@ -110,5 +115,51 @@ def test_curves_of_several_runs(settings: Settings, tmp_path: Path) -> None:
         runs.append(Path(config.out))
     figure = draw_curves(runs, tmp_path / "pictures" / "curves.png", unigram=50.0)
     assert figure.read_bytes().startswith(b"\x89PNG")
+    table = summary(runs)
+    assert list(table.columns[0].cells) == ["grmoe", "softmax"]
     with pytest.raises(ValueError, match=r"no training log in .*nothing"):
         draw_curves([tmp_path / "nothing"], tmp_path / "x.png")
+
+
+def test_runs_of_one_name_are_told_apart_and_text_may_be_gone(
+    settings: Settings, prepared: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(prepared, data)
+    runs = []
+    for name in ("a/run", "b/run"):
+        config = settings(name, steps=2, data={"path": str(data)})
+        train(config)
+        runs.append(Path(config.out))
+    shutil.rmtree(data)
+    table = summary(runs)
+    assert list(table.columns[0].cells) == [str(run) for run in runs]
+    assert list(table.columns[4].cells) == ["–", "–"]
+
+
+def test_a_resumed_run_is_one_of_wandb_and_another_in_its_folder_is_not(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+
+    def init(**options: Any) -> MagicMock:
+        begun.append(options["id"])
+        return MagicMock()
+
+    wandb = ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setattr(wandb, "init", init, raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    times = iter(["2026-01-01T00:00:00+00:00", "2026-01-01T00:00:01+00:00", "2026-01-01T00:00:02+00:00"])
+    whole = record.environment
+    monkeypatch.setattr(record, "environment", lambda: whole() | {"started": next(times)})
+    config = settings(steps=2, log={"wandb": "project"})
+    train(config)
+    checkpoints = Path(config.out) / "checkpoints"
+    shutil.rmtree(checkpoints)
+    train(settings(steps=2, log={"wandb": "project"}, checkpoint={"every": 1}))
+    shutil.rmtree(checkpoints / "step-00000002")
+    train(config, resume=True)
+    assert begun[0] != begun[1]
+    assert begun[1] == begun[2]
+    assert begun[0] == "run-20260101T0000000000"  # W&B refuses colons

@@ -227,6 +227,19 @@ def test_other_data_is_refused(settings: Settings, prepared: Path, tmp_path: Pat
         train(config, resume=True)
 
 
+def test_data_may_move(settings: Settings, prepared: Path, tmp_path: Path) -> None:
+    import shutil
+
+    train(settings(steps=2))
+    shutil.copytree(prepared, tmp_path / "moved")
+    finished = train(settings(steps=2, data={"path": str(tmp_path / "moved")}), resume=True)
+    assert finished.validation is None  # it had ended, with the same data
+
+
+def test_a_date_is_a_seed(settings: Settings) -> None:
+    train(settings(steps=1, seed=20261115))
+
+
 def test_the_best_checkpoint_is_kept(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(steps=40, validation={"every": 10}, checkpoint={"every": 10, "keep_last": 1})
 

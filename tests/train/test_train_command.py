@@ -42,6 +42,16 @@ def test_show_prints_a_file_one_could_use() -> None:
     assert shown.exit_code == 0
     assert "lr: 0.001" in shown.stdout
     assert "preset: tiny" in shown.stdout
+    assert "preset: small" in runner.invoke(app, ["train", "--show"]).stdout
+
+
+def test_a_name_with_a_slip_does_not_pass_for_a_resumed_run(settings: Settings) -> None:
+    config = settings(steps=2)
+    new = runner.invoke(app, ["train", written(config), "--resume"])
+    assert new.exit_code == 0, new.output
+    assert f"{config.out} holds no checkpoint to go on from: a new run begins." in new.output
+    again = runner.invoke(app, ["train", written(config), "--resume"])
+    assert "a new run begins" not in again.output
 
 
 def test_from_text_to_a_model_folder(settings: Settings, tmp_path: Path) -> None:
@@ -75,6 +85,8 @@ def test_from_text_to_a_model_folder(settings: Settings, tmp_path: Path) -> None
         (["data.sequence_length=64"], "must be at most the model's 32, got 64"),
         (["data.batch_size=100000"], "less than one batch"),
         (["parallel.expert=2"], "torchrun --nproc-per-node"),
+        (["device=gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+        (["device=cuda:99"], "device cuda:99 must be there"),
         (["model.num_key_value_heads=3"], "num_key_value_heads must divide num_attention_heads"),
     ],
 )

@@ -44,6 +44,10 @@ def test_overrides_reach_the_model() -> None:
         ("optim.floor=2", "floor must be at most 1"),
         ("optim.lr=-1", "lr"),
         ("data.batch_size=0", "batch_size"),
+        ("optim.warmup=-1", "warmup must be an integer >= 0"),
+        ("optim.kappa_lr=-1", "kappa_lr must be a finite number >= 0"),
+        ("optim.frames_lr=.nan", "frames_lr must be a finite number >= 0"),
+        ("validation.batch_size=0", "batch_size must be an integer >= 1"),
         ("alpha.low=0", "low"),
         ("checkpoint.every=-1", "every"),
         ("parallel.expert=0", "expert"),
@@ -68,8 +72,9 @@ def test_what_is_saved_is_what_was_meant() -> None:
 def test_only_what_trains_nothing_may_change() -> None:
     old = config()
     new = config(
-        "log.every=3", "checkpoint.keep_last=9", "data.micro_batch_size=2", "seed=1", "data.batch_size=4"
-    )
+        "log.every=3", "checkpoint.keep_last=9", "data.micro_batch_size=2", "seed=1", "data.batch_size=4",
+        "data.path=elsewhere",
+    )  # fmt: skip
     changed = differences(to_dict(old), to_dict(new))
     assert [d.partition(":")[0] for d in changed if not is_free(d)] == ["seed", "data.batch_size"]
 

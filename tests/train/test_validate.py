@@ -55,3 +55,10 @@ def test_a_limit_of_tokens_is_kept(settings: Settings, batch_size: int | None) -
     """And the text is the same whatever the batch: two windows of 32 tokens from each of two domains."""
     s = session(settings(validation={"tokens": 64, "batch_size": batch_size}))
     assert validate(s).routing[0].tokens == 2 * 64
+
+
+def test_no_logits_are_kept(settings: Settings) -> None:
+    """In full they are what needs most memory: a batch that trains must not end the run when it is validated."""
+    s = session(settings())
+    s.model.lm_head.register_forward_hook(lambda *_: pytest.fail("the logits exist in full"))
+    validate(s)

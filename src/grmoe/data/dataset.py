@@ -98,6 +98,13 @@ class TokenDataset:
         starts.append(self._starts[-1:])
         return np.concatenate(starts), np.concatenate(domains), np.concatenate(ends)
 
+    def domains_of(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The domain of tokens `start` to `stop`, as a place in `index["domains"]`."""
+        require(0 <= start <= stop <= self.tokens, f"no tokens {start} to {stop} among {self.tokens}")
+        starts, domains, _ = self._pieces
+        piece = np.searchsorted(starts, np.arange(start, stop), side="right") - 1
+        return domains[piece].astype(np.int64)
+
     def iter_documents(self) -> Iterator[tuple[str, NDArray[np.int64]]]:
         """(domain, tokens) of every document, the end-of-text token last."""
         if not self._shards:

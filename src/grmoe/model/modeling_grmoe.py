@@ -105,9 +105,9 @@ class GrmoeMoE(MoE):
             config_router(config, alpha),
             activation=config.activation,
             shared_experts=config.shared_experts,
+            experts=(GrmoeExperts if config.activation == "swiglu" else GrmoePlainExperts)(config),
         )
         self.config = config
-        self.experts = (GrmoeExperts if config.activation == "swiglu" else GrmoePlainExperts)(config)
         self._follow_config()
 
     def _follow_config(self) -> None:

@@ -52,12 +52,11 @@ class World:
 def start(config: ParallelConfig, device: str = "auto") -> World:
     """Join the other processes, or stay alone where there are none.
 
-    device: "auto" (a GPU if there is one), "cpu" or "cuda"; `torchrun` says which GPU.
+    device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1"; of "cuda", `torchrun` says which.
     """
     rank, size, local_rank = (int(os.environ.get(k, d)) for k, d in _ENVIRONMENT.items())
     shape = _shape(config, size)
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    place = torch.device("cuda", local_rank) if kind == "cuda" else torch.device(kind)
+    place = _place(device, local_rank)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     if size == 1:
@@ -101,6 +100,21 @@ def smallest(world: World, number: int) -> int:
 
 
 _ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
+def _place(device: str, local_rank: int) -> torch.device:
+    """The device of this process, which must be there."""
+    kind, _, number = device.partition(":")
+    known = device in ("auto", "cpu") or (kind == "cuda" and (number.isdecimal() or device == "cuda"))
+    checks.require(known, f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return torch.device(kind)
+    place = torch.device(kind, int(number or local_rank))
+    there = torch.cuda.device_count()
+    checks.require(place.index < there, f"device {place} must be there, found {there} GPUs")
+    return place
 
 
 def _shape(config: ParallelConfig, size: int) -> tuple[int, int, int]:

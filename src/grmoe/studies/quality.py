@@ -11,6 +11,7 @@ import math
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -71,12 +72,15 @@ def study(
     at_once: int,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Run]:
-    """Train every method with every seed; raises with the last lines of a run that failed."""
+    """Train every method with every seed; raises with the last lines of a run that failed, and starts no other."""
+    failed = threading.Event()
     out.mkdir(parents=True, exist_ok=True)
-    plan = [(method, seed) for seed in range(seeds) for method in methods]
+    plan = [(method, seed) for seed in range(seeds) for method in dict.fromkeys(methods)]
 
     def one(job: tuple[str, int]) -> Run:
         method, seed = job
+        if failed.is_set():  # a thread takes its next job before the pool learns that the last one failed
+            raise RuntimeError("another run failed")
         folder = out / f"{method}-{seed}"
         model = base.model | METHODS[method].model
         config = replace(base, model=model, seed=base.seed + seed, out=str(folder))
@@ -86,6 +90,7 @@ def study(
         with (out / f"{method}-{seed}.txt").open("w") as screen:
             status = subprocess.run(command, stdout=screen, stderr=subprocess.STDOUT, check=False).returncode
         if status:
+            failed.set()
             said = (out / f"{method}-{seed}.txt").read_text().splitlines()[-5:]
             raise RuntimeError(f"{' '.join(command)} ended with status {status}:\n" + "\n".join(said))
         run = read_run(folder, method, base.seed + seed)
@@ -106,10 +111,10 @@ def read_run(folder: Path, method: str, seed: int) -> Run:
     )  # fmt: skip
 
 
-def interval(values: list[float], level: float = 0.95) -> float:
-    """Half the width of Student's interval of the mean; ∞ for a single value."""
+def interval(values: list[float], level: float = 0.95) -> float | None:
+    """Half the width of Student's interval of the mean; None for a single value."""
     if len(values) < 2:
-        return math.inf
+        return None
     from scipy.stats import t
 
     return float(t.ppf((1 + level) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values)))
@@ -155,7 +160,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     def plus_minus(name: str, digits: int, sign: str = "") -> str:
         if row[name] is None or (name == "over_grmoe" and row["method"] == "grmoe"):
             return "–"
-        return f"{row[name]:{sign}.{digits}f} ± {row[f'{name}_interval']:.{digits}f}"
+        half = row[f"{name}_interval"]
+        return f"{row[name]:{sign}.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
 
     return [
         row["label"],

@@ -8,6 +8,7 @@ temporary name, is never read and is removed by the next save.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import threading
@@ -69,7 +70,7 @@ class Checkpoints:
         return found[-1] if (found := self.all()) else None
 
     def best(self) -> Checkpoint | None:
-        measured = [c for c in self.all() if c.metric is not None]
+        measured = [c for c in self.all() if c.metric is not None and not math.isnan(c.metric)]
         return min(measured, key=lambda c: (c.metric, c.step), default=None)
 
     def save(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,20 +16,26 @@ from grmoe.terminal import console
 from grmoe.train.checkpoint import CheckpointError
 from grmoe.train.config import TrainConfig
 from grmoe.train.loop import Outcome, TrainingStopped, train
-from grmoe.train.record import read_log
+from grmoe.train.record import checkpoints_of, read_log
 
 
 def run(config: TrainConfig, resume: bool) -> int:
     """Train; returns the exit status."""
     errors = Console(stderr=True)
+    if resume and _first() and checkpoints_of(Path(config.out), config).latest() is None:
+        begins = f"{config.out} holds no checkpoint to go on from: a new run begins."
+        errors.print(escape(begins), highlight=False, soft_wrap=True)
     try:
         outcome = train(config, resume)
     except TrainingStopped as stopped:
         if _first():
-            resumed = f"grmoe train --resume out={config.out}"
-            errors.print(
-                f"{escape(str(stopped))}\nGo on with: {escape(resumed)}", highlight=False, soft_wrap=True
+            # After a signal it goes on; what became NaN does so again, to the bit.
+            again = (
+                "It would meet the same step again; a smaller optim.lr is another run (out=…). All the same"
             )
+            lead = "Go on with" if stopped.status > 128 else again
+            resumed = f"grmoe train --resume out={config.out}"
+            errors.print(escape(f"{stopped}\n{lead}: {resumed}"), highlight=False, soft_wrap=True)
         return stopped.status
     except (ValueError, CheckpointError, OSError) as error:
         errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)

@@ -36,7 +36,7 @@ class OptimConfig:
     kappa_lr: float | None = None  # of log κ; 5·lr unless said: at lr the concentrations hardly move
     warmup: int | None = None  # steps; 2000, or a tenth of a shorter run
     floor: float = 0.1  # the last rate, as a share of the first
-    betas: tuple[float, ...] = (0.9, 0.95)
+    betas: tuple[float, ...] = (0.9, 0.95)  # of AdamW, as eps
     eps: float = 1e-8
     weight_decay: float = 0.1  # of matrices; never of norms, κ and subspaces
     clip: float = 1.0  # largest norm of a step's gradient; 0: as large as it comes
@@ -44,6 +44,11 @@ class OptimConfig:
     def __post_init__(self) -> None:
         for name in ("lr", "floor", "eps", "weight_decay", "clip"):
             finite(name, getattr(self, name), at_least=0)
+        for name in ("frames_lr", "kappa_lr"):
+            if getattr(self, name) is not None:
+                finite(name, getattr(self, name), at_least=0)
+        if self.warmup is not None:
+            positive_int("warmup", self.warmup, at_least=0)
         require(self.floor <= 1, f"floor must be at most 1, got {self.floor}")
         require(len(self.betas) == 2, f"betas must be two numbers, got {self.betas}")
 
@@ -84,6 +89,8 @@ class ValidationConfig:
     def __post_init__(self) -> None:
         positive_int("every", self.every, at_least=0)
         positive_int("tokens", self.tokens)
+        if self.batch_size is not None:
+            positive_int("batch_size", self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         positive_int("steps", self.steps)
+        # Written out: what is shown and saved says which model it is.
+        object.__setattr__(self, "model", {"preset": "small", **self.model})
         known = ["preset", *_model_fields()]
         for name in self.model:
             if name not in known:
@@ -141,7 +150,7 @@ class TrainConfig:
 
     @property
     def preset(self) -> str | None:
-        return self.model.get("preset", "small")
+        return self.model["preset"]
 
     @property
     def warmup(self) -> int:
@@ -162,9 +171,10 @@ class TrainConfig:
         return GrmoeConfig(**changes) if self.preset is None else preset(self.preset, **changes)
 
 
-# A run goes on with another value of these: they change what is shown, kept or where it runs, not what is trained.
+# A run goes on with another value of these: they change what is shown, kept or where it runs, not what is trained. Data
+# may lie elsewhere, for a checkpoint knows their checksum.
 FREE = (
-    "out", "device", "compile", "activation_checkpointing", "data.micro_batch_size", "validation", "log",
+    "out", "device", "compile", "activation_checkpointing", "data.path", "data.micro_batch_size", "validation", "log",
     "checkpoint", "parallel",
 )  # fmt: skip
 

@@ -17,8 +17,9 @@ COLORS = ("#1b6ca8", "#d1495b", "#e07a1f", "#3a8f5c", "#7a5195", "#9aa5b1")
 
 def draw_curves(runs: list[Path], path: Path, unigram: float | None = None) -> Path:
     """One PNG: loss with validation, load of the experts, entropy. `unigram`: the perplexity to beat."""
-    logs = {run.name: read_log(run) for run in runs}
-    if missing := [str(run) for run in runs if not logs[run.name]]:
+    named = _named(runs)
+    logs = {name: read_log(run) for name, run in named.items()}
+    if missing := [str(run) for name, run in named.items() if not logs[name]]:
         raise ValueError(f"no training log in {', '.join(missing)}")
     import matplotlib
 
@@ -60,25 +61,37 @@ def summary(runs: list[Path]) -> Table:
     table = Table("run", "router", title="Held-out text, last validation", title_justify="left")
     for heading in ("step", "perplexity", "unigram", "H", "load CV", "min load", "experts a token"):
         table.add_column(heading, justify="right")
-    for run in runs:
+    for name, run in _named(runs).items():
         held_out = [line for line in read_log(run) if line["kind"] == "validation"]
         if not held_out:
-            table.add_row(run.name, "no validation yet")
+            table.add_row(name, "no validation yet")
             continue
         last, config = held_out[-1], saved_config(run)
-        unigram = unigram_perplexity(TokenDataset(config.data.path, "validation"))
         table.add_row(
-            run.name,
+            name,
             config.model.get("router", "grassmann"),
             str(last["step"]),
             f"{last['perplexity']:.2f}",
-            f"{unigram:.1f}",
+            _unigram(config.data.path),
             f"{last['entropy']:.2f}",
             f"{last['load_cv']:.3f}",
             f"{last['min_load']:.3f}",
             f"{last['experts_per_token']:.2f}",
         )
     return table
+
+
+def _named(runs: list[Path]) -> dict[str, Path]:
+    """A name of its own for each: the folder's, or the path of those that share it."""
+    names = [run.resolve().name for run in runs]
+    return {str(run) if names.count(name) > 1 else name: run for name, run in zip(names, runs, strict=True)}
+
+
+def _unigram(data: str) -> str:
+    try:
+        return f"{unigram_perplexity(TokenDataset(data, 'validation')):.1f}"
+    except ValueError:  # the text lies elsewhere by now; the run can be looked at all the same
+        return "–"
 
 
 def _loss(

@@ -17,7 +17,7 @@ from grmoe.config import to_dict
 from grmoe.routing import RoutingMetrics
 from grmoe.routing.metrics import COLLAPSE_SHARE
 from grmoe.train.config import TrainConfig
-from grmoe.train.record import LOG
+from grmoe.train.record import LOG, first_start
 
 
 class Sink(Protocol):
@@ -126,11 +126,13 @@ class WandB:
     def __init__(self, config: TrainConfig) -> None:
         import wandb
 
-        name = Path(config.out).name
+        folder = Path(config.out)
+        # Of this run and nobody else's: another folder of the same name, or another run in this one, has another start.
+        start = "".join(filter(str.isalnum, first_start(folder)))
         self.run = wandb.init(
             project=config.log.wandb,
-            name=name,
-            id=name,
+            name=folder.name,
+            id=f"{folder.name}-{start}",
             resume="allow",
             config=to_dict(config),
             dir=config.out,

@@ -79,6 +79,13 @@ def open_folder(config: TrainConfig, start: Checkpoint | None) -> None:
     write_durably(log, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
+def first_start(folder: Path) -> str:
+    """When the run began, before it was resumed."""
+    described = json.loads((folder / ENVIRONMENT).read_text())
+    start: str = [*described.get("resumed_from", []), described][0]["started"]
+    return start
+
+
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's log; one that a crash cut off is left out."""
     lines = []

@@ -194,7 +194,7 @@ def find_nonfinite(session: Session, batch_BS: Tensor) -> str:
 
         return look
 
-    parts = ("embed_tokens", "self_attn", "mlp", "norm", "lm_head")
+    parts = ("embed_tokens", "self_attn", "mlp", "norm")
     hooks = [
         m.register_forward_hook(watch(name)) for name, m in model.named_modules() if name.endswith(parts)
     ]
@@ -203,8 +203,13 @@ def find_nonfinite(session: Session, batch_BS: Tensor) -> str:
         for rows in batch_BS.to(world.device).split(session.micro_rows):
             targets = rows[:, 1:].contiguous()
             with session.autocast():
+                # Without logits, as in training: what fits there fits here.
                 loss = model(
-                    input_ids=rows[:, :-1], labels=targets, shift_labels=targets, use_cache=False
+                    input_ids=rows[:, :-1],
+                    labels=targets,
+                    shift_labels=targets,
+                    use_cache=False,
+                    skip_logits=True,
                 ).loss
             loss.backward()
     finally:
@@ -226,5 +231,5 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def _seed(seed: int, step: int, stream: int = 0) -> int:
-    """A different number for each, well inside 64 bits."""
-    return (seed * 10**9 + step) * 10**5 + stream
+    """A different number for each, in the 64 bits a generator takes."""
+    return ((seed * 10**9 + step) * 10**5 + stream) % 2**63

@@ -45,7 +45,11 @@ def validate(session: Session) -> Validation:
                 targets = rows[:, 1:].contiguous()
                 with session.autocast():
                     loss = model(
-                        input_ids=rows[:, :-1], labels=targets, shift_labels=targets, use_cache=False
+                        input_ids=rows[:, :-1],
+                        labels=targets,
+                        shift_labels=targets,
+                        use_cache=False,
+                        skip_logits=True,
                     ).loss
                 if counts:
                     sum_2 += torch.stack(

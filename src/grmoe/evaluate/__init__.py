@@ -1,0 +1,1 @@
+"""`grmoe eval`: perplexity of texts (`texts`, `perplexity`) and lm-evaluation-harness tasks (`harness`), at any α."""

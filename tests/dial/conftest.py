@@ -1,0 +1,86 @@
+"""A model of two MoE layers, trained for a second, and text it was not trained on."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from grmoe.config import from_dict
+from grmoe.data import prepare
+from grmoe.dial.measure import Meter
+from grmoe.dial.search import Sensitivity, search
+from grmoe.dial.text import Text, read_text
+from grmoe.train.config import TrainConfig
+from grmoe.train.loading import Opened, open_model
+from grmoe.train.loop import train
+
+MODEL = {
+    "preset": None, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "moe_every": 1, "num_experts": 4, "router_rank": 8, "max_position_embeddings": 32, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Training in a session's fixture comes before the one thread that every test has.
+    torch.set_num_threads(1)
+    return tmp_path_factory.mktemp("dial")
+
+
+@pytest.fixture(scope="session")
+def data(folder: Path) -> Path:
+    draw = random.Random(0)
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    with (folder / "corpus.jsonl").open("w") as file:
+        for _ in range(300):
+            start, step = draw.randrange(10), draw.choice([1, 3])
+            text = " ".join(words[(start + step * i) % 10] for i in range(draw.randint(20, 60)))
+            file.write(json.dumps({"text": text}) + "\n")
+    prepare([str(folder / "corpus.jsonl")], folder / "data", tokenizer="bpe:280", validation=0.2, workers=1)
+    return folder / "data"
+
+
+def train_run(out: Path, data: Path, **model: object) -> Path:
+    tree = {
+        "out": str(out),
+        "steps": 40,
+        "device": "cpu",
+        "model": MODEL | model,
+        "data": {"path": str(data), "batch_size": 8},
+        "optim": {"lr": 1e-2},
+        "validation": {"every": 0, "tokens": 500},
+        "checkpoint": {"every": 0},
+    }
+    train(from_dict(TrainConfig, tree))
+    return out
+
+
+@pytest.fixture(scope="session")
+def run(folder: Path, data: Path) -> Path:
+    return train_run(folder / "run", data)
+
+
+@pytest.fixture(scope="session")
+def softmax_run(folder: Path, data: Path) -> Path:
+    return train_run(folder / "softmax", data, router="softmax")
+
+
+@pytest.fixture
+def opened(run: Path) -> Opened:
+    return open_model(run)
+
+
+@pytest.fixture
+def text(opened: Opened) -> Text:
+    return read_text(None, opened, 32, 1024)
+
+
+@pytest.fixture(scope="session")
+def searched(run: Path) -> tuple[Meter, list[Sensitivity]]:
+    opened = open_model(run)
+    meter = Meter(opened.model, read_text(None, opened, 32, 1024))
+    return meter, search(meter, 2)

@@ -1,0 +1,148 @@
+"""The frontier is an envelope, the dial per layer never above it, targets are met."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grmoe.dial.frontier import best_within, dial_points, frontier, gains, top_k_points, uniform_points
+from grmoe.dial.measure import Meter, Point, increase
+from grmoe.dial.search import Option, Sensitivity, between, combine, search
+from grmoe.dial.setting import Setting, mass, top_k
+from grmoe.dial.target import Target, choose, meets, parse_target, refine
+
+Searched = tuple[Meter, list[Sensitivity]]
+
+
+def point(experts: float, loss: float, family: str = "uniform") -> Point:
+    losses_W = torch.full((8,), loss, dtype=torch.float64)
+    return Point(mass((1.0,), 0.5, 2), family, losses_W, experts, (experts,), 1.0, 2.0, 2.0)
+
+
+@given(st.lists(st.tuples(st.floats(1, 2), st.floats(1, 5)), min_size=1, max_size=12))
+def test_the_frontier_is_the_lower_envelope(pairs: list[tuple[float, float]]) -> None:
+    points = [point(*pair) for pair in pairs]
+    best = frontier(points)
+    for a, b in itertools.pairwise(best):
+        assert a.experts < b.experts
+        assert a.loss > b.loss
+    for p in points:  # somebody on it is at least as good in both
+        assert any(q.experts <= p.experts and q.loss <= p.loss for q in best)
+
+
+def test_per_layer_is_nowhere_above_uniform(searched: Searched) -> None:
+    points = list(searched[0].points.values())
+    assert {p.family for p in points} == {"trained", "top-k", "uniform", "per layer"}
+    envelope = frontier(dial_points(points))
+    for base in frontier(uniform_points(points)):
+        best = best_within(envelope, base.experts)
+        assert best is not None
+        assert best.loss <= base.loss
+    assert all(row["gain"] >= 0 for row in gains(points))
+    assert [p.experts for p in top_k_points(points, searched[0].trained)] == pytest.approx([2.0, 1.0])
+
+
+def test_gains_find_a_layer_that_can_do_without() -> None:
+    points = [point(1.2, 3.0), point(1.8, 2.0), point(1.7, 1.5, "per layer"), point(1.1, 1.0, "top-k")]
+    assert [row["gain"] for row in gains(points)] == pytest.approx([0.0, 0.5])
+
+
+def test_sensitivity_is_measured_one_layer_at_a_time(searched: Searched) -> None:
+    meter, found = searched
+    assert found
+    for sensitivity in found:
+        base = sensitivity.base
+        assert base.setting.tau is not None
+        for i, options in enumerate(sensitivity.layers):
+            assert options[0] == Option(base.setting.alphas[i], 0.0, 0.0)
+            for option in options[1:]:
+                alphas = list(base.setting.alphas)
+                alphas[i] = option.alpha
+                there = meter.points[mass(tuple(alphas), base.setting.tau, 2)]
+                assert option.loss == pytest.approx(there.loss - base.loss)
+                assert option.experts == pytest.approx(2 * (there.experts - base.experts))
+
+
+def test_combinations_are_the_best_for_their_cost_if_losses_add_up() -> None:
+    """Against all 27 combinations of three layers by brute force."""
+    generator = torch.Generator().manual_seed(3)
+    layers = []
+    for _ in range(3):
+        cost, loss = torch.rand(2, 2, generator=generator).tolist()
+        layers.append([Option(1.0, 0.0, 0.0), Option(2.0, -cost[0], loss[0]), Option(3.0, -cost[1], loss[1])])
+    every = {
+        tuple(o.alpha for o in picks): (sum(o.experts for o in picks), sum(o.loss for o in picks))
+        for picks in itertools.product(*layers)
+    }
+    base = Point(mass((1.0, 1.0, 1.0), 0.5, 2), "uniform", torch.zeros(8), 2.0, (2.0,) * 3, 1.0, 2.0, 2.0)
+    chosen = combine(Sensitivity(base, layers), 27)
+    assert len(chosen) >= 2
+    for alphas in chosen:
+        experts, loss = every[alphas]
+        assert all(l >= loss - 1e-12 for e, l in every.values() if e <= experts)
+    assert len(combine(Sensitivity(base, layers), 2)) == 2
+
+
+@pytest.mark.parametrize(
+    "target", [Target("experts", 1.4), Target("perplexity", 0.02), Target("perplexity", 1e-6)], ids=str
+)
+def test_targets_are_met_by_construction(searched: Searched, target: Target) -> None:
+    meter = searched[0]
+    before = choose(target, meter.points.values(), meter.trained, lambda _: None)
+    refine(target, meter)
+    chosen = choose(target, meter.points.values(), meter.trained, lambda _: None)
+    assert meets(target, chosen, meter.trained, lambda _: None)
+    for other in meter.points.values():  # nobody who meets it is cheaper, or better for the same target
+        if target.kind == "experts" and other.experts <= 1.4:
+            assert other.loss >= chosen.loss
+        if target.kind == "perplexity" and increase(other, meter.trained).high <= target.value:
+            assert other.experts >= chosen.experts
+    if target.kind == "experts":
+        assert chosen.loss <= before.loss
+    else:
+        assert chosen.experts <= before.experts
+
+
+def test_a_target_of_speed_takes_what_was_timed() -> None:
+    slow, fast, unknown = point(2, 1.0), point(1.5, 1.1), point(1.2, 0.9)
+    speeds = {slow: 1.0, fast: 1.4}
+    points = [slow, fast, unknown]
+    assert choose(Target("throughput", 1.3), points, slow, speeds.get) is fast
+    assert choose(Target("throughput", 0.9), points, slow, speeds.get) is slow
+    with pytest.raises(ValueError, match=r"fastest measured is 1\.40 times"):
+        choose(Target("throughput", 3), points, slow, speeds.get)
+    with pytest.raises(ValueError, match=r"the fewest measured are 1\.200"):
+        choose(Target("experts", 1.1), points, slow, speeds.get)
+
+
+def test_targets_from_words() -> None:
+    assert parse_target(None, None, None) == Target("perplexity", 0.01)
+    assert parse_target(None, "2.5%", None).value == pytest.approx(0.025)
+    assert parse_target(None, "0.02", None).value == pytest.approx(0.02)
+    assert parse_target(1.5, None, None) == Target("experts", 1.5)
+    assert parse_target(None, None, "1.3x") == Target("throughput", 1.3)
+    wrong = [
+        ((0.5, None, None), "at least 1"),
+        ((None, "many", None), "like 1%"),
+        ((None, None, "-1x"), "above 0"),
+    ]
+    for words, message in [*wrong, ((1.5, "1%", None), "not several")]:
+        with pytest.raises(ValueError, match=message):
+            parse_target(*words)
+
+
+def test_the_way_between_two_settings() -> None:
+    a, b = mass((1.0, 4.0), 0.4, 2), mass((4.0, 4.0), 0.8, 2)
+    assert between(a, b, 0.5) == Setting((2.0, 4.0), "mass", 0.6, 2)
+    assert between(top_k((1.0, 1.0), 2), a, 0.5) == Setting((1.0, 2.0), "mass", 0.7, 2)
+    assert between(top_k((1.0, 1.0), 2), mass((1.0, 1.0), 0.5, 4), 0.5) is None  # another cap
+    assert between(Setting((1.0, 1.0), "threshold", 0.3, 2), a, 0.5) is None
+
+
+def test_one_expert_a_token_leaves_nothing_to_turn(searched: Searched) -> None:
+    with pytest.raises(ValueError, match="cap must be at least 2"):
+        search(searched[0], 1)

@@ -1,0 +1,160 @@
+"""Token streams and their perplexity against plain arithmetic."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grmoe.evaluate.command import gather, window_length
+from grmoe.evaluate.perplexity import Perplexity, count_windows, measure, windows
+from grmoe.evaluate.texts import Stream, from_files, from_run
+from grmoe.head import IGNORED
+from grmoe.train.loading import Opened, open_model
+
+
+@pytest.fixture
+def opened(run: Path) -> Opened:
+    return open_model(run)
+
+
+def stream_of(tokens: np.ndarray) -> Stream:
+    return Stream("t", "d", tokens, 1, 1, 1)
+
+
+@given(st.integers(3, 200), st.integers(1, 40), st.data())
+def test_every_token_is_scored_once_with_its_context(count: int, length: int, data: st.DataObject) -> None:
+    stride, batch = data.draw(st.integers(1, length)), data.draw(st.integers(1, 5))
+    tokens = np.arange(1000, 1000 + count)
+    scored, rows = [], 0
+    for inputs, targets in windows(tokens, length, stride, batch):
+        assert inputs.shape == targets.shape
+        assert inputs.shape[0] <= batch
+        rows += len(inputs)
+        for x, y in zip(inputs, targets, strict=True):
+            kept = np.flatnonzero(y != IGNORED)
+            assert (y[kept] == x[kept] + 1).all()  # the next token
+            if x[0] > 1000:
+                assert kept[0] == length - stride  # so much context at least
+            scored += y[kept].tolist()
+    assert scored == tokens[1:].tolist()
+    assert rows == count_windows(stream_of(tokens), length, stride)
+
+
+@pytest.mark.parametrize("stride", [32, 20, 1])
+def test_measure_is_the_sum_of_single_predictions(opened: Opened, stride: int) -> None:
+    assert opened.data is not None
+    stream = from_run(opened.data, opened.tokenizer, most=90)[0]
+    value = measure(opened.model, stream, 32, stride, batch=3)
+    nll, scored = 0.0, 0
+    ids = torch.from_numpy(stream.tokens)
+    with torch.no_grad():
+        for begin in range(0, len(ids) - 1, stride):
+            window = ids[begin : begin + 33]
+            log_probs = opened.model(window[None, :-1]).logits[0].double().log_softmax(-1)
+            for place in range(len(window) - 1):
+                if begin + place >= scored:
+                    nll -= log_probs[place, window[place + 1]].item()
+                    scored += 1
+    assert scored == value.tokens == 90
+    assert value.nll == pytest.approx(nll, rel=1e-5)  # fp32 sums in another order
+
+
+def test_a_run_s_split_has_its_prepared_counts_and_its_logged_loss(opened: Opened, run: Path) -> None:
+    assert opened.data is not None
+    streams = gather(opened, ["validation"], None, print)
+    index = opened.data.index["splits"]["validation"]["domains"]
+    assert {s.domain: (len(s.tokens) - 1, s.bytes, s.documents) for s in streams} == {
+        name: (d["tokens"], d["bytes"], d["documents"]) for name, d in index.items()
+    }
+    length, stride = window_length(opened)
+    assert (length, stride) == (32, 32)  # as it was trained
+    logged = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    domains = [line for line in logged if line["kind"] == "validation"][-1]["domains"]
+    for stream in streams:
+        loss = measure(opened.model, stream, length, stride, 8).loss
+        # Training's validation starts without the end-of-text in front, so windows are shifted by one token.
+        assert loss == pytest.approx(domains[stream.domain], rel=0.02)
+
+
+def test_texts_in_every_form_are_one_text(opened: Opened, tmp_path: Path) -> None:
+    documents = ["one two three", "vier fünf\nsechs <|endoftext|> 七"]
+    rows = "".join(json.dumps({"text": text, "domain": "d"}) + "\n" for text in documents).encode()
+    (tmp_path / "plain.jsonl").write_bytes(rows + b"\nnot json\n")
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(rows))
+    (tmp_path / "rows.jsonl.xz").write_bytes(lzma.compress(rows))
+    said: list[str] = []
+    found = [
+        from_files(str(tmp_path / name), opened.tokenizer, say=said.append)[0]
+        for name in ("plain.jsonl", "rows.jsonl.gz", "rows.jsonl.xz")
+    ]
+    assert len(said) == 1
+    assert "1 rows" in said[0]
+    end = opened.tokenizer.eos_token_id
+    for stream in found:
+        assert stream.tokens.tolist() == found[0].tokens.tolist()
+        assert (stream.documents, stream.words, stream.domain) == (2, 8, "d")
+        assert stream.bytes == sum(len(text.encode()) for text in documents)
+        # A quoted end-of-text is no end: one in front, one behind each document.
+        assert (stream.tokens == end).sum() == 3
+        assert stream.tokens[[0, -1]].tolist() == [end, end]
+    (tmp_path / "a.txt").write_text("one two")
+    folder = from_files(str(tmp_path), opened.tokenizer, say=said.append)
+    assert {s.domain for s in folder} == {"a", "d"}
+
+
+def test_a_cut_text_counts_what_is_left(opened: Opened, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two three four five six")
+    whole = from_files(str(tmp_path / "a.txt"), opened.tokenizer)[0]
+    cut = from_files(str(tmp_path / "a.txt"), opened.tokenizer, most=4)[0]
+    assert cut.tokens.tolist() == whole.tokens[:5].tolist()
+    text = opened.tokenizer.decode(cut.tokens[1:])
+    assert (cut.words, cut.bytes) == (len(text.split()), len(text.encode()))
+
+
+def test_definitions() -> None:
+    value = Perplexity(nll=20.0, tokens=10, words=5, bytes=40, documents=1)
+    assert value.perplexity == math.exp(2)
+    assert value.word_perplexity == math.exp(4)
+    assert value.byte_perplexity == math.exp(0.5)
+    assert value.bits_per_byte == pytest.approx(math.log2(value.byte_perplexity))
+    both = value + Perplexity(nll=1.0, tokens=1, words=1, bytes=1, documents=1)
+    assert (both.nll, both.tokens, both.words, both.bytes, both.documents) == (21.0, 11, 6, 41, 2)
+
+
+def test_bits_per_byte_do_not_depend_on_the_tokenizer() -> None:
+    """A uniform model of bytes and one of pairs of bytes are the same model of text."""
+    single = Perplexity(nll=8 * math.log(256), tokens=8, words=1, bytes=8, documents=1)
+    pairs = Perplexity(nll=4 * math.log(256**2), tokens=4, words=1, bytes=8, documents=1)
+    assert single.perplexity != pytest.approx(pairs.perplexity)
+    assert single.bits_per_byte == pytest.approx(8)
+    assert pairs.bits_per_byte == pytest.approx(8)
+
+
+@pytest.mark.parametrize(("content", "message"), [("", "holds no document"), ("  \n", "holds no document")])
+def test_empty_texts_are_refused(opened: Opened, tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "empty.txt").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        from_files(str(tmp_path / "empty.txt"), opened.tokenizer, say=lambda text: None)
+
+
+def test_a_single_token_is_no_text(opened: Opened, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("one")
+    with pytest.raises(ValueError, match="at least two tokens"):
+        from_files(str(tmp_path / "short.txt"), opened.tokenizer, most=1)
+
+
+def test_windows_stay_within_the_model(opened: Opened) -> None:
+    assert window_length(opened, 64, 16) == (64, 16)
+    with pytest.raises(ValueError, match="at most the model's 64, got 65"):
+        window_length(opened, 65)
+    with pytest.raises(ValueError, match="stride must be at most"):
+        window_length(opened, 16, 17)
