@@ -51,6 +51,18 @@ class Session:
             return nullcontext()
         return torch.autocast(self.world.device.type, torch.bfloat16)
 
+    def run(self, forward: Callable[..., Any], rows_BS: Tensor) -> Any:
+        """The model's output, loss without logits, for sequences (B, S + 1) on the device."""
+        targets = rows_BS[:, 1:].contiguous()
+        with self.autocast():
+            return forward(
+                input_ids=rows_BS[:, :-1],
+                labels=targets,
+                shift_labels=targets,
+                use_cache=False,
+                skip_logits=True,
+            )
+
 
 def uses_bf16(config: TrainConfig, world: World) -> bool:
     return config.precision == "bf16" or (config.precision == "auto" and world.device.type == "cuda")

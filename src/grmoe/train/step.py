@@ -70,15 +70,7 @@ def train_step(session: Session, step: int, batch_BS: Tensor) -> Pending:
     parts = _to_device(batch_BS, s.world.device).split(s.micro_rows)
     for number, rows in enumerate(parts):
         accumulate(model, s.world, last=number == len(parts) - 1)
-        targets = rows[:, 1:].contiguous()
-        with s.autocast():
-            out = s.forward(
-                input_ids=rows[:, :-1],
-                labels=targets,
-                shift_labels=targets,
-                use_cache=False,
-                skip_logits=True,
-            )
+        out = s.run(s.forward, rows)
         router_loss = model.config.router_aux_loss_coef * out.aux_loss.detach()
         totals[0] += (out.loss.detach() - router_loss) / len(parts)
         totals[1] += router_loss / len(parts)
@@ -201,17 +193,7 @@ def find_nonfinite(session: Session, batch_BS: Tensor) -> str:
     zero_grad(session)
     try:
         for rows in batch_BS.to(world.device).split(session.micro_rows):
-            targets = rows[:, 1:].contiguous()
-            with session.autocast():
-                # Without logits, as in training: what fits there fits here.
-                loss = model(
-                    input_ids=rows[:, :-1],
-                    labels=targets,
-                    shift_labels=targets,
-                    use_cache=False,
-                    skip_logits=True,
-                ).loss
-            loss.backward()
+            session.run(model, rows).loss.backward()
     finally:
         for hook in hooks:
             hook.remove()

@@ -41,20 +41,10 @@ def validate(session: Session) -> Validation:
             for rows, counts in _own_share(session, domain):
                 for router in routers(model):
                     router.record = counts
-                rows = rows.to(world.device)
-                targets = rows[:, 1:].contiguous()
-                with session.autocast():
-                    loss = model(
-                        input_ids=rows[:, :-1],
-                        labels=targets,
-                        shift_labels=targets,
-                        use_cache=False,
-                        skip_logits=True,
-                    ).loss
+                loss = session.run(model, rows.to(world.device)).loss
                 if counts:
-                    sum_2 += torch.stack(
-                        [loss.double() * targets.numel(), loss.new_full((), targets.numel())]
-                    )
+                    targets = rows[:, 1:].numel()
+                    sum_2 += torch.stack([loss.double() * targets, loss.new_full((), targets)])
             sums[domain] = total(world, sum_2).tolist()
         sync_metrics(model, world)
         routing = model.routing_metrics()
