@@ -195,6 +195,49 @@ def train_model(
     run.show(results, bench.FACTS, bench.lines)
 
 
+@app.command()
+def prefill(
+    preset: Annotated[
+        str | None, typer.Option(help="Of `grmoe info`. Default: 350m on a GPU, tiny on a CPU.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences. Default: 16 on a GPU, 2 on a CPU.")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a sequence. Default: 1024 on a GPU, 128 on a CPU.")
+    ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            help="eager, compiled or graphs (compiled into CUDA graphs). Default: graphs on a GPU, eager on a CPU."
+        ),
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    rounds: Rounds = 10,
+    out: Out = Path("runs/bench/prefill"),
+) -> None:
+    """What the dial saves in a whole model: prefill at 2 to 1 experts a token, beside what FLOPs allow.
+
+    Example: [bold]grmoe bench prefill --preset 350m --batch 16 --length 1024[/]
+    """
+    need("transformers", extra="lm")
+    from grmoe.bench import prefill as bench
+    from grmoe.bench.train_model import ModelShape
+    from grmoe.model import preset as find_preset
+
+    run = _Run("prefill", device, dtype, rounds, out)
+    cuda = run.device.type == "cuda"
+    name = preset or ("350m" if cuda else "tiny")
+    try:
+        act = find_preset(name).hidden_act
+        shape = ModelShape(name, batch or (16 if cuda else 2), length or (1024 if cuda else 128), act)
+        plan = bench.contenders(shape, run.device, run.dtype, form or ("graphs" if cuda else "eager"))
+    except ValueError as error:
+        fail(str(error))
+    run.show(run.measure([shape], lambda _: plan, bench.compare), bench.FACTS)
+
+
 class _Run:
     """One command's run: where, at which precision, and what becomes of the results."""
 

@@ -1,0 +1,127 @@
+"""What the dial saves in a whole model: prefill at several numbers of experts a token, beside what FLOPs allow.
+
+Random weights and random tokens; one selection by mass for all, at most two experts, and α chosen so that so many are
+computed on average. α is a tensor: the compiled model is the same one for all. Prefill means all blocks and the logits
+of the last position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grmoe import checks
+from grmoe.bench.measure import SEED, Contender, Result, Row, Runs
+from grmoe.bench.timing import Ratio, quantile
+from grmoe.bench.train_model import FORMS, ModelShape
+from grmoe.model import GrmoeForCausalLM, count
+
+MODE = "prefill"
+MOST = 2
+TAU = 0.5  # a gate with more than half its mass on one expert computes that one
+COUNTS = (2.0, 1.75, 1.5, 1.25, 1.1, 1.0)
+ALPHAS = (1e-3, 1e4)  # where α is looked for
+STEPS = 18  # of a bisection: α to a few parts in 10⁴
+FACTS = {"α": ".3g", "experts": ".3f", "tokens/s": ",.0f", "GFLOP a token": ".4f"}
+
+
+@dataclass
+class Dialled:
+    """One model, turned to a number of experts before it runs."""
+
+    model: GrmoeForCausalLM
+    forward: Callable[..., Any]
+    ids_BS: Tensor
+    alpha: float = 1.0
+
+    def run(self, alpha: float) -> object:
+        if alpha != self.alpha:  # in the first call of a turn only
+            self.model.set_alpha(alpha)
+            self.alpha = alpha
+        with torch.no_grad():
+            return self.forward(input_ids=self.ids_BS, use_cache=False, logits_to_keep=1).logits
+
+    def experts(self, alpha: float) -> float:
+        """Computed a token, the mean over layers."""
+        self.model.reset_routing_metrics()
+        self.run(alpha)
+        layers = [metrics.experts_computed for metrics in self.model.routing_metrics()]
+        return sum(layers) / len(layers)
+
+    def alpha_for(self, experts: float) -> float:
+        """The α at which so many are computed: sharper gates take fewer."""
+        low, high = ALPHAS
+        if experts >= MOST or experts <= 1:
+            return low if experts >= MOST else high
+        for _ in range(STEPS):
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if self.experts(middle) > experts else (low, middle)
+        return (low * high) ** 0.5
+
+
+def contenders(
+    shape: ModelShape, device: torch.device, dtype: torch.dtype, form: str = "eager"
+) -> list[Contender]:
+    """One for each of COUNTS, all of them the same model."""
+    mode = FORMS[checks.one_of("form", form, tuple(FORMS))][1]
+
+    @cache
+    def dialled() -> Dialled:
+        torch.manual_seed(SEED)
+        config = shape.config("grassmann")
+        config.selection, config.selection_tau, config.num_experts_per_tok = "mass", TAU, MOST
+        with torch.device(device):
+            model = GrmoeForCausalLM(config).eval()
+            ids_BS = torch.randint(config.vocab_size, (shape.batch, shape.length))
+        torch.nn.Module.to(model, dtype)  # routers stay in fp32
+        forward = model if mode is None else torch.compile(model, dynamic=False, mode=mode)
+        return Dialled(model, forward, ids_BS)
+
+    def build(experts: float) -> Runs:
+        turned = dialled()
+        alpha = turned.alpha_for(experts)
+        found = turned.experts(alpha)
+        flops = flops_per_token(shape, found)
+        facts = {"α": alpha, "experts": found, "GFLOP a token": flops / 1e9, "flops": flops}
+        return Runs({MODE: lambda: turned.run(alpha)}, facts=facts)
+
+    return [Contender(f"{n:.2f} experts", lambda n=n: build(n)) for n in COUNTS]  # type: ignore[misc]
+
+
+def flops_per_token(shape: ModelShape, experts: float) -> float:
+    """Products with weights and attention over a causal context; the output matrix for one position of a sequence."""
+    config = shape.config("grassmann")
+    config.num_experts_per_tok = MOST
+    cost = count(config, shape.length)
+    head = 2 * config.vocab_size * config.hidden_size
+    routed = 2 * cost.experts / config.num_experts
+    return cost.forward_flops - head * (1 - 1 / shape.length) - routed * (MOST - experts)
+
+
+def compare(shape: ModelShape, rows: list[Row]) -> Result:
+    """Against the model that computes two experts: time saved, over the share of FLOPs saved."""
+    result = Result(shape, rows)
+    timed = [row for row in rows if MODE in row.times]
+    for row in timed:
+        row.facts["tokens/s"] = 1e3 * shape.batch * shape.length / row.times[MODE].median
+    for row in timed[1:]:
+        full, own = timed[0].times[MODE], row.times[MODE]
+        allowed = timed[0].facts["flops"] / row.facts["flops"]
+        each = [quantile(a, 0.5) / quantile(b, 0.5) for a, b in zip(full.rounds, own.rounds, strict=True)]
+        spread = quantile(each, 0.1), quantile(each, 0.9)
+        faster = full.median / own.median
+        result.ratios.append(Ratio(f"{row.name}: speed-up (FLOPs allow {allowed:.3f})", faster, spread))
+        low, high = (saved_share(value, allowed) for value in spread)
+        text = f"{row.name}: time saved / FLOPs saved"
+        result.ratios.append(Ratio(text, saved_share(faster, allowed), (low, high), "share"))
+    return result
+
+
+def saved_share(faster: float, allowed: float) -> float:
+    """(1 − 1/faster) / (1 − 1/allowed)."""
+    return (1 - 1 / faster) / (1 - 1 / allowed)
