@@ -207,6 +207,44 @@ def test_gradient_at_coinciding_subspaces() -> None:
         assert float(U.grad.norm()) <= 2 + 1e-6
 
 
+@given(shape=shapes, num=st.integers(1, 4), seed=seeds)
+def test_chordal_mean_minimises_the_chordal_distances(shape: tuple[int, int], num: int, seed: int) -> None:
+    dim, rank = shape
+    frames, weight = haar(dim, rank, num, seed=seed), torch.rand(num, generator=rng(seed), dtype=F64) + 0.1
+
+    def cost(V: Tensor) -> float:
+        return float((weight * G.chordal_distance(frames, V.expand_as(frames)).square()).sum())
+
+    mean = G.chordal_mean(frames, weight)
+    assert float(G.orthonormality_error(mean)) < TOL
+    best = cost(mean)
+    # Of all subspaces: the sum of the eigenvalues that do not fit (Ky Fan), which nothing undercuts.
+    spectrum = torch.linalg.eigvalsh(torch.einsum("n,ndk,nek->de", weight, frames, frames))
+    assert best == pytest.approx(float(rank * weight.sum() - spectrum[-rank:].sum()), abs=1e-11)
+    near = G.orthonormalize(mean + 0.1 * torch.randn(5, dim, rank, generator=rng(seed + 1), dtype=F64))
+    for other in (*near, *haar(dim, rank, 5, seed=seed + 2), *frames):
+        assert cost(other) >= best - 1e-11
+    turned = frames @ haar(rank, rank, num, seed=seed + 3)
+    assert cost(G.chordal_mean(turned, 3 * weight)) == pytest.approx(best, abs=1e-11)
+
+
+def test_chordal_mean_of_known_subspaces() -> None:
+    basis = haar(9, 4, seed=21)
+    U, W = basis[:, :2], basis[:, 2:]
+    angles = torch.tensor([0.2, 0.6], dtype=F64)
+    pair = torch.stack([tilted(U, W, angles), tilted(U, W, -angles)])
+    even = torch.ones(2, dtype=F64)
+    assert float(G.chordal_distance(G.chordal_mean(pair, even), U)) < TOL  # halfway
+    assert float(G.chordal_distance(G.chordal_mean(pair, torch.tensor([1.0, 0.0], dtype=F64)), pair[0])) < TOL
+    turned = pair @ haar(2, 2, 2, seed=22)  # of the subspaces, not of the frames
+    assert float(G.chordal_distance(G.chordal_mean(turned, even), U)) < TOL
+    same = torch.stack([U, U @ haar(2, 2, seed=23), U])
+    assert float(G.chordal_distance(G.chordal_mean(same, torch.tensor([0.2, 0.5, 0.3], dtype=F64)), U)) < TOL
+    single = G.chordal_mean(pair.float(), even.float())
+    assert single.dtype == torch.float32
+    assert float(G.chordal_distance(single.double(), U)) < 1e-6
+
+
 def test_batches_are_loops() -> None:
     U, V = haar(9, 3, (2, 4), seed=8), haar(9, 3, (2, 4), seed=9)
     for function in (G.principal_angles, G.chordal_distance, G.geodesic_distance):
@@ -214,6 +252,9 @@ def test_batches_are_loops() -> None:
         for i in range(2):
             for j in range(4):
                 torch.testing.assert_close(batched[i, j], function(U[i, j], V[i, j]), rtol=0, atol=TOL)
+    weight = torch.rand(2, 4, generator=rng(8), dtype=F64)
+    for i, mean in enumerate(G.chordal_mean(U, weight)):
+        torch.testing.assert_close(mean, G.chordal_mean(U[i], weight[i]), rtol=0, atol=TOL)
     for function in (G.overlap, G.largest_cosine):
         batched = function(U)
         for i in range(2):
@@ -238,6 +279,21 @@ def test_overlap_and_cosine_of_all_pairs(shape: tuple[int, int], num: int, seed:
             distance = float(G.chordal_distance(frames[i], frames[j]))
             assert rank - float(overlap[i, j]) == pytest.approx(distance**2, abs=1e-11)
     assert overlap.diagonal().tolist() == pytest.approx([rank] * num, abs=TOL)
+
+
+@given(shape=shapes, num=st.integers(2, 4), seed=seeds)
+def test_the_largest_cosine_by_squaring_is_the_svds(shape: tuple[int, int], num: int, seed: int) -> None:
+    frames = haar(*shape, (2, num), seed=seed)
+    off = ~torch.eye(num, dtype=torch.bool)
+    want = G.largest_cosine(frames)[:, off].amax(-1)
+    torch.testing.assert_close(G.most_cosine(frames), want, rtol=1e-6, atol=0)  # k^(1/2^25), and the fp64 of roots
+    torch.testing.assert_close(G.most_cosine(frames.float()).double(), want, rtol=1e-5, atol=0)
+
+
+def test_orthogonal_and_equal_frames_have_cosines_zero_and_one() -> None:
+    eye = torch.eye(12)
+    assert float(G.most_cosine(torch.stack([eye[:, :4], eye[:, 4:8], eye[:, 8:]]))) == 0.0
+    assert float(G.most_cosine(torch.stack([eye[:, :4], eye[:, :4]]))) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_overlap_does_not_bound_the_cosine() -> None:
@@ -281,6 +337,12 @@ def test_bad_input() -> None:
     for function in (G.overlap, G.largest_cosine):
         with pytest.raises(ValueError, match=r"frames must have shape \(\.\.\., N, d, k\), got \(6, 2\)"):
             function(U)
+    with pytest.raises(ValueError, match=r"frames must have shape \(\.\.\., N, d, k\), got \(6, 2\)"):
+        G.chordal_mean(U, torch.ones(2))
+    with pytest.raises(ValueError, match=r"weight must be of shape \(\.\.\., 2\), got \(3,\)"):
+        G.chordal_mean(haar(6, 2, 2), torch.ones(3))
+    with pytest.raises(ValueError, match=r"weight must be >= 0"):
+        G.chordal_mean(haar(6, 2, 2), torch.tensor([1.0, -1.0]))
     with pytest.raises(ValueError, match=r"frames must have shape .* got \(3,\)"):
         G.orthonormality_error(torch.zeros(3))
 

@@ -50,7 +50,10 @@ def test_an_exported_model_on_a_text(exported: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["EXPORTED"], "is no run and has no validation text; give --text or --task"),
+        (
+            ["EXPORTED"],
+            "comes without held-out text (an exported model has none): give some with --text FILE, or --task",
+        ),
         (["EXPORTED", "--text", "nowhere.txt"], "nowhere.txt is neither a file, nor a folder"),
         (["EXPORTED", "--text", "EMPTY"], "holds no document"),
         (["RUN", "--length", "65"], "length must be at most the model's 64, got 65"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from grmoe.cli import app
@@ -57,6 +57,27 @@ def test_generate_continues_the_prompt(saved: tuple[Path, GrmoeForCausalLM]) -> 
     assert again == (0, texts[0])  # the seed is fixed
     greedy = ["generate", str(saved[0]), "--prompt", "def main", "--temperature", "0", "--seed"]
     assert run(*greedy, "1") == run(*greedy, "2")
+
+
+def test_generate_ends_with_the_context_and_says_so(saved: tuple[Path, GrmoeForCausalLM]) -> None:
+    folder, model = saved
+    longest = model.config.max_position_embeddings
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    word = len(tokenizer(" main").input_ids)
+    fits = (longest - 8) // word
+    given = len(tokenizer("def" + " main" * fits).input_ids)
+    arguments = ["generate", str(folder), "--temperature", "0", "--prompt"]
+    code, text = run(*arguments, "def" + " main" * fits, "--max-new-tokens", str(longest - given))
+    assert code == 0
+    assert "context" not in text
+    code, cut = run(*arguments, "def" + " main" * fits, "--max-new-tokens", "100")
+    assert code == 0
+    notice = f"at most {longest - given} new tokens: the model's context ends at {longest}\n"
+    assert cut.replace(notice, "") == text
+    assert notice in cut
+    code, text = run(*arguments, "def" + " main" * longest)
+    assert code == 2
+    assert f"prompt must leave room in the model's context of {longest} tokens, got" in " ".join(text.split())
 
 
 def test_generate_says_what_is_missing(saved: tuple[Path, GrmoeForCausalLM], tmp_path: Path) -> None:

@@ -14,8 +14,11 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
+from grmoe.model.count import count, short
+from grmoe.parallel.world import World
 from grmoe.routing import Dense, RoutingMetrics, Selection, TopK
 from grmoe.routing.metrics import MetricsAccumulator
 from grmoe.train import log, record
@@ -23,6 +26,7 @@ from grmoe.train.config import TrainConfig
 from grmoe.train.curves import draw_curves, summary
 from grmoe.train.loop import train
 from grmoe.train.record import read_log
+from grmoe.train.setup import open_session
 
 Settings = Callable[..., TrainConfig]
 
@@ -45,6 +49,33 @@ def test_lines_have_what_people_watch(settings: Settings, capsys: pytest.Capture
     environment = json.loads((Path(config.out) / "environment.json").read_text())
     assert environment["packages"]["torch"]
     assert "revision" in environment
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_begins_is_said_before_the_first_step(
+    terminal: bool, settings: Settings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def console(**options: Any) -> Console:
+        return Console(**options, force_terminal=terminal, width=400)
+
+    monkeypatch.setattr(log, "Console", console)
+    config = settings(steps=2, log={"every": 1}, model={"router": "softmax"})
+    train(config)
+    said = capsys.readouterr().err
+    cost = count(open_session(config, World(0, 1, 0, torch.device("cpu"), None)).model.config)
+    begins = (
+        f"step 0 of 2: trains a model of its own with router softmax, {short(cost.total)} parameters, "
+        f"{short(cost.active)} active a token, on CPU, fp32, not compiled; 256 tokens a step; to {config.out}\n"
+    )
+    assert begins in said
+    assert said.index(begins) < said.index("loss ")
+
+
+def test_the_first_line_warns_of_compiling_and_counts_on(settings: Settings) -> None:
+    session = open_session(settings(compile=True), World(0, 1, 0, torch.device("cpu"), None))
+    said = log.describe_start(session, 10)
+    assert said.startswith("step 10 of 20: ")
+    assert "compiled: the first step compiles, this may take minutes" in said
 
 
 def metrics_of(probs: Tensor, selection: Selection) -> RoutingMetrics:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from grmoe.cli import app
 from grmoe.config import to_yaml
-from grmoe.studies.quality import Run, cells, interval, rows
+from grmoe.studies.quality import Run, cells, interval, read_run, rows
 from grmoe.train.config import TrainConfig
 
 Settings = Callable[..., TrainConfig]
@@ -41,6 +41,11 @@ def test_one_seed_has_no_interval() -> None:
     (only,) = rows([run("softmax", 0, 3.5)])
     assert cells(only)[1:4] == ["35.00", "3.5000", "–"]
     json.dumps(only, allow_nan=False)
+
+
+def test_a_run_without_its_log_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"softmax-0 has lost its log; remove it"):
+        read_run(tmp_path / "softmax-0", "softmax", 0)
 
 
 def test_a_study_and_the_same_again(settings: Settings, tmp_path: Path) -> None:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from comparing import assert_same, state_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmoe.train.schedule import cosine_factor, remember_peaks, set_rates
+from grmoe.train.config import TrainConfig
+from grmoe.train.loop import train
+from grmoe.train.record import read_log
+from grmoe.train.schedule import cosine_factor, rates, remember_peaks, set_rates
 
 
 @given(st.integers(1, 500), st.integers(0, 100), st.floats(0, 1))
@@ -29,12 +40,65 @@ def test_past_the_end_it_stays_at_the_floor() -> None:
 
 def test_groups_keep_their_own_peaks_also_after_a_resume() -> None:
     a, b = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([{"params": [a], "lr": 0.5}, {"params": [b], "lr": 0.1}])
+    groups = [{"params": [a], "lr": 0.5, "kind": "weights"}, {"params": [b], "lr": 0.1, "kind": "frames"}]
+    optimizer = torch.optim.SGD([dict(g) for g in groups])
     remember_peaks([optimizer])
-    set_rates([optimizer], 0.1)
-    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.05, 0.01])
-    again = torch.optim.SGD([{"params": [a], "lr": 0.5}, {"params": [b], "lr": 0.1}])
+    set_rates([optimizer], {"weights": 0.1, "frames": 0.2})
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.05, 0.02])
+    again = torch.optim.SGD([dict(g) for g in groups])
     again.load_state_dict(optimizer.state_dict())
     remember_peaks([again])
-    set_rates([again], 1.0)
-    assert [g["lr"] for g in again.param_groups] == pytest.approx([0.5, 0.1])
+    set_rates([again], {"weights": 1.0, "frames": 1.0})
+    assert rates([again]) == pytest.approx({"weights": 0.5, "frames": 0.1})
+
+
+@pytest.fixture
+def own(settings: Callable[..., TrainConfig]) -> Callable[..., TrainConfig]:
+    """Every kind with a schedule of its own."""
+    optim = {
+        "lr": 1e-3, "kappa_lr": 1e-2, "frames_lr": 1e-1, "warmup": 2, "floor": 0.1,
+        "kappa_warmup": 5, "kappa_floor": 0.0, "frames_warmup": 0, "frames_floor": 1.0,
+    }  # fmt: skip
+
+    def make(name: str = "run", **changes: Any) -> TrainConfig:
+        return settings(name, **{"steps": 11, "log": {"every": 1}, "optim": optim} | changes)
+
+    return make
+
+
+def test_each_kind_of_parameters_follows_its_own_schedule(own: Callable[..., TrainConfig]) -> None:
+    """Rates of a real run, in its log and in its checkpoint's groups, against the formulas written out."""
+    config = own()
+    train(config)
+
+    def cosine(t: float) -> float:
+        return (1 + math.cos(math.pi * t)) / 2
+
+    weights = [0.5, 1.0, *(0.1 + 0.9 * cosine(i / 8) for i in range(9))]
+    kappa = [0.2, 0.4, 0.6, 0.8, 1.0, *(cosine(i / 5) for i in range(6))]
+    lines = [line for line in read_log(Path(config.out)) if line["kind"] == "train"]
+    assert [x["lr"] for x in lines] == pytest.approx([1e-3 * f for f in weights])
+    assert [x["kappa_lr"] for x in lines] == pytest.approx([1e-2 * f for f in kappa], abs=1e-12)
+    assert [x["frames_lr"] for x in lines] == [1e-1] * 11
+    groups = json.loads(state_of(config, 11)["groups"])
+    last = {group["kind"]: (group["lr"], group["peak_lr"]) for group in groups}
+    assert last["weights"] == pytest.approx((1e-4, 1e-3))
+    assert last["kappa"] == pytest.approx((0.0, 1e-2), abs=1e-12)
+    assert last["frames"] == (0.1, 0.1)
+
+
+def test_own_schedules_resume_to_the_bit(own: Callable[..., TrainConfig]) -> None:
+    straight, broken = own("straight"), own("broken", checkpoint={"every": 4})
+    train(straight)
+    train(broken)
+    for step in (8, 11):
+        shutil.rmtree(Path(broken.out) / "checkpoints" / f"step-{step:08d}")
+    train(broken, resume=True)
+    assert_same(broken, straight, steps=[11])
+
+
+def test_what_is_not_said_is_as_the_weights(settings: Callable[..., TrainConfig]) -> None:
+    """The schedule every run had before kinds could have their own, to the bit."""
+    config = settings(steps=50, optim={"warmup": 7, "floor": 0.3})
+    for step in range(50):
+        assert set(config.rate_factors(step).values()) == {cosine_factor(step, 50, 7, 0.3)}

@@ -16,8 +16,11 @@ from typer.testing import CliRunner
 
 from grmoe.cli import app
 from grmoe.config import to_yaml
+from grmoe.train import loop
 from grmoe.train.config import TrainConfig
 from grmoe.train.export import load_model
+from grmoe.train.setup import Session
+from grmoe.train.validate import Validation, validate
 
 Settings = Callable[..., TrainConfig]
 runner = CliRunner()
@@ -73,6 +76,32 @@ def test_from_text_to_a_model_folder(settings: Settings, tmp_path: Path) -> None
     drawn = runner.invoke(app, ["curves", config.out, "--out", str(tmp_path / "c.png")])
     assert drawn.exit_code == 0
     assert (tmp_path / "c.png").is_file()
+
+
+def test_a_run_that_lost_its_log_still_ends_well(settings: Settings) -> None:
+    config = settings(steps=2)
+    assert runner.invoke(app, ["train", written(config)]).exit_code == 0
+    (Path(config.out) / "log.jsonl").unlink()
+    again = runner.invoke(app, ["train", written(config), "--resume"])
+    assert again.exit_code == 0, again.output
+    assert f"{config.out}/log.jsonl has lost its lines" in again.output
+    assert "grmoe export" in again.output
+
+
+def test_a_run_that_loses_its_log_on_the_way_still_says_how_good_it_is(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(steps=2)
+
+    def removing(session: Session) -> Validation:
+        (Path(config.out) / "log.jsonl").unlink()
+        return validate(session)
+
+    monkeypatch.setattr(loop, "validate", removing)
+    done = runner.invoke(app, ["train", written(config)])
+    assert done.exit_code == 0, done.output
+    assert "Validation perplexity" in done.output
+    assert "has lost its lines" in done.output
 
 
 @pytest.mark.parametrize(

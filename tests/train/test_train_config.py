@@ -19,9 +19,9 @@ def test_defaults_are_a_run() -> None:
     found = config()
     model = found.model_config(8192, 0)
     assert (model.router, model.num_experts, model.eos_token_id) == ("grassmann", 8, 0)
-    assert found.warmup == 100
-    assert config("steps=100000").warmup == 2000
-    assert config("optim.warmup=7").warmup == 7
+    assert found.schedule("weights") == (100, 0.1)
+    assert config("steps=100000").schedule("frames") == (2000, 0.1)
+    assert config("optim.warmup=7").schedule("kappa") == (7, 0.1)
 
 
 def test_overrides_reach_the_model() -> None:
@@ -45,6 +45,8 @@ def test_overrides_reach_the_model() -> None:
         ("optim.lr=-1", "lr"),
         ("data.batch_size=0", "batch_size"),
         ("optim.warmup=-1", "warmup must be an integer >= 0"),
+        ("optim.kappa_warmup=-1", "kappa_warmup must be an integer >= 0"),
+        ("optim.frames_floor=1.5", "frames_floor must be at most 1, got 1.5"),
         ("optim.kappa_lr=-1", "kappa_lr must be a finite number >= 0"),
         ("optim.frames_lr=.nan", "frames_lr must be a finite number >= 0"),
         ("validation.batch_size=0", "batch_size must be an integer >= 1"),

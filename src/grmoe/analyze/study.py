@@ -50,11 +50,7 @@ def analyze(
     if texts:
         stream: Stream = Texts(texts, opened.tokenizer, tokens)
     else:
-        require(
-            opened.data is not None, f"{opened.path} comes without held-out text; give some with --text FILE"
-        )
-        assert opened.data is not None
-        stream = Prepared(opened.data)
+        stream = Prepared(opened.held_out())
     length = sequence_length(opened)
     pieces = Pieces(opened.tokenizer)
     steps = len(starts(stream.tokens, tokens, length))

@@ -20,6 +20,7 @@ from grmoe.bench.measure import SEED, Contender, Result, Row, Runs
 from grmoe.bench.timing import Ratio, quantile
 from grmoe.bench.train_model import FORMS, ModelShape
 from grmoe.model import GrmoeForCausalLM, count
+from grmoe.routing import routers
 
 MODE = "prefill"
 MOST = 2
@@ -50,7 +51,7 @@ class Dialled:
         """Computed a token, the mean over layers."""
         self.model.reset_routing_metrics()
         self.run(alpha)
-        layers = [metrics.experts_computed for metrics in self.model.routing_metrics()]
+        layers = [router.metrics.read().experts_computed for router in routers(self.model)]
         return sum(layers) / len(layers)
 
     def alpha_for(self, experts: float) -> float:

@@ -12,12 +12,12 @@ from grmoe.dial.report import alpha_table, certificate_table, frontier_table, su
 from grmoe.dial.run import Plan, Result, run_dial
 from grmoe.dial.write import check_place, write_model
 from grmoe.terminal import console, progress
-from grmoe.train.record import CONFIG
+from grmoe.train.record import results_folder
 
 
 def command(model: Path, plan: Plan, out: Path | None, write: bool) -> Result:
     """Search with progress, print, draw, and write what is asked for."""
-    out = out or (model / "dial" if (model / CONFIG).is_file() else model.with_name(f"{model.name}-dial"))
+    out = out or results_folder(model, "dial")
     if write:
         check_place(model, out / "model")
     with progress() as bar:

@@ -175,6 +175,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "dtype": str(result.opened.model.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "target": asdict(result.target),
+        "asked": str(result.target),
         "calibration": {
             "text": result.text.name,
             "tokens": result.text.tokens,

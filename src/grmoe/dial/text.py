@@ -48,9 +48,7 @@ def read_text(source: str | None, opened: Opened, length: int, tokens: int) -> T
     """
     count = checks.positive_int("tokens", tokens) // checks.positive_int("length", length)
     if source is None:
-        if opened.data is None:
-            raise ValueError(f"{opened.path} comes without text to calibrate on: give some with --text")
-        name, rows = "validation", _spread(opened.data, length, count)
+        name, rows = "validation", _spread(opened.held_out(), length, count)
     elif (found := _prepared(source)) is not None:
         _same_tokenizer(found, opened)
         name, rows = source, _spread(found, length, count)

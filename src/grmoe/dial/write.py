@@ -8,12 +8,12 @@ import shutil
 from pathlib import Path
 
 from grmoe import checks
+from grmoe.dial.report import as_json
 from grmoe.dial.run import Result
 from grmoe.dial.setting import Setting
+from grmoe.train.card import MODEL_CARD, dial_section, put_section
 from grmoe.train.export import export
 from grmoe.train.record import CONFIG
-
-MODEL_CARD = "README.md"
 
 
 def write_model(result: Result, out: Path) -> Path:
@@ -28,8 +28,10 @@ def write_model(result: Result, out: Path) -> Path:
     else:
         _copy(source, out)
     write_setting(out, result.chosen.setting)
-    with (out / MODEL_CARD).open("a", encoding="utf-8") as card:
-        card.write(card_section(result))
+    card = out / MODEL_CARD
+    before = card.read_text(encoding="utf-8") if card.is_file() else ""
+    section = dial_section(as_json(result), "the chosen setting")
+    card.write_text(put_section(before, section), encoding="utf-8")
     return out
 
 
@@ -66,37 +68,3 @@ def _copy(source: Path, out: Path) -> None:
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)
         raise
-
-
-def card_section(result: Result) -> str:
-    """What the model card says about the setting."""
-    chosen, trained = result.chosen, result.trained
-    rows = "\n".join(
-        f"| {alpha:g} | {p.effective_entropy:.2f} | {p.effective_inverse:.2f} | {p.experts:.3f} | {p.perplexity:.3f} "
-        f"| {result.table_speeds[p].relative:.2f} |"
-        for alpha, p in result.table
-    )
-    proof = "\n".join(
-        f"| {c.layer} | {c.dropped_mean:.3f} | {c.dropped_max:.3f} | {c.entropy_lower:.2f} to {c.entropy_upper:.2f} "
-        f"| {c.exact:.3g} | {c.bound:.3g} |"
-        for c in result.certificates
-    )
-    return f"""
-## The dial
-
-Set after training for {result.target}: {chosen.setting}. On {result.text.tokens} tokens of calibration text
-{chosen.experts:.3f} experts a token at perplexity {chosen.perplexity:.3f}; as trained {trained.experts:.3f} at
-{trained.perplexity:.3f}.
-
-One α for all layers, the same τ and cap (throughput relative to the trained setting, measured):
-
-| α | exp(H) | 1/Σg² | experts computed | perplexity | throughput |
-|---|---|---|---|---|---|
-{rows}
-
-Certificates on calibration tokens, against all experts at the same α (error: measured; bound: proved):
-
-| block | dropped mass | at most | entropy within | error | bound |
-|---|---|---|---|---|---|
-{proof}
-"""

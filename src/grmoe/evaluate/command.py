@@ -102,10 +102,9 @@ def gather(opened: Opened, texts: Sequence[str], most: int | None, say: Say) -> 
         if name != VALIDATION:
             streams += from_files(name, opened.tokenizer, most, say)
             continue
-        if opened.data is None:
-            raise ValueError(f"{opened.path} is no run and has no validation text; give --text or --task")
-        require(bool(opened.data.domains), f"the data of {opened.path} has no validation split; give --text")
-        streams += from_run(opened.data, opened.tokenizer, most)
+        data = opened.held_out("--text FILE, or --task")
+        require(bool(data.domains), f"the data of {opened.path} has no validation split; give --text")
+        streams += from_run(data, opened.tokenizer, most)
     return streams
 
 

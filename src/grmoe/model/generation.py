@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,24 @@ def load(folder: str | Path, alpha: float | Sequence[float] | None = None) -> tu
 
 
 def stream(model: Any, tokenizer: Any, prompt: str, *, max_new_tokens: int, temperature: float) -> None:
-    """Continue the prompt on standard output; temperature 0 takes the most probable token each time."""
-    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
-    if ids.shape[1] == 0:
+    """Continue the prompt on standard output; temperature 0 takes the most probable token each time.
+
+    It ends where the model's context does, and says so: beyond, positions are ones the model was not made for.
+    """
+    ids = tokenizer(prompt, return_tensors="pt", verbose=False).input_ids.to(model.device)
+    given, longest = ids.shape[1], model.config.max_position_embeddings
+    if given == 0:
         raise ValueError(f"prompt must hold at least one token, got {prompt!r}")
+    if given >= longest:
+        raise ValueError(
+            f"prompt must leave room in the model's context of {longest} tokens, got {given} tokens"
+        )
+    if given + max_new_tokens > longest:
+        room = longest - given
+        print(
+            f"at most {room} new tokens: the model's context ends at {longest}", file=sys.stderr, flush=True
+        )
+        max_new_tokens = room
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     model.generate(
         ids,

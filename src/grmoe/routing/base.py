@@ -142,6 +142,8 @@ class Router(nn.Module):
         """The routing by one kernel, or None where that is not possible."""
         if not self._wants_kernels() or type(self).select is not Router.select:
             return None
+        if self.alpha_value.ndim:  # one α for each sequence: the kernel knows one for all
+            return None
         if not fuses(x, self.selection, self.num_experts) or (operands := self.gate_operands()) is None:
             return None
         # A router in fp64 computes in fp64, whatever the tokens are.

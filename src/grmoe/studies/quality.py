@@ -103,8 +103,10 @@ def study(
 
 def read_run(folder: Path, method: str, seed: int) -> Run:
     lines = read_log(folder)
-    last = [line for line in lines if line["kind"] == "validation"][-1]
-    tokens = [line for line in lines if line["kind"] == "train"][-1]["tokens"]
+    trained, held_out = ([line for line in lines if line["kind"] == kind] for kind in ("train", "validation"))
+    if not trained or not held_out:
+        raise RuntimeError(f"{folder} has lost its log; remove it, and the study trains it again")
+    last, tokens = held_out[-1], trained[-1]["tokens"]
     return Run(
         method, seed, last["loss"], last["perplexity"], last["load_cv"], last["min_load"],
         last["collapsed_layers"] > 0, last["entropy"], last["experts_per_token"], tokens,

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,7 +17,7 @@ from grmoe.terminal import console
 from grmoe.train.checkpoint import CheckpointError
 from grmoe.train.config import TrainConfig
 from grmoe.train.loop import Outcome, TrainingStopped, train
-from grmoe.train.record import checkpoints_of, read_log
+from grmoe.train.record import LOG, checkpoints_of, read_log
 
 
 def run(config: TrainConfig, resume: bool) -> int:
@@ -51,17 +52,25 @@ def _first() -> bool:
 
 
 def _report(config: TrainConfig, outcome: Outcome) -> None:
+    lines = read_log(outcome.folder)
+    held_out = [line for line in lines if line["kind"] == "validation"]
+    last: dict[str, Any] | None = held_out[-1] if held_out else None
     if outcome.validation is None:
         console.print(f"{escape(config.out)} had reached its last step already.", highlight=False)
+    else:  # known also where somebody has removed the log
+        last = {"perplexity": outcome.validation.perplexity, "domains": outcome.validation.domains}
     unigram = unigram_perplexity(TokenDataset(config.data.path, "validation"))
-    last = [line for line in read_log(outcome.folder) if line["kind"] == "validation"][-1]
-    each = ", ".join(f"{name} {math.exp(loss):.2f}" for name, loss in last["domains"].items())
-    console.print(
-        f"Validation perplexity [bold]{last['perplexity']:.2f}[/] ({escape(each)}); unigram model {unigram:.1f}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if importlib.util.find_spec("matplotlib") is not None:
+    if last is not None:
+        each = ", ".join(f"{name} {math.exp(loss):.2f}" for name, loss in last["domains"].items())
+        console.print(
+            f"Validation perplexity [bold]{last['perplexity']:.2f}[/] ({escape(each)}); unigram model {unigram:.1f}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if not held_out or not any(line["kind"] == "train" for line in lines):
+        gone = f"{outcome.folder / LOG} has lost its lines: there is nothing to draw."
+        console.print(escape(gone), highlight=False, soft_wrap=True)
+    elif importlib.util.find_spec("matplotlib") is not None:
         from grmoe.train.curves import draw_curves
 
         figure = draw_curves([outcome.folder], outcome.folder / "curves.png", unigram)

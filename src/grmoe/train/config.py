@@ -13,6 +13,12 @@ from typing import Any, Literal
 from grmoe.checks import finite, positive_int, require
 from grmoe.model import PRESETS, GrmoeConfig, preset
 from grmoe.parallel.world import ParallelConfig
+from grmoe.train.schedule import cosine_factor
+
+Kind = Literal[
+    "weights", "kappa", "frames"
+]  # of parameters: each has its own peak rate and may have its own schedule
+KINDS: tuple[Kind, ...] = ("weights", "kappa", "frames")
 
 
 @dataclass(frozen=True)
@@ -35,21 +41,28 @@ class OptimConfig:
     frames_lr: float | None = None  # of the subspaces, on their manifold; 0.003·√rank unless said
     kappa_lr: float | None = None  # of log κ; 5·lr unless said: at lr the concentrations hardly move
     warmup: int | None = None  # steps; 2000, or a tenth of a shorter run
-    floor: float = 0.1  # the last rate, as a share of the first
+    floor: float = 0.1  # the last rate, as a share of the peak
+    # The subspaces' and log κ's own; as the weights' unless said.
+    frames_warmup: int | None = None
+    frames_floor: float | None = None
+    kappa_warmup: int | None = None
+    kappa_floor: float | None = None
     betas: tuple[float, ...] = (0.9, 0.95)  # of AdamW, as eps
     eps: float = 1e-8
     weight_decay: float = 0.1  # of matrices; never of norms, κ and subspaces
     clip: float = 1.0  # largest norm of a step's gradient; 0: as large as it comes
 
     def __post_init__(self) -> None:
-        for name in ("lr", "floor", "eps", "weight_decay", "clip"):
-            finite(name, getattr(self, name), at_least=0)
-        for name in ("frames_lr", "kappa_lr"):
+        for name in ("lr", "frames_lr", "kappa_lr", "eps", "weight_decay", "clip"):
             if getattr(self, name) is not None:
                 finite(name, getattr(self, name), at_least=0)
-        if self.warmup is not None:
-            positive_int("warmup", self.warmup, at_least=0)
-        require(self.floor <= 1, f"floor must be at most 1, got {self.floor}")
+        for own in ("", "frames_", "kappa_"):
+            warmup, floor = getattr(self, f"{own}warmup"), getattr(self, f"{own}floor")
+            if warmup is not None:
+                positive_int(f"{own}warmup", warmup, at_least=0)
+            if floor is not None:
+                finite(f"{own}floor", floor, at_least=0)
+                require(floor <= 1, f"{own}floor must be at most 1, got {floor}")
         require(len(self.betas) == 2, f"betas must be two numbers, got {self.betas}")
 
 
@@ -152,9 +165,18 @@ class TrainConfig:
     def preset(self) -> str | None:
         return self.model["preset"]
 
-    @property
-    def warmup(self) -> int:
-        return min(2000, self.steps // 10) if self.optim.warmup is None else self.optim.warmup
+    def schedule(self, kind: Kind) -> tuple[int, float]:
+        """(steps of warm-up, last rate as a share of the peak) of a kind of parameters."""
+        o = self.optim
+        warmups = {"weights": o.warmup, "kappa": o.kappa_warmup, "frames": o.frames_warmup}
+        floors = {"weights": o.floor, "kappa": o.kappa_floor, "frames": o.frames_floor}
+        given = (warmups[kind], o.warmup, min(2000, self.steps // 10))
+        floor = floors[kind]
+        return next(w for w in given if w is not None), o.floor if floor is None else floor
+
+    def rate_factors(self, step: int) -> dict[str, float]:
+        """What multiplies the peak rate of each kind of parameters at a step, counted from zero."""
+        return {kind: cosine_factor(step, self.steps, *self.schedule(kind)) for kind in KINDS}
 
     def model_config(self, vocab_size: int, end_of_text: int) -> GrmoeConfig:
         """The model's configuration for a tokenizer; a vocabulary that is too small for it is refused."""

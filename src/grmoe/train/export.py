@@ -7,39 +7,16 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from grmoe.data import TokenDataset
 from grmoe.model import GrmoeForCausalLM, export_remote_code
+from grmoe.train.card import MODEL_CARD, run_card
 from grmoe.train.checkpoint import Checkpoint
 from grmoe.train.config import TrainConfig
-from grmoe.train.record import checkpoints_of, read_log, saved_config
+from grmoe.train.record import checkpoints_of, saved_config, tokenizer_of, vocabulary
 from grmoe.train.state import gather
-
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [grmoe, mixture-of-experts]
----
-
-# {name}
-
-A Grassmannian Mixture-of-Experts language model: each expert owns a subspace, a token goes to the experts that hold
-most of its energy, and one number, α, sets the sparsity after training.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)  # no need to with grmoe installed
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-model.set_alpha(2.0)  # sharper routing, nothing is retrained
-```
-
-{numbers}
-"""
 
 
 def find_checkpoint(folder: Path, which: str = "best") -> tuple[TrainConfig, Checkpoint]:
@@ -60,14 +37,14 @@ def find_checkpoint(folder: Path, which: str = "best") -> tuple[TrainConfig, Che
     raise ValueError(f"checkpoint must be best, last or one of the steps {kept}, got {which!r}")
 
 
-def load_model(folder: Path, which: str = "best") -> tuple[GrmoeForCausalLM, TokenDataset, Checkpoint]:
-    """The model of a checkpoint, in one process on the CPU, and the data it was trained on."""
+def load_model(folder: Path, which: str = "best") -> tuple[GrmoeForCausalLM, Path, Checkpoint]:
+    """The model of a checkpoint, in one process on the CPU, and the folder of its tokenizer. Needs no data."""
     config, checkpoint = find_checkpoint(folder, which)
-    data = TokenDataset(config.data.path)
-    model = GrmoeForCausalLM(config.model_config(data.vocab_size, data.end_of_text))
+    tokenizer = tokenizer_of(folder, config)
+    model = GrmoeForCausalLM(config.model_config(*vocabulary(tokenizer)))
     weights = gather(model, [])["model"]  # the live tensors, filled in place
     checkpoints_of(folder, config).load(checkpoint, {"model": weights})
-    return model.eval(), data, checkpoint
+    return model.eval(), tokenizer, checkpoint
 
 
 def export(
@@ -80,7 +57,7 @@ def export(
     """Write safetensors, configuration, tokenizer, remote code and a model card; the folder is whole or not there."""
     if out.exists() and not _is_export(out):
         raise ValueError(f"{out} exists and is no exported model; give another folder (--out)")
-    model, data, checkpoint = load_model(run, which)
+    model, tokenizer, checkpoint = load_model(run, which)
     if alpha is not None:
         model.set_alpha(alpha)
     writing = out.with_name(f".writing-{out.name}")
@@ -88,12 +65,12 @@ def export(
     try:
         nn.Module.to(model, dtype)  # routers stay in fp32
         model.save_pretrained(writing)
-        for file in sorted(data.tokenizer_folder.iterdir()):
+        for file in sorted(tokenizer.iterdir()):
             shutil.copyfile(file, writing / file.name)
         export_remote_code(writing)
-        (writing / "README.md").write_text(
-            CARD.format(name=out.name, numbers=_numbers(run, checkpoint)), encoding="utf-8"
-        )
+        saved = "the trained setting" if alpha is None else f"the trained setting but for α = {alpha}"
+        card = run_card(run, checkpoint, out.name, model.config.router, saved)
+        (writing / MODEL_CARD).write_text(card, encoding="utf-8")
         shutil.rmtree(out, ignore_errors=True)
         os.rename(writing, out)
     except BaseException:
@@ -107,23 +84,3 @@ def _is_export(folder: Path) -> bool:
         return json.loads((folder / "config.json").read_text()).get("model_type") == "grmoe"
     except (OSError, ValueError):
         return not any(folder.iterdir()) if folder.is_dir() else False
-
-
-def _numbers(run: Path, checkpoint: Checkpoint) -> str:
-    """What the log says about the checkpoint."""
-    lines = [v for v in read_log(run) if v["kind"] == "validation" and v["step"] <= checkpoint.step]
-    if not lines:
-        return f"Trained for {checkpoint.step} steps."
-    last: dict[str, Any] = lines[-1]
-    overlap = "–" if last["max_overlap"] is None else f"{last['max_overlap']:.3f}"
-    rows = [
-        ("validation perplexity", f"{last['perplexity']:.3f}"),
-        *((f"validation loss, {name}", f"{loss:.4f}") for name, loss in last["domains"].items()),
-        ("experts a token", f"{last['experts_per_token']:.2f}"),
-        ("entropy of the gate, nats", f"{last['entropy']:.3f}"),
-        ("load CV", f"{last['load_cv']:.3f}"),
-        ("smallest load", f"{last['min_load']:.3f}"),
-        ("largest overlap", overlap),
-    ]
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    return f"After {last['step']} steps:\n\n| | |\n|---|---|\n{table}"

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from grmoe.data import TokenDataset
 from grmoe.model import GrmoeForCausalLM
 from grmoe.model.generation import load
+from grmoe.train.checkpoint import Checkpoint
 from grmoe.train.export import load_model
-from grmoe.train.record import CONFIG
+from grmoe.train.record import CONFIG, data_checksum, saved_config
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,17 @@ class Opened:
     path: Path
     model: GrmoeForCausalLM  # in eval mode, on `device`
     tokenizer: Any
-    data: TokenDataset | None  # the validation split a run was measured on; None for an exported folder
+    data: TokenDataset | None  # the validation split a run was measured on; None where there is none
     step: int | None  # of a run's checkpoint
+    missing: str = "an exported model has none"  # why `data` is None
+
+    def held_out(self, give: str = "--text FILE") -> TokenDataset:
+        """The validation split, or an error that says why there is none and what to give instead."""
+        if self.data is None:
+            raise ValueError(
+                f"{self.path} comes without held-out text ({self.missing}): give some with {give}"
+            )
+        return self.data
 
 
 def open_model(
@@ -36,21 +46,33 @@ def open_model(
     """A run's checkpoint ("best", "last" or a step) in fp32, or an exported folder as it was saved.
 
     alpha: in place of the dial saved with it. device: by default the GPU, where there is one. dtype: of everything but
-    the routers.
+    the routers. Where a run's data have moved, vanished or changed, its model opens all the same, without text.
     """
     path = Path(path)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    data: TokenDataset | None = None
-    step: int | None = None
     if (path / CONFIG).is_file():
-        model, train, found = load_model(path, checkpoint)
-        data, step = TokenDataset(train.folder, "validation"), found.step
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(train.tokenizer_folder)
+        model, tokenizer_folder, found = load_model(path, checkpoint)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
         if alpha is not None:
             model.set_alpha(alpha)
     elif (path / "config.json").is_file():
+        found = None
         model, tokenizer = load(path, alpha)
     else:
         raise ValueError(f"{path} is neither a run of `grmoe train` nor an exported model")
     torch.nn.Module.to(model, device=place, dtype=dtype)  # routers stay in fp32
-    return Opened(path, model.eval(), tokenizer, data, step)
+    if found is None:
+        return Opened(path, model.eval(), tokenizer, None, None)
+    try:
+        data, why = _held_out(path, found), ""
+    except ValueError as error:
+        data, why = None, str(error)
+    return Opened(path, model.eval(), tokenizer, data, found.step, why)
+
+
+def _held_out(run: Path, checkpoint: Checkpoint) -> TokenDataset:
+    place = saved_config(run).data.path
+    data = TokenDataset(place, "validation")
+    if checkpoint.meta["data"] != data_checksum(data.folder):
+        raise ValueError(f"{place} is not the data it was trained on")
+    return data

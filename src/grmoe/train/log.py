@@ -10,14 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from grmoe.config import to_dict
+from grmoe.model.count import count, short
 from grmoe.routing import RoutingMetrics
 from grmoe.routing.metrics import COLLAPSE_SHARE
 from grmoe.train.config import TrainConfig
 from grmoe.train.record import LOG, first_start
+from grmoe.train.setup import Session, uses_bf16
 
 
 class Sink(Protocol):
@@ -40,9 +43,11 @@ class Logger:
             sink.close()
 
 
-def open_logger(config: TrainConfig, first_step: int) -> Logger:
+def open_logger(session: Session, first_step: int) -> Logger:
+    config = session.config
     folder = Path(config.out)
-    sinks: list[Sink] = [JsonLines(folder / LOG), Screen(config.steps, first_step)]
+    screen = Screen(config.steps, first_step, describe_start(session, first_step))
+    sinks: list[Sink] = [JsonLines(folder / LOG), screen]
     if config.log.tensorboard:
         _need("tensorboard", "log.tensorboard")
         sinks.append(TensorBoard(folder / "tensorboard", first_step))
@@ -74,9 +79,9 @@ class JsonLines:
 
 
 class Screen:
-    """A bar with the newest numbers on a terminal, a line for each log step elsewhere. All on stderr."""
+    """What begins; then a bar with the newest numbers on a terminal, a line for each log step elsewhere. On stderr."""
 
-    def __init__(self, steps: int, first_step: int) -> None:
+    def __init__(self, steps: int, first_step: int, begins: str) -> None:
         console = Console(stderr=True)
         self.bar: Progress | None = None
         if console.is_terminal:
@@ -87,6 +92,7 @@ class Screen:
             self.bar = Progress(*columns, console=console, speed_estimate_period=300)
             self.bar.start()
             self.task = self.bar.add_task("starting", total=steps, completed=first_step)
+        self._say(begins)
 
     def write(self, line: dict[str, Any]) -> None:
         if line["kind"] == "validation":
@@ -199,6 +205,22 @@ def routing_line(layers: list[RoutingMetrics]) -> dict[str, Any]:
             for m, load, cv in zip(layers, loads, cvs, strict=True)
         ],
     }  # fmt: skip
+
+
+def describe_start(session: Session, first_step: int) -> str:
+    """What is trained, on what, and where it goes: minutes may pass before the first step is logged."""
+    config, world = session.config, session.world
+    cost = count(session.model.config, session.length)
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    processes = f"{world.size} × " if world.size > 1 else ""
+    precision = "bf16 with fp32 weights" if uses_bf16(config, world) else "fp32"
+    compiled = session.forward is not session.model
+    how = "compiled: the first step compiles, this may take minutes" if compiled else "not compiled"
+    return (
+        f"step {first_step} of {config.steps}: trains {config.preset or 'a model of its own'} with router "
+        f"{session.model.config.router}, {short(cost.total)} parameters, {short(cost.active)} active a token, on "
+        f"{processes}{device}, {precision}, {how}; {session.tokens_per_step:,} tokens a step; to {config.out}"
+    )
 
 
 def describe(line: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import resource
 import signal
 import sys
@@ -17,13 +16,14 @@ from typing import Any
 
 import torch
 
-from grmoe.data.shards import INDEX
 from grmoe.parallel.shard import sync_metrics
-from grmoe.parallel.world import agree, start, stop
+from grmoe.parallel.world import World, agree, start, stop
 from grmoe.train.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from grmoe.train.config import TrainConfig
+from grmoe.train.lock import alone_in
 from grmoe.train.log import Logger, open_logger, routing_line
-from grmoe.train.record import checkpoints_of, find_start, open_folder
+from grmoe.train.record import checkpoints_of, data_checksum, find_start, open_folder
+from grmoe.train.schedule import rates
 from grmoe.train.setup import Session, open_session
 from grmoe.train.state import gather, restore
 from grmoe.train.step import NonFiniteError, Pending, StepResult, settle, train_step
@@ -49,30 +49,35 @@ def train(config: TrainConfig, resume: bool = False) -> Outcome:
     """Train from the configuration, or go on from the run's last checkpoint, to the bit where it would have been."""
     world = start(config.parallel, config.device)
     try:
-        begin = find_start(config, resume)
-        session = open_session(config, world)
-        checkpoints = checkpoints_of(Path(config.out), config)
-        data = hashlib.sha256((session.data.folder / INDEX).read_bytes()).hexdigest()
-        if begin is not None:
-            if begin.meta["data"] != data:
-                raise ValueError(f"{config.data.path} is not the data that {config.out} was trained on")
-            state = checkpoints.load(begin, gather(session.model, session.optimizers))
-            restore(session.model, session.optimizers, state)
-        if begin is not None and begin.step >= config.steps:
-            return Outcome(Path(config.out), begin, None)
-        first = 0 if begin is None else begin.step
-        if world.first:
-            open_folder(config, begin)
-        logger = open_logger(config, first) if world.first else Logger([])
-        try:
-            return _run(session, checkpoints, logger, first, {"data": data})
-        finally:
-            logger.close()
-            # Processes part when it is written. If that fails too, the run has ended for another reason already.
-            with contextlib.suppress(CheckpointError):
-                checkpoints.wait()
+        with alone_in(Path(config.out), world):
+            return _train(config, resume, world)
     finally:
         stop()
+
+
+def _train(config: TrainConfig, resume: bool, world: World) -> Outcome:
+    begin = find_start(config, resume)
+    session = open_session(config, world)
+    checkpoints = checkpoints_of(Path(config.out), config)
+    data = data_checksum(session.data.folder)
+    if begin is not None:
+        if begin.meta["data"] != data:
+            raise ValueError(f"{config.data.path} is not the data that {config.out} was trained on")
+        state = checkpoints.load(begin, gather(session.model, session.optimizers))
+        restore(session.model, session.optimizers, state)
+    if begin is not None and begin.step >= config.steps:
+        return Outcome(Path(config.out), begin, None)
+    first = 0 if begin is None else begin.step
+    if world.first:
+        open_folder(config, begin, session.data)
+    logger = open_logger(session, first) if world.first else Logger([])
+    try:
+        return _run(session, checkpoints, logger, first, {"data": data})
+    finally:
+        logger.close()
+        # Processes part when it is written. If that fails too, the run has ended for another reason already.
+        with contextlib.suppress(CheckpointError):
+            checkpoints.wait()
 
 
 def _run(
@@ -135,7 +140,7 @@ def _due(every: int, step: int) -> bool:
 
 
 def _train_line(session: Session, step: int, result: StepResult, clock: Clock) -> dict[str, Any]:
-    rate = clock.rate()
+    rate, now = clock.rate(), rates(session.optimizers)
     peak = session.peak_flops
     left = (session.config.steps - step) * session.tokens_per_step / rate
     return {
@@ -143,7 +148,9 @@ def _train_line(session: Session, step: int, result: StepResult, clock: Clock) -
         "step": step,
         "tokens": step * session.tokens_per_step,
         **asdict(result),
-        "lr": session.optimizers[0].param_groups[0]["lr"],
+        "lr": now["weights"],
+        "kappa_lr": now.get("kappa"),
+        "frames_lr": now.get("frames"),
         "alpha": session.model.alpha,
         "tokens_per_second": rate,
         "mfu": None if peak is None else rate * session.flops_per_token / (peak * session.world.size),

@@ -2,14 +2,17 @@
 
 config.yaml        the resolved configuration       environment.json   revision, versions, device, command
 log.jsonl          one line for each logged step    checkpoints/       see `grmoe.train.checkpoint`
+tokenizer/         a copy, so that a run can be used where its data are not
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -21,11 +24,14 @@ import torch
 
 import grmoe
 from grmoe.config import differences, load, to_dict, to_yaml
-from grmoe.data.shards import write_durably
+from grmoe.data import TokenDataset
+from grmoe.data.shards import INDEX, write_durably
+from grmoe.data.tokenizer import load as load_tokenizer
 from grmoe.train.checkpoint import Checkpoint, Checkpoints
 from grmoe.train.config import TrainConfig, is_free
 
 CONFIG, ENVIRONMENT, LOG, CHECKPOINTS = "config.yaml", "environment.json", "log.jsonl", "checkpoints"
+TOKENIZER = "tokenizer"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "numpy")
 
 
@@ -40,6 +46,11 @@ def saved_config(folder: Path) -> TrainConfig:
     if not path.is_file():
         raise ValueError(f"{folder} holds no run: {path} is missing")
     return load(TrainConfig, path)
+
+
+def results_folder(model: Path, name: str) -> Path:
+    """Where what is measured of a model goes: into a run's folder, beside an exported one, which is passed on."""
+    return model / name if (model / CONFIG).is_file() else model.with_name(f"{model.name}-{name}")
 
 
 def find_start(config: TrainConfig, resume: bool) -> Checkpoint | None:
@@ -62,10 +73,12 @@ def find_start(config: TrainConfig, resume: bool) -> Checkpoint | None:
     return latest
 
 
-def open_folder(config: TrainConfig, start: Checkpoint | None) -> None:
+def open_folder(config: TrainConfig, start: Checkpoint | None, data: TokenDataset) -> None:
     """Write what the run is; lines of the log that the checkpoint has not seen are dropped."""
     folder = Path(config.out)
     folder.mkdir(parents=True, exist_ok=True)
+    if start is None or not (folder / TOKENIZER).is_dir():
+        _copy_tokenizer(data.tokenizer_folder, folder)
     write_durably(folder / CONFIG, to_yaml(config).encode())
     described = environment()
     previous = folder / ENVIRONMENT
@@ -77,6 +90,36 @@ def open_folder(config: TrainConfig, start: Checkpoint | None) -> None:
     done = 0 if start is None else start.step
     kept = [line for line in read_log(folder) if line["step"] <= done and start is not None]
     write_durably(log, "".join(json.dumps(line) + "\n" for line in kept).encode())
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    writing = folder / f".writing-{TOKENIZER}"
+    for stale in (writing, folder / TOKENIZER):
+        shutil.rmtree(stale, ignore_errors=True)
+    writing.mkdir()
+    for file in sorted(source.iterdir()):
+        write_durably(writing / file.name, file.read_bytes())
+    os.rename(writing, folder / TOKENIZER)
+
+
+def tokenizer_of(folder: Path, config: TrainConfig) -> Path:
+    """The folder of a run's tokenizer: its own copy, or the data's for a run that was begun without one."""
+    own = folder / TOKENIZER
+    return own if own.is_dir() else TokenDataset(config.data.path).tokenizer_folder
+
+
+def vocabulary(tokenizer: Path) -> tuple[int, int]:
+    """(size, end-of-text token) of a tokenizer's folder, as `grmoe prepare` counts them."""
+    named = load_tokenizer(str(tokenizer))
+    size = max(named.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    end = named.tokenizer.token_to_id(named.special["eos_token"])
+    assert end is not None  # no tokenizer is loaded without one
+    return size, end
+
+
+def data_checksum(folder: Path) -> str:
+    """What prepared data are known by, wherever they lie."""
+    return hashlib.sha256((folder / INDEX).read_bytes()).hexdigest()
 
 
 def first_start(folder: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -26,10 +26,15 @@ def remember_peaks(optimizers: Iterable[Optimizer]) -> None:
         group.setdefault("peak_lr", group["lr"])
 
 
-def set_rates(optimizers: Iterable[Optimizer], factor: float) -> None:
-    """Every group at `factor` of its peak."""
+def set_rates(optimizers: Iterable[Optimizer], factors: Mapping[str, float]) -> None:
+    """Every group at its kind's share of its peak."""
     for group in _groups(optimizers):
-        group["lr"] = group["peak_lr"] * factor
+        group["lr"] = group["peak_lr"] * factors[group["kind"]]
+
+
+def rates(optimizers: Iterable[Optimizer]) -> dict[str, float]:
+    """The present rate of each kind of parameters."""
+    return {group["kind"]: group["lr"] for group in _groups(optimizers)}
 
 
 def _groups(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:

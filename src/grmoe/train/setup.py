@@ -18,6 +18,7 @@ from grmoe.model import GrmoeForCausalLM, count
 from grmoe.optim import GrassmannAdam, split_parameters
 from grmoe.parallel.shard import shard, split_by_mesh
 from grmoe.parallel.world import World
+from grmoe.train.compiled import compile_for_training
 from grmoe.train.config import OptimConfig, TrainConfig
 from grmoe.train.schedule import remember_peaks
 
@@ -98,8 +99,7 @@ def open_session(config: TrainConfig, world: World) -> Session:
         # Launching kernel by kernel keeps the host busy longer than the device. Graphs own the memory of gradients,
         # so nothing can be accumulated between two of them; FSDP's hooks allow none.
         graphs = cuda and world.mesh is None and rows == micro_rows
-        mode = "reduce-overhead" if graphs else "default"
-        forward = torch.compile(model, dynamic=False, mode=mode)
+        forward = compile_for_training(model, graphs)
     return Session(
         config, world, data, validation, model, forward, optimizers, length, rows, micro_rows,
         cost.train_flops, peak_flops(world.device), cuda and world.mesh is None,
@@ -110,10 +110,12 @@ def open_session(config: TrainConfig, world: World) -> Session:
 def build_optimizers(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     """AdamW for weights and κ, `GrassmannAdam` for subspaces, each with the rates of its own groups."""
     split = split_parameters(model)
+    matrices, vectors = [p for p in split.rest if p.ndim > 1], [p for p in split.rest if p.ndim <= 1]
+    kappa_lr = _or(config.kappa_lr, 5 * config.lr)
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in split.rest if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in split.rest if p.ndim <= 1], "weight_decay": 0.0},
-        {"params": split.kappa, "weight_decay": 0.0, "lr": _or(config.kappa_lr, 5 * config.lr)},
+        {"kind": "weights", "params": matrices, "weight_decay": config.weight_decay},
+        {"kind": "weights", "params": vectors, "weight_decay": 0.0},
+        {"kind": "kappa", "params": split.kappa, "weight_decay": 0.0, "lr": kappa_lr},
     ]
     fused = all(p.device.type == "cuda" for p in split.rest)
     betas = (config.betas[0], config.betas[1])
@@ -121,7 +123,8 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     optimizers: list[Optimizer] = [AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)]
     if split.frame_groups:
         rank = split.frame_groups[0]["params"][0].shape[-1]
-        optimizers.append(GrassmannAdam(split.frame_groups, lr=_or(config.frames_lr, 0.003 * rank**0.5)))
+        frames = [{"kind": "frames", **group} for group in split.frame_groups]
+        optimizers.append(GrassmannAdam(frames, lr=_or(config.frames_lr, 0.003 * rank**0.5)))
     remember_peaks(optimizers)
     return optimizers
 

@@ -14,12 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from grmoe.optim import GrassmannAdam
+from grmoe.optim import GrassmannAdam, clip_in_step
 from grmoe.parallel.shard import accumulate, clip_gradients, finish_gradients, sync_routers
 from grmoe.parallel.world import mean, smallest
 from grmoe.routing import set_alpha
 from grmoe.train.config import TrainConfig
-from grmoe.train.schedule import cosine_factor, set_rates
+from grmoe.train.schedule import set_rates
 from grmoe.train.setup import Session
 
 
@@ -57,8 +57,8 @@ def train_step(session: Session, step: int, batch_BS: Tensor) -> Pending:
     it computes the next step; otherwise the host looks before anything is updated.
     """
     s, config, model = session, session.config, session.model
-    factor = cosine_factor(step, config.steps, config.warmup, config.optim.floor)
-    set_rates(s.optimizers, factor)
+    factors = config.rate_factors(step)
+    set_rates(s.optimizers, factors)
     if config.alpha.schedule != "constant":
         set_alpha(model, step_alpha(config, model.config.alphas, step))
     totals = torch.zeros(3, device=s.world.device)
@@ -80,7 +80,8 @@ def train_step(session: Session, step: int, batch_BS: Tensor) -> Pending:
         loss.backward()
     finish_gradients(model, s.world)
     limit = config.optim.clip or math.inf
-    norm = clip_gradients([p for p in model.parameters() if p.grad is not None], limit, s.world)
+    active = [p for p in model.parameters() if p.grad is not None]
+    norm = clip_in_step(s.optimizers, active, limit) if s.guarded else clip_gradients(active, limit, s.world)
     numbers_4 = torch.cat([mean(s.world, totals), norm.reshape(1)])
     skip: Tensor | None = None
     if s.guarded:
@@ -94,7 +95,7 @@ def train_step(session: Session, step: int, batch_BS: Tensor) -> Pending:
         optimizer.step()
     zero_grad(session)
     sync_routers(model, s.world)
-    model.update_priors(config.routing.prior_rate * factor, skip)
+    model.update_priors(config.routing.prior_rate * factors["weights"], skip)
     return pending
 
 
