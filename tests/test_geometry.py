@@ -286,7 +286,9 @@ def test_the_largest_cosine_by_squaring_is_the_svds(shape: tuple[int, int], num:
     frames = haar(*shape, (2, num), seed=seed)
     off = ~torch.eye(num, dtype=torch.bool)
     want = G.largest_cosine(frames)[:, off].amax(-1)
-    torch.testing.assert_close(G.most_cosine(frames), want, rtol=1e-6, atol=0)  # k^(1/2^25), and the fp64 of roots
+    torch.testing.assert_close(
+        G.most_cosine(frames), want, rtol=1e-6, atol=0
+    )  # k^(1/2^25), and the fp64 of roots
     torch.testing.assert_close(G.most_cosine(frames.float()).double(), want, rtol=1e-5, atol=0)
 
 

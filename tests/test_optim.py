@@ -536,4 +536,6 @@ def test_clipping_inside_the_step_is_clipping_before_it() -> None:
                 for optimizer in optimizers:
                     optimizer.step()
             ends.append((U.detach(), w.detach()))
-        torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-6)  # the scale is fp32, as fused AdamW wants it
+        torch.testing.assert_close(
+            ends[0], ends[1], rtol=1e-6, atol=1e-6
+        )  # the scale is fp32, as fused AdamW wants it

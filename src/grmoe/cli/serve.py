@@ -98,7 +98,7 @@ def serve(
             grace=grace,
             api_key=api_key or None,
         )
-        sock = bind(host, port)
-        run(make_service(options), sock)
+        with bind(host, port) as sock:
+            run(make_service(options), sock)
     except ValueError as error:
         fail(escape(str(error)))

@@ -1,7 +1,7 @@
 """Measured prefill: the same batch at every setting, settings taking turns under one clock.
 
-On a GPU each setting is a CUDA graph of the model as it is, uncompiled: launching it kernel by kernel would take the host
-longer than the device, whatever the setting. α is read when a graph runs, τ and the cap are part of it.
+On a GPU each setting is a CUDA graph of the model as it is, uncompiled: launching it kernel by kernel would take the
+host longer than the device, whatever the setting. α is read when a graph runs, τ and the cap are part of it.
 """
 
 from __future__ import annotations

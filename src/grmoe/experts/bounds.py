@@ -5,12 +5,11 @@ Legend: N experts, D model width, I expert width; A any, B the smaller side of a
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from grmoe.experts.weights import Activation, ExpertWeights
+from grmoe.geometry import largest_eigenvalue
 
 # SwiGLU multiplies two projections of x, GELU bends one.
 POWER: dict[Activation, int] = {"swiglu": 2, "gelu": 1}
@@ -37,7 +36,7 @@ def output_gains(weights: ExpertWeights) -> Tensor:
     for up, down in zip(weights.up, weights.down_proj, strict=True):
         if weights.activation == "swiglu":
             gate_ID, up_ID = up.double().chunk(2)
-            inner = _root_of_largest_eigenvalue((gate_ID @ gate_ID.T) * (up_ID @ up_ID.T))
+            inner = largest_eigenvalue((gate_ID @ gate_ID.T) * (up_ID @ up_ID.T), SQUARINGS).sqrt()
         else:
             inner = spectral_norm_bound(up)
         gains.append(spectral_norm_bound(down) * inner)
@@ -53,18 +52,4 @@ def spectral_norm_bound(weight: Tensor) -> Tensor:
     # So that the squares of weights near the ends of fp64's range neither vanish nor overflow.
     scale = W.abs().amax().clamp(min=torch.finfo(W.dtype).tiny)
     W_AB = W / scale if W.shape[0] >= W.shape[1] else W.T / scale
-    return scale * _root_of_largest_eigenvalue(W_AB.T @ W_AB)
-
-
-def _root_of_largest_eigenvalue(gram_BB: Tensor) -> Tensor:
-    """(tr S^p)^(1/2p) ≥ √λ_max(S) for a positive semidefinite S, p = 2^SQUARINGS, by repeated squaring."""
-    # The power is carried as e^log_trace · A with tr A = 1: S^64 itself would leave the range of fp64.
-    tiny = torch.finfo(gram_BB.dtype).tiny  # S = 0: A stays 0, log_trace −∞, the bound 0
-    trace = gram_BB.trace()
-    log_trace, A_BB = trace.log(), gram_BB / trace.clamp(min=tiny)
-    for i in range(SQUARINGS):
-        trace = A_BB.square().sum()  # tr A², as A is symmetric
-        log_trace = 2 * log_trace + trace.log()
-        if i < SQUARINGS - 1:
-            A_BB = A_BB @ A_BB / trace.clamp(min=tiny)
-    return torch.exp(log_trace / (2 * math.pow(2, SQUARINGS)))
+    return scale * largest_eigenvalue(W_AB.T @ W_AB, SQUARINGS).sqrt()

@@ -16,7 +16,7 @@ _MODES = (torch.amp._enter_autocast, torch.amp._exit_autocast, torch._C._set_gra
 
 def compile_for_training(model: nn.Module, graphs: bool) -> Callable[..., Any]:
     """The model compiled for batches of one shape; with `graphs` into CUDA graphs."""
-    options = {"triton.cudagraphs": graphs, "pre_grad_custom_pass": merge_linears}
+    options: dict[str, Any] = {"triton.cudagraphs": graphs, "pre_grad_custom_pass": merge_linears}
     compiled: Callable[..., Any] = torch.compile(model, dynamic=False, options=options)
     return compiled
 
@@ -30,22 +30,22 @@ def merge_linears(graph: fx.Graph) -> None:
     up. Weights are cast to autocast's precision in any case; they are now cast to where they lie together. The model
     keeps its layers, so that checkpoints and adapters know nothing of it.
     """
-    groups: dict[tuple[fx.Node, int], list[fx.Node]] = defaultdict(list)
+    groups: dict[tuple[fx.Node, int], list[tuple[fx.Node, fx.Node]]] = defaultdict(list)  # layers, weights
     region = 0  # between two changes of autocast or of the recording of gradients
     for node in graph.nodes:
         if node.target in _MODES:
             region += 1
         elif node.target in (F.linear, torch._C._nn.linear):
-            x, weight, *bias = (*node.args, *node.kwargs.values())
-            if isinstance(x, fx.Node) and weight.op in ("placeholder", "get_attr") and bias in ([], [None]):
-                groups[x, region].append(node)
-    for (x, _), layers in groups.items():
-        weights = [layer.args[1] for layer in layers]
+            given: list[Any] = [*node.args, *node.kwargs.values()]
+            if given[1].op in ("placeholder", "get_attr") and given[2:] in ([], [None]):
+                groups[given[0], region].append((node, given[1]))
+    for (x, _), found in groups.items():
+        layers, weights = zip(*found, strict=True)
         likes = [weight.meta["example_value"] for weight in weights]
         if len(layers) < 2 or len({(like.dtype, like.device) for like in likes}) > 1:
             continue
         with graph.inserting_before(layers[0]):
-            joined = graph.call_function(torch.cat, (weights, 0))
+            joined = graph.call_function(torch.cat, (list(weights), 0))
             product = graph.call_function(F.linear, (x, joined))
             parts = graph.call_function(torch.split, (product, [like.shape[0] for like in likes], -1))
             for i, layer in enumerate(layers):

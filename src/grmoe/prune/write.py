@@ -1,0 +1,91 @@
+"""The pruned model as a folder of its own: weights as they were measured, fewer experts in its configuration."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from grmoe.dial.write import check_place
+from grmoe.model import GrmoeForCausalLM, export_remote_code
+from grmoe.model.configuration_grmoe import GrmoeConfig
+from grmoe.routing import Threshold
+from grmoe.train.card import MODEL_CARD, put_section
+from grmoe.train.export import export
+from grmoe.train.loading import Opened
+from grmoe.train.record import CONFIG
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+
+
+@dataclass(frozen=True)
+class Size:
+    parameters: int
+    bytes: int  # of the weights, as they would be saved
+
+
+def size(model: nn.Module) -> Size:
+    """Parameters, tied ones once; bytes with the buffers that are saved."""
+    parameters = list(model.parameters())
+    own = {id(p) for p in parameters}
+    buffers = [t for t in model.state_dict(keep_vars=True).values() if id(t) not in own]
+    return Size(
+        sum(p.numel() for p in parameters), sum(t.numel() * t.element_size() for t in [*parameters, *buffers])
+    )
+
+
+def small_config(config: GrmoeConfig, experts: int) -> GrmoeConfig:
+    """The configuration with fewer experts; what follows from their number follows."""
+    small = copy.deepcopy(config)
+    small.num_experts = experts
+    if config.selection == "dense":
+        small.num_experts_per_tok = experts
+    elif config.selection == "threshold":
+        assert config.selection_tau is not None
+        small.num_experts_per_tok = Threshold(config.selection_tau).most(experts)
+    options = dict(config.router_options or {})
+    if options.get("prior") == "uniform":  # see `reduce_router`
+        small.router_options = options | {"prior": "balanced"}
+    small.check()
+    return small
+
+
+def small_model(model: GrmoeForCausalLM, experts: int) -> GrmoeForCausalLM:
+    """A model that was built small, with the weights of one whose layers were operated on: every shape must fit."""
+    small = GrmoeForCausalLM(small_config(model.config, experts))
+    nn.Module.to(small, device=model.device, dtype=model.dtype)  # routers stay in fp32
+    small.load_state_dict(model.state_dict())
+    return small.eval()
+
+
+def write_model(opened: Opened, experts: int, out: Path, section: str) -> Path:
+    """Save an operated model with tokenizer, code and card, `section` in it; its source stays as it was."""
+    source = opened.path
+    check_place(source, out)
+    place = out.with_name(f".writing-{out.name}")
+    writing = place / out.name  # the card is headed by the folder's name
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    try:
+        if (source / CONFIG).is_file():
+            export(source, writing, str(opened.step), dtype=opened.model.dtype)
+        else:
+            # A folder of links into a cache of downloads becomes files.
+            shutil.copytree(source, writing)
+        for pattern in WEIGHTS:
+            for file in writing.glob(pattern):
+                file.unlink()
+        small_model(opened.model, experts).save_pretrained(writing)
+        export_remote_code(writing)
+        card = writing / MODEL_CARD
+        before = card.read_text(encoding="utf-8") if card.is_file() else ""
+        card.write_text(put_section(before, section), encoding="utf-8")
+        shutil.rmtree(out, ignore_errors=True)
+        os.rename(writing, out)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    return out

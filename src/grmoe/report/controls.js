@@ -1,0 +1,172 @@
+// The dial as the reader sets it: α, and how experts are chosen.
+
+const ALPHAS = Array.from({ length: 81 }, (_, i) => niceAlpha(10 ** (i / 40 - 1))); // the slider's places, 0.1 to 10
+
+function niceAlpha(value) {
+  const round = Number(value.toPrecision(2));
+  return Math.abs(round / value - 1) < 0.003 ? round : Number(value.toPrecision(3));
+}
+
+// α of a layer: the reader's, or the one saved with the model. Gates without a dial are what they are.
+function alphaOf(run, layer, state) {
+  if (!run.sample.dial) return 1;
+  return has(state.alpha) ? state.alpha : run.model.alphas[layer];
+}
+
+// The selection the page starts with: by mass, as `grmoe dial` chose it where it did.
+function firstSelection(run) {
+  const own = run.model.selection;
+  if (!run.sample || !run.sample.dial) return own;
+  const chosen = run.dial && run.dial.chosen.setting;
+  if (chosen && chosen.selection === "mass") {
+    return { kind: "mass", tau: chosen.selection_tau, k: chosen.num_experts_per_tok };
+  }
+  return own.kind === "mass" ? own : { kind: "mass", tau: 0.5, k: own.k };
+}
+
+const nearest = (alpha) =>
+  ALPHAS.reduce(
+    (best, a, i) => (Math.abs(Math.log(a / alpha)) < Math.abs(Math.log(ALPHAS[best] / alpha)) ? i : best),
+    0,
+  );
+
+// At the top of the window while experts are looked at: run, layer, α.
+function drawControls(host, runs, state) {
+  const choose = (name, options, value, act) =>
+    el(
+      "label",
+      { class: "choice" },
+      el("span", {}, name),
+      el(
+        "select",
+        { onchange: (event) => act(Number(event.target.value)) },
+        options.map((text, i) => el("option", { value: i, selected: i === value }, text)),
+      ),
+    );
+  const slider = el("input", {
+    type: "range",
+    id: "alpha",
+    min: 0,
+    max: ALPHAS.length - 1,
+    step: 1,
+    "aria-label": "α, the dial",
+  });
+  const number = el("input", {
+    type: "number",
+    id: "alpha-number",
+    min: 0,
+    step: "any",
+    "aria-label": "α as a number",
+  });
+  const reset = el(
+    "button",
+    { type: "button", id: "alpha-reset", onclick: () => setState({ alpha: null }) },
+    "as saved",
+  );
+  const layers = el("span", { id: "layer-choice" });
+  slider.addEventListener("input", () => setState({ alpha: ALPHAS[slider.value] }));
+  number.addEventListener(
+    "change",
+    () => number.value !== "" && Number(number.value) >= 0 && setState({ alpha: Number(number.value) }),
+  );
+  host.append(...[
+    runs.length > 1
+      ? choose(
+        "run",
+        runs.map((r) => r.name),
+        state.run,
+        (i) => setState({ run: i, layer: 0, alpha: null, selection: null }),
+      )
+      : null,
+    layers,
+    el("div", { class: "alpha" }, el("label", { for: "alpha" }, "α"), slider, number, reset),
+  ].filter(has));
+  let run = null;
+  const update = () => {
+    const shown = runs[state.run], dial = shown.sample && shown.sample.dial;
+    if (run !== shown) {
+      run = shown;
+      const names = shown.model ? shown.model.moe_layers.map((l) => `layer ${l}`) : [];
+      layers.replaceChildren(
+        ...(names.length > 1 ? [choose("layer", names, state.layer, (i) => setState({ layer: i }))] : []),
+      );
+    }
+    for (const node of [slider, number, reset]) node.disabled = !dial;
+    if (!dial) return;
+    const alphas = shown.model.alphas.map((_, i) => alphaOf(shown, i, state));
+    const middle = Math.exp(mean(alphas.map((a) => Math.log(Math.max(a, 1e-3)))));
+    slider.value = nearest(middle);
+    slider.setAttribute("aria-valuetext", `α = ${sayAlphas(alphas)}`);
+    number.value = new Set(alphas).size === 1 ? Number(digits(alphas[0], 4)) : "";
+    number.placeholder = sayAlphas(alphas);
+    reset.setAttribute("aria-pressed", !has(state.alpha));
+  };
+  listen(update);
+  update();
+}
+
+// How experts are chosen: by mass, or top-k.
+function selectionControls(run, state) {
+  const N = run.model.experts;
+  const tau = el("input", {
+    type: "range",
+    id: "tau",
+    min: 0.05,
+    max: 1,
+    step: 0.01,
+    "aria-label": "τ, the mass to reach",
+  });
+  const tauText = el("output", { for: "tau" });
+  const most = el("input", { type: "number", id: "most", min: 1, max: N, step: 1 });
+  const kinds = { mass: "mass τ", topk: "top-k", dense: "all experts" };
+  const radios = Object.entries(kinds).map(([kind, name]) =>
+    el(
+      "label",
+      {},
+      el("input", {
+        type: "radio",
+        name: "kind",
+        value: kind,
+        onchange: () => setState({ selection: { ...selectionOf(run, state), kind } }),
+      }),
+      name,
+    )
+  );
+  tau.addEventListener(
+    "input",
+    () => setState({ selection: { ...selectionOf(run, state), tau: Number(tau.value) } }),
+  );
+  most.addEventListener(
+    "change",
+    () =>
+      setState({
+        selection: {
+          ...selectionOf(run, state),
+          k: Math.max(1, Math.min(N, Math.round(Number(most.value) || 1))),
+        },
+      }),
+  );
+  const tauLabel = el("label", { class: "tau" }, "τ", tau, tauText);
+  const mostLabel = el("label", {}, el("span", {}, "at most"), most, "experts");
+  const node = el(
+    "fieldset",
+    { class: "selection", disabled: !run.sample.dial },
+    el("legend", {}, "Experts computed by"),
+    ...radios,
+    tauLabel,
+    mostLabel,
+  );
+  node.update = () => {
+    const { kind, tau: value, k } = selectionOf(run, state);
+    node.querySelectorAll("input[type=radio]").forEach((radio) => (radio.checked = radio.value === kind));
+    tau.value = value || 0.5;
+    tauText.textContent = digits(value || 0.5);
+    most.value = k;
+    tauLabel.hidden = kind !== "mass";
+    mostLabel.hidden = kind === "dense" || kind === "threshold";
+    mostLabel.firstChild.textContent = kind === "mass" ? "at most" : "k =";
+  };
+  return node;
+}
+
+const selectionOf = (run, state) => state.selection || firstSelection(run);

@@ -1,0 +1,281 @@
+// What every layer's gates do at the reader's setting of the dial.
+
+const FEW = 4; // layers: each has a card of its own; of more, the chosen one and an overview
+const CURVE = Array.from({ length: 25 }, (_, i) => 10 ** (i / 12 - 1)); // α of the curves
+
+function drawDial(host, runs, state) {
+  let shown = null, view = null;
+  const update = () => {
+    const run = runs[state.run];
+    if (run !== shown) {
+      shown = run;
+      view = run.sample ? dialView(run, state) : { nodes: missing(run), update() {} };
+      host.replaceChildren(...view.nodes);
+    }
+    view.update();
+  };
+  listen(update);
+  update();
+}
+
+const missing = (run) => run.notes.filter((n) => ["experts", "model"].includes(n.section)).map(note);
+
+function dialView(run, state) {
+  const gates = gatesOf(run);
+  const controls = selectionControls(run, state);
+  const total = el("p", { class: "total", "aria-live": "polite" });
+  let stats = [];
+  const cards = gates.length <= FEW ? gates.map((_, i) => layerCard(run, i, state, () => stats[i])) : [];
+  const holder = el("div", { class: "cards" }, cards);
+  const over = gates.length > FEW ? overview(run, () => stats) : null;
+  const intro = run.sample.dial
+    ? `${
+      grouped(gates[0].T)
+    } real tokens through each router, recomputed here as you move α. Inputs are those of the saved setting: ` +
+      "a layer turned alone does exactly this, layers turned together move each other's inputs a little."
+    : `Router ${run.model.router} chooses its experts by itself: its gates are shown as saved, without a dial.`;
+  let single = null;
+  return {
+    nodes: [el("p", {}, intro), controls, total, over, holder].filter(has),
+    update() {
+      const selection = selectionOf(run, state);
+      stats = gates.map((g, i) => gateStats(g, alphaOf(run, i, state), selection));
+      controls.update();
+      const means = (key) => mean(stats.map((s) => s[key]));
+      total.replaceChildren(
+        el("b", {}, `${fixed(means("experts"), 3)} experts a token`),
+        ` (${saySelection(selection)}), entropy `,
+        el("b", {}, `${fixed(means("entropy"), 3)} nats`),
+        `, certified between ${fixed(means("lower"), 3)} and ${
+          fixed(means("upper"), 3)
+        }: means over ${gates.length} layer${gates.length > 1 ? "s" : ""}`,
+      );
+      if (over) {
+        over.update();
+        if (single !== state.layer) {
+          single = state.layer;
+          cards.splice(0, 1, layerCard(run, single, state, () => stats[cards[0].layer]));
+          holder.replaceChildren(cards[0]);
+        }
+      }
+      cards.forEach((card) => card.update());
+    },
+  };
+}
+
+function layerCard(run, layer, state, stats) {
+  const N = run.model.experts, gates = gatesOf(run)[layer], name = `Layer ${run.model.moe_layers[layer]}`;
+  const facts = el("dl", { class: "stats" });
+  const entropy = figure(
+    "Entropy over α, with its certified band",
+    (width) => entropyPlot(width, gates, stats(), N),
+  );
+  const load = figure("Load of each expert (line: its mean gate)", (width) => loadPlot(width, stats(), N));
+  const sorted = figure(
+    "Mean gate by rank (line: summed up, dotted: τ)",
+    (width) => sortedPlot(width, stats(), selectionOf(run, state)),
+  );
+  const card = el(
+    "article",
+    { class: "card", "data-layer": layer },
+    el("h3", {}, name),
+    facts,
+    entropy,
+    load,
+    sorted,
+  );
+  card.layer = layer;
+  card.update = () => {
+    const s = stats();
+    const shown = [
+      ["α", digits(s.alpha), "alpha"],
+      ["entropy H, nats", fixed(s.entropy, 3), "entropy"],
+      ["certified", `${fixed(s.lower, 3)} – ${fixed(s.upper, 3)}`, "band"],
+      ["exp(H)", fixed(Math.exp(s.entropy), 2), "effective"],
+      ["experts a token", fixed(s.experts, 3), "experts"],
+      ["mass dropped", percent(s.dropped), "dropped"],
+      ["load", `${fixed(100 * Math.min(...s.load), 1)} – ${fixed(100 * Math.max(...s.load), 1)} %`, "load"],
+      ["load: std / mean", fixed(s.cv, 3), "cv"],
+    ];
+    if (run.sample.dial === false) shown.shift();
+    facts.replaceChildren(
+      ...shown.map(([term, value, key]) =>
+        el("div", {}, el("dt", {}, term), el("dd", { "data-stat": key }, value))
+      ),
+    );
+    [entropy, load, sorted].forEach((f) => f.redraw());
+  };
+  if (run.sample.dial && !gates.curve) {
+    setTimeout(() => {
+      gates.curve = entropyCurve(gates, CURVE);
+      entropy.redraw();
+    });
+  }
+  if (!run.sample.dial) entropy.hidden = true;
+  return card;
+}
+
+function entropyPlot(width, gates, s, N) {
+  const x = { domain: [0.1, 10], log: true, label: "α", ticks: [0.1, 0.2, 0.5, 1, 2, 5, 10] };
+  const y = { domain: [0, Math.log(N) * 1.08], label: "nats" };
+  return axes(width, {
+    x,
+    y,
+    height: 190,
+    label: "Entropy over α",
+    paint(pane) {
+      const curve = gates.curve || [], color = "var(--c0)";
+      const here = Math.max(0.1, Math.min(10, s.alpha));
+      rule(pane, Math.log(N), `uniform: log ${N}`);
+      if (curve.length) band(pane, curve.map((c) => [c.alpha, c.lower, c.upper]), color);
+      line(pane, curve.map((c) => [c.alpha, c.entropy]), color);
+      pane.g.append(
+        svg("line", { class: "hair", x1: pane.X(here), x2: pane.X(here), y1: pane.top, y2: pane.bottom }),
+        svg("line", {
+          class: "bandmark",
+          x1: pane.X(here),
+          x2: pane.X(here),
+          y1: pane.Y(s.lower),
+          y2: pane.Y(s.upper),
+          stroke: color,
+        }),
+        markAt("circle", pane.X(here), pane.Y(s.entropy), color, 4.5),
+      );
+      crosshair(pane, curve.map((c) => c.alpha), (alpha) => {
+        const c = curve.find((v) => v.alpha === alpha);
+        return [
+          tipTitle(`α ${digits(alpha)}`),
+          tipRow("entropy", fixed(c.entropy, 3)),
+          tipRow("certified", `${fixed(c.lower, 3)} – ${fixed(c.upper, 3)}`),
+        ];
+      });
+    },
+  });
+}
+
+function loadPlot(width, s, N) {
+  const top = Math.max(...s.load, ...s.gate, 1.5 / N) * 1.08;
+  const bars = s.load.map((value, e) => ({
+    name: String(e),
+    value,
+    tick: s.gate[e],
+    color: expertColor(e, N),
+    content: () => [
+      tipTitle(`expert ${e}`),
+      tipRow("load", percent(value)),
+      tipRow("mean gate", percent(s.gate[e])),
+      tipRow("leads", percent(s.lead[e])),
+    ],
+  }));
+  return barChart(width, {
+    bars,
+    top,
+    rule: 1 / N,
+    xLabel: "expert",
+    label: "Load of each expert",
+    height: 160,
+  });
+}
+
+function sortedPlot(width, s, { kind, tau }) {
+  let sum = 0;
+  const summed = s.sorted.map((v) => (sum += v));
+  const bars = s.sorted.map((value, i) => ({
+    name: String(i + 1),
+    value,
+    color: "var(--c0)",
+    content: () => [
+      tipTitle(`rank ${i + 1}`),
+      tipRow("mean gate", percent(value)),
+      tipRow("this and above", percent(summed[i])),
+    ],
+  }));
+  return barChart(width, {
+    bars,
+    top: 1,
+    line: summed,
+    rule: kind === "mass" ? tau : null,
+    xLabel: "rank of an expert for a token",
+    label: "Mean gate by rank",
+    height: 160,
+  });
+}
+
+// All layers of a deep model in two pictures.
+function overview(run, stats) {
+  const N = run.model.experts, names = run.model.moe_layers;
+  const x = { domain: [-0.5, names.length - 0.5], label: "layer", format: (i) => names[i] };
+  const ticks = (width) =>
+    names.map((_, i) => i).filter((i) =>
+      i % Math.ceil(names.length / Math.max(1, Math.floor(width / 34))) === 0
+    );
+  const draw = (label, y, values, low, high, say) => (width) =>
+    axes(width, {
+      x: { ...x, ticks: ticks(width) },
+      y,
+      height: 210,
+      label,
+      paint(pane) {
+        stats().forEach((s, i) => {
+          if (low) {
+            pane.g.append(
+              svg("line", {
+                class: "bandmark",
+                x1: pane.X(i),
+                x2: pane.X(i),
+                y1: pane.Y(s[low]),
+                y2: pane.Y(s[high]),
+                stroke: seriesColor(0),
+              }),
+            );
+          }
+          mark(
+            pane,
+            "circle",
+            i,
+            s[values],
+            seriesColor(0),
+            () => [tipTitle(`layer ${names[i]}`), ...say(s)],
+            4,
+          );
+        });
+      },
+    });
+  const entropy = figure(
+    "Entropy of every layer (bar: certified band)",
+    draw(
+      "Entropy of every layer",
+      { domain: [0, Math.log(N) * 1.05], label: "nats" },
+      "entropy",
+      "lower",
+      "upper",
+      (
+        s,
+      ) => [
+        tipRow("entropy", fixed(s.entropy, 3)),
+        tipRow("certified", `${fixed(s.lower, 3)} – ${fixed(s.upper, 3)}`),
+      ],
+    ),
+  );
+  const experts = figure(
+    "Experts a token",
+    (width) =>
+      draw(
+        "Experts a token",
+        {
+          domain: [
+            0,
+            Math.max(...stats().map((s) => s.experts)) * 1.1,
+          ],
+          label: "experts",
+        },
+        "experts",
+        null,
+        null,
+        (s) => [tipRow("experts a token", fixed(s.experts, 3)), tipRow("mass dropped", percent(s.dropped))],
+      )(width),
+  );
+  const node = el("div", { class: "grid2" }, entropy, experts);
+  node.update = () => [entropy, experts].forEach((f) => f.redraw());
+  return node;
+}

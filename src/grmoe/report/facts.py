@@ -1,0 +1,112 @@
+"""What a run is in numbers, from its configuration and its log: the page's table and its curves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from grmoe.data import unigram_perplexity
+from grmoe.model.configuration_grmoe import OWN_CHOICE, GrmoeConfig
+from grmoe.model.count import count
+from grmoe.train.loading import Opened
+from grmoe.train.record import ENVIRONMENT, read_log, saved_config
+
+MOST_STEPS = 400  # of a curve: more are closer together than pixels
+OF_VALIDATION = (
+    "step", "loss", "perplexity", "domains", "entropy", "load_cv", "min_load", "experts_per_token", "max_overlap",
+)  # fmt: skip
+
+Line = dict[str, Any]
+
+
+def model_facts(opened: Opened) -> dict[str, Any]:
+    config: GrmoeConfig = opened.model.config
+    cost = count(config)
+    return {
+        "router": config.router,
+        "rank": config.router_rank if config.router == "grassmann" else None,
+        "blocks": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "moe_layers": list(config.moe_layers),
+        "experts": config.num_experts,
+        "expert_width": config.moe_intermediate_size,
+        "shared_experts": config.shared_experts,
+        "total": cost.total,
+        "active": cost.active,
+        "alphas": list(config.alphas),
+        "selection": _selection(config),
+        "step": opened.step,
+    }
+
+
+def _selection(config: GrmoeConfig) -> dict[str, Any]:
+    """How experts are chosen, as the page's selection is said."""
+    kind, k = config.selection, config.num_experts_per_tok
+    if config.router in OWN_CHOICE:
+        kind = "topk" if OWN_CHOICE[config.router] else "dense"
+    return {"kind": kind, "tau": config.selection_tau, "k": k}
+
+
+def training_facts(folder: Path, opened: Opened | None) -> dict[str, Any]:
+    """How a run was trained, and its last validation up to the checkpoint that is shown."""
+    config, lines = saved_config(folder), read_log(folder)
+    reached = opened.step if opened is not None and opened.step is not None else config.steps
+    trained = [line for line in lines if line["kind"] == "train"]
+    validated = [line for line in lines if line["kind"] == "validation" and line["step"] <= reached]
+    speeds = sorted(line["tokens_per_second"] for line in trained if line.get("tokens_per_second"))
+    last = trained[-1] if trained else {}
+    batch = last["tokens"] / last["step"] if trained else None
+    return {
+        "preset": config.model.get("preset"),
+        "steps": config.steps,
+        "logged": last.get("step"),
+        "tokens": round(batch * reached) if batch and opened is not None else last.get("tokens"),
+        "text": config.data.path,
+        "device": _device(folder),
+        "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
+        "validation": {key: validated[-1].get(key) for key in OF_VALIDATION} if validated else None,
+        "unigram": None if opened is None or opened.data is None else _unigram(opened),
+    }
+
+
+def _device(folder: Path) -> str | None:
+    try:
+        device: str = json.loads((folder / ENVIRONMENT).read_text())["device"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return device
+
+
+def _unigram(opened: Opened) -> float | None:
+    assert opened.data is not None
+    return unigram_perplexity(opened.data) if opened.data.tokens else None
+
+
+def curves(folder: Path) -> dict[str, Any] | None:
+    """Series over logged steps; [mean, least, most] over layers where layers have their own. None without a log."""
+    lines = read_log(folder)
+    train = [line for line in lines if line["kind"] == "train"]
+    if not train:
+        return None
+    held_out = [line for line in lines if line["kind"] == "validation"]
+    train = [*train[:: -(-len(train) // MOST_STEPS)], *train[-1:]]
+    train = list({line["step"]: line for line in train}.values())
+    loads = [[share for layer in line["layers"] for share in layer["load"]] for line in train]
+    return {
+        "steps": [line["step"] for line in train],
+        "loss": [line["loss"] for line in train],
+        "load_cv": _over_layers(train, "load_cv"),
+        "entropy": _over_layers(train, "entropy"),
+        "load": [[min(shares), max(shares)] for shares in loads],
+        "fair": 1 / len(train[-1]["layers"][0]["load"]),
+        "validation": {
+            "steps": [line["step"] for line in held_out],
+            "loss": [line["loss"] for line in held_out],
+        },
+    }
+
+
+def _over_layers(train: list[Line], key: str) -> list[list[float]]:
+    layers = [[layer[key] for layer in line["layers"]] for line in train]
+    return [[line[key], min(own), max(own)] for line, own in zip(train, layers, strict=True)]

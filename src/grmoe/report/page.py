@@ -1,0 +1,56 @@
+"""The page as one file: markup, style, scripts and data put together, and nothing that reaches out of it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+
+import grmoe
+from grmoe.report.collect import Content
+
+SCRIPTS = (
+    "math.js", "draw.js", "plot.js", "summary.js", "frontier.js", "controls.js", "dial.js", "types.js", "text.js",
+    "main.js",
+)  # fmt: skip
+
+
+def render(runs: Sequence[Content]) -> str:
+    """Data go in as JSON in which no tag can begin; the browser runs the one script whose hash the page names."""
+    folder = files("grmoe.report")
+    script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
+    script = f'"use strict";\n{script}'
+    names = " · ".join(run.name for run in runs)
+    data = {
+        "grmoe": grmoe.__version__,
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "runs": [run.as_json() for run in runs],
+    }
+    parts = {
+        "policy": f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{_hash(script)}'",
+        "title": html.escape(f"{names} – grmoe report"),
+        "style": folder.joinpath("page.css").read_text(encoding="utf-8"),
+        "data": as_json(data),
+        "script": script,
+    }
+    # In one pass: what stands in the data is never taken for a place to fill.
+    page = folder.joinpath("page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
+
+
+def as_json(data: object) -> str:
+    """JSON that may stand inside a script element, whatever is in its strings."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    # Half a surrogate pair, from a token that cuts a character in two, has no UTF-8.
+    return re.sub("[\ud800-\udfff]", "�", text)
+
+
+def _hash(script: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")

@@ -1,0 +1,196 @@
+// Real text, each token in the colour of its leading expert; the token under the pointer shows its gate.
+
+const PASSAGE = 220; // tokens shown together, at least; whole windows
+const MANY = 12; // experts: of more, the largest are shown
+
+function drawText(host, runs, state) {
+  let shown = null, view = null;
+  const update = () => {
+    const run = runs[state.run];
+    if (run !== shown) {
+      shown = run;
+      view = run.sample ? textView(run, state) : { nodes: missing(run), update() {} };
+      host.replaceChildren(...view.nodes);
+    }
+    view.update();
+  };
+  listen(update);
+  update();
+}
+
+// Windows in groups of enough tokens to read: [{from, windows}].
+function passagesOf(windows) {
+  const out = [];
+  let from = 0;
+  for (const w of windows) {
+    const last = out[out.length - 1];
+    if (last && last.tokens < PASSAGE) {
+      last.windows.push(w);
+      last.tokens += w.pieces.length;
+    } else out.push({ from, windows: [w], tokens: w.pieces.length });
+    from += w.pieces.length;
+  }
+  return out;
+}
+
+function textView(run, state) {
+  const gates = gatesOf(run), N = run.model.experts, passages = passagesOf(run.sample.windows);
+  const page = el("div", {
+    class: "tokens",
+    id: "tokens",
+    role: "list",
+    "aria-label": "Tokens; arrow keys go from one to the next",
+  });
+  // Only the tokens of one expert, until its button is pressed again.
+  const keys = Array.from({ length: N }, (_, e) => {
+    const choose = () => {
+      only = only === e ? null : e;
+      paint();
+    };
+    const swatch = el("i", { class: "swatch", style: { background: expertColor(e, N) } });
+    return el("button", { type: "button", onclick: choose }, swatch, String(e));
+  });
+  const pick = el(
+    "select",
+    { id: "passage", onchange: () => show(Number(pick.value)) },
+    passages.map((p, i) =>
+      el(
+        "option",
+        { value: i },
+        `${i + 1} of ${passages.length} (${[...new Set(p.windows.map((w) => w.domain))].join(", ")})`,
+      )
+    ),
+  );
+  const numbers = el("input", {
+    type: "checkbox",
+    id: "numbers",
+    onchange: () => page.classList.toggle("numbered", numbers.checked),
+  });
+  let only = null, spans = [];
+
+  function show(i) {
+    let t = passages[i].from;
+    spans = [];
+    page.replaceChildren(...passages[i].windows.flatMap((w, n) => {
+      const made = w.pieces.map((piece, j) => {
+        const span = el(
+          "span",
+          { class: "tok", role: "listitem", tabindex: -1, "data-t": t++ },
+          visible(piece),
+        );
+        span.about = { piece, type: run.analysis.types[w.types[j]], domain: w.domain };
+        return span;
+      });
+      spans.push(...made);
+      return n ? [el("hr"), ...made] : made;
+    }));
+    if (spans.length) spans[0].tabIndex = 0;
+    paint();
+  }
+
+  function paint() {
+    const alpha = alphaOf(run, state.layer, state), selection = selectionOf(run, state);
+    const leads = new Array(N).fill(0);
+    for (const span of spans) {
+      const found = tokenGate(gates[state.layer], Number(span.dataset.t), alpha, selection),
+        e = found.order[0];
+      leads[e]++;
+      span.style.backgroundColor = expertColor(e, N, 0.12 + 0.43 * Math.sqrt(found.p[e]));
+      span.dataset.expert = e;
+      span.classList.toggle("faded", only !== null && e !== only);
+    }
+    keys.forEach((button, e) => {
+      button.setAttribute("aria-pressed", only === e);
+      button.title = `leads ${leads[e]} of ${spans.length} tokens`;
+    });
+  }
+
+  const explainToken = (span, x, y) => tip.show(span, tokenTip(run, state, gates, span), x, y);
+  const tokenAt = (event) => event.target.closest(".tok");
+  const follow = (event) => {
+    const span = tokenAt(event);
+    if (!span) return;
+    if (tip.owner === span) tip.move(event.clientX, event.clientY);
+    else explainToken(span, event.clientX, event.clientY);
+  };
+  for (const kind of ["pointerover", "pointermove", "click"]) page.addEventListener(kind, follow);
+  page.addEventListener("pointerout", (event) => hasLeft(event) && tip.hide(tokenAt(event)));
+  page.addEventListener("focusin", (event) => {
+    const span = tokenAt(event);
+    if (!span || tip.owner === span) return;
+    const box = span.getBoundingClientRect();
+    explainToken(span, box.left, box.bottom);
+  });
+  page.addEventListener("focusout", (event) => tip.hide(tokenAt(event)));
+  page.addEventListener("keydown", (event) => {
+    const move = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 }[event.key];
+    const here = spans.indexOf(tokenAt(event));
+    if (!move || here < 0) return;
+    event.preventDefault();
+    const next = spans[Math.max(0, Math.min(spans.length - 1, here + move))];
+    spans[here].tabIndex = -1;
+    next.tabIndex = 0;
+    next.focus({ preventScroll: false });
+  });
+  show(0);
+  return {
+    nodes: [
+      el(
+        "p",
+        {},
+        `Tokens of ${run.analysis.text} in the colours of their leading experts, stronger where the gate is surer, at the α above. Point at, tap or focus a token for its gate.`,
+      ),
+      el(
+        "div",
+        { class: "row" },
+        el("label", { class: "choice" }, el("span", {}, "passage"), pick),
+        el("label", {}, numbers, "expert numbers"),
+      ),
+      el("div", { class: "key", role: "group", "aria-label": "Experts" }, keys),
+      page,
+    ],
+    update: paint,
+  };
+}
+
+// A line end and a lone space would else be invisible.
+const visible = (piece) => piece.replace(/\r?\n/g, "↵\n").replace(/\t/g, "→\t");
+
+function tokenTip(run, state, gates, span) {
+  const N = run.model.experts, { piece, type, domain } = span.about;
+  const alpha = alphaOf(run, state.layer, state), selection = selectionOf(run, state);
+  const { p, order, kept, entropy, band: [low, high] } = tokenGate(
+    gates[state.layer],
+    Number(span.dataset.t),
+    alpha,
+    selection,
+  );
+  const computed = new Set(order.slice(0, kept));
+  const shown = N <= MANY ? Array.from(p, (_, e) => e) : Array.from(order.slice(0, MANY));
+  const bars = shown.map((e) =>
+    el(
+      "div",
+      { class: computed.has(e) ? "gate kept" : "gate", "data-expert": e },
+      el("span", { class: "n" }, String(e)),
+      el(
+        "span",
+        { class: "track" },
+        el("i", { style: { width: `${(100 * p[e]).toFixed(2)}%`, background: expertColor(e, N) } }),
+      ),
+      el("span", { class: "v" }, percent(p[e])),
+    )
+  );
+  const rest = N > MANY
+    ? tipRow(`the other ${N - MANY}`, percent(order.slice(MANY).reduce((sum, e) => sum + p[e], 0)))
+    : null;
+  return [
+    el("div", { class: "tip-title token" }, JSON.stringify(piece)),
+    tipRow("type", type),
+    tipRow("domain", domain),
+    tipRow(`layer ${run.model.moe_layers[state.layer]}`, run.sample.dial ? `α ${digits(alpha)}` : "no dial"),
+    tipRow("entropy", `${fixed(entropy, 2)} (${fixed(low, 2)} – ${fixed(high, 2)})`),
+    tipRow(`computed, ${saySelection(selection)}`, `${kept} of ${N}`),
+    el("div", { class: "gates" }, bars),
+    rest,
+  ].filter(has);
+}

@@ -1,0 +1,113 @@
+// Which expert has which tokens: the tables of `grmoe analyze`, a layer at a time.
+
+function drawTypes(host, runs, state) {
+  let before = {};
+  const update = () => {
+    if (before.run === state.run && before.layer === state.layer) return;
+    before = { ...state };
+    const run = runs[state.run];
+    host.replaceChildren(
+      ...(run.analysis ? typesView(run.analysis, run.analysis.layers[state.layer]) : missing(run)),
+    );
+  };
+  listen(update);
+  update();
+}
+
+function typesView(analysis, layer) {
+  const present = analysis.domain_tokens.map((n, i) => (n ? i : -1)).filter((i) => i >= 0);
+  const most = (rows) => Math.max(0.3, ...rows.flat().filter(has));
+  const types = analysis.types.map((name, i) => ({ name, tokens: analysis.type_tokens[i] }));
+  const domains = present.map((i) => ({ name: analysis.domains[i], tokens: analysis.domain_tokens[i] }));
+  const ofDomain = layer.counts.map((_, e) => present.map((d) => layer.domain_of_expert[d][e]));
+  const aboutType = (e, c) =>
+    [
+      tipTitle(`expert ${e}, ${types[c].name}`),
+      tipRow("tokens it leads", grouped(layer.counts[e][c])),
+      tipRow("of the type's tokens", percent(layer.of_type[e][c])),
+      tipRow("of the expert's tokens", percent(layer.of_expert[e][c])),
+      layer.kappa ? tipRow("κ of the expert", digits(layer.kappa[e])) : null,
+    ].filter(has);
+  const aboutDomain = (
+    e,
+    c,
+  ) => [
+    tipTitle(`expert ${e}, ${domains[c].name}`),
+    tipRow("of the domain's tokens", percent(ofDomain[e][c])),
+  ];
+  return [
+    el(
+      "p",
+      {},
+      `${grouped(analysis.tokens)} tokens of ${analysis.text}, each with its leading expert, at α ${
+        digits(layer.alpha)
+      } as saved. ${informationText(layer)}`,
+    ),
+    el(
+      "div",
+      { class: "grid2" },
+      heatMap("Who has a type: % of the column", types, layer.of_type, most(layer.of_type), aboutType),
+      heatMap("What an expert has: % of the row", types, layer.of_expert, 1, aboutType),
+      present.length > 1
+        ? heatMap("Who has a domain: % of the column", domains, ofDomain, most(ofDomain), aboutDomain)
+        : null,
+    ),
+  ];
+}
+
+function informationText(layer) {
+  const found = layer.information;
+  if (!found || !has(found.value)) return "";
+  return `Layer ${layer.layer}: I(expert; type) = ${
+    fixed(found.value, 3)
+  } nats, where a hash of the tokens has ${fixed(found.by_token_mean, 3)}.`;
+}
+
+// Experts down, kinds of tokens across.
+function heatMap(caption, columns, rows, top, content) {
+  const head = el(
+    "tr",
+    {},
+    el("th", { scope: "col", class: "corner" }, "expert"),
+    columns.map(({ name, tokens }) =>
+      el(
+        "th",
+        { scope: "col", title: `${name}: ${grouped(tokens)} tokens` },
+        el("span", {}, clipped(name, 16)),
+      )
+    ),
+  );
+  const N = rows.length;
+  const body = rows.map((row, e) =>
+    el(
+      "tr",
+      {},
+      el(
+        "th",
+        { scope: "row" },
+        el("i", { class: "swatch", style: { background: expertColor(e, N) } }),
+        String(e),
+      ),
+      row.map((value, c) => {
+        const strength = has(value) ? Math.min(1, value / top) : 0;
+        const cell = el(
+          "td",
+          { class: strength > 0.55 ? "deep" : "" },
+          has(value) ? (100 * value).toFixed(0) : "–",
+        );
+        cell.style.setProperty("--heat", `${Math.round(100 * strength)}%`);
+        return explain(cell, () => content(e, c));
+      }),
+    )
+  );
+  return el(
+    "figure",
+    {},
+    el("figcaption", {}, caption),
+    el(
+      "div",
+      { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
+      el("table", { class: N > 24 ? "heat dense" : "heat" }, el("thead", {}, head), el("tbody", {}, body)),
+    ),
+  );
+}

@@ -1,0 +1,261 @@
+"""The HTTP side: routes, checks, errors in OpenAI's form, one log line a request."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from grmoe.serve.answer import Answer, error_body, to_json
+from grmoe.serve.counts import Counts
+from grmoe.serve.engine import Engine, Event, Job, Refused
+from grmoe.serve.requests import ChatRequest, CompletionRequest, Invalid, Request, parse
+from grmoe.serve.settings import Dial, Limits
+
+log = logging.getLogger("grmoe.serve")
+DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it; a chat answer may be as long as allowed
+
+
+@dataclass
+class Service:
+    """What the routes need."""
+
+    name: str
+    engine: Engine
+    tokenizer: Any
+    limits: Limits
+    dial: Dial
+    api_key: str | None = None
+    counts: Counts = field(default_factory=Counts)
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    async def completions(self, http: HttpRequest) -> ASGIApp:
+        request = parse(await self._body(http), CompletionRequest)
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            ids = await asyncio.to_thread(self._encode, prompt)
+        else:
+            ids = prompt
+            if any(not 0 <= token < self.engine.vocab_size for token in ids):
+                raise Invalid(f"prompt: tokens must be between 0 and {self.engine.vocab_size - 1}", "prompt")
+        return self._answer(http, request, "prompt", ids, request.max_tokens or DEFAULT_TOKENS)
+
+    async def chat(self, http: HttpRequest) -> ASGIApp:
+        request = parse(await self._body(http), ChatRequest)
+        if not self.tokenizer.chat_template:
+            raise Invalid("the model's tokenizer has no chat template; use /v1/completions", "messages")
+        messages = [message.plain() for message in request.messages]
+        ids = await asyncio.to_thread(self._encode_chat, messages)
+        room = max(1, self._context - len(ids))
+        asked = request.max_completion_tokens or request.max_tokens
+        return self._answer(http, request, "messages", ids, asked or min(room, self.limits.max_tokens))
+
+    def _answer(self, http: HttpRequest, request: Request, field: str, ids: list[int], tokens: int) -> Answer:
+        """Check what needs the model, and queue it."""
+        limits = self.limits
+        if request.model is not None and request.model != self.name:
+            raise Invalid(
+                f"model must be {self.name!r}, got {request.model!r:.60}", "model", 404, "model_not_found"
+            )
+        try:
+            alphas = self.dial.of(request.alpha)
+        except ValueError as error:
+            raise Invalid(str(error), "alpha") from error
+        if not ids:
+            raise Invalid(f"{field} must hold at least one token", field)
+        if len(ids) > limits.prompt_tokens:
+            raise Invalid(f"{field} must have at most {limits.prompt_tokens} tokens, got {len(ids)}", field)
+        if tokens > limits.max_tokens:
+            raise Invalid(f"max_tokens must be at most {limits.max_tokens}, got {tokens}", "max_tokens")
+        if len(ids) + tokens > self._context:
+            raise Invalid(
+                f"{field} and max_tokens must fit into {self._context} tokens, got {len(ids)} + {tokens}",
+                "max_tokens",
+                code="context_length_exceeded",
+            )
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        job = Job(
+            ids,
+            alphas,
+            request.sampling(),
+            tokens,
+            request.stops(),
+            bool(request.stream),
+            lambda event: loop.call_soon_threadsafe(events.put_nowait, event),  # type: ignore[arg-type]
+        )
+        self.engine.submit(job)
+        chat = isinstance(request, ChatRequest)
+        name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        return Answer(
+            job=job,
+            events=events,
+            request=request,
+            chat=chat,
+            head={"id": name, "created": int(time.time()), "model": self.name},
+            timeout=limits.timeout,
+            cancel=self.engine.cancel,
+            done=lambda status, outcome: self._log(http, status, job, outcome),
+        )
+
+    @property
+    def _context(self) -> int:
+        length: int = self.engine.compute.model.config.max_position_embeddings
+        return length
+
+    def _encode(self, prompt: str) -> list[int]:
+        ids: list[int] = self.tokenizer(prompt).input_ids
+        return ids
+
+    def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception as error:  # a template refuses roles and orders by errors of its own
+            raise Invalid(f"messages do not fit the chat template: {error}", "messages") from error
+        found: list[int] = ids["input_ids"]
+        return found
+
+    async def _body(self, http: HttpRequest) -> bytes:
+        """The body, unless it is too long or too slow."""
+        most, body = self.limits.body_bytes, bytearray()
+        too_long = Invalid(f"the body must have at most {most} bytes", status=413)
+        try:
+            if int(http.headers.get("content-length", 0)) > most:
+                raise too_long
+            async with asyncio.timeout(self.limits.timeout):
+                async for chunk in http.stream():
+                    body += chunk
+                    if len(body) > most:
+                        raise too_long
+        except TimeoutError as error:
+            raise Invalid(f"the body took more than {self.limits.timeout:g} s", status=408) from error
+        return bytes(body)
+
+    # -- the rest ----------------------------------------------------------------------------------------------
+
+    async def models(self, http: HttpRequest) -> ASGIApp:
+        about = {
+            "id": self.name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "grmoe",
+            "max_model_len": self._context,
+            "alpha": {"default": list(self.dial.default), "low": self.dial.low, "high": self.dial.high},
+        }
+        return _json(200, {"object": "list", "data": [about]})
+
+    async def health(self, http: HttpRequest) -> ASGIApp:
+        """Whether the process can still compute."""
+        ok = self.engine.alive
+        return _json(200 if ok else 503, {"status": "ok" if ok else "the engine has stopped"})
+
+    async def ready(self, http: HttpRequest) -> ASGIApp:
+        """Whether new requests are taken."""
+        why = self.engine.closing if self.engine.alive else "the engine has stopped"
+        return _json(200 if why is None else 503, {"status": why or "ready"})
+
+    async def metrics(self, http: HttpRequest) -> ASGIApp:
+        engine = self.engine
+        text = self.counts.text(
+            running=len(engine.running), waiting=len(engine.waiting), recomputed=engine.compute.recomputed
+        )
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    def _log(self, http: HttpRequest, status: int, job: Job | None, outcome: str) -> None:
+        what = f"{http.method} {quote(http.url.path)} {status} {outcome}"
+        if job is None:
+            log.info(what)
+            self.counts.add("refused_total", status=str(status))
+            return
+        alpha = ",".join(f"{a:g}" for a in dict.fromkeys(job.alphas))
+        experts = job.experts_per_token
+        shown = "" if experts is None else f" experts={experts:.3f}"
+        seconds = time.monotonic() - job.arrived
+        log.info(f"{what} alpha={alpha} prompt={len(job.prompt)} tokens={job.tokens}{shown} {seconds:.3f}s")
+        self.counts.add("requests_total", alpha=alpha, outcome=outcome)
+        self.counts.add("prompt_tokens_total", len(job.prompt), alpha=alpha)
+        self.counts.add("completion_tokens_total", job.tokens, alpha=alpha)
+        if job.sequence is not None:
+            self.counts.add("experts_total", job.sequence.experts, alpha=alpha)
+            self.counts.add("routed_tokens_total", job.sequence.length, alpha=alpha)
+
+    def guarded(
+        self, route: Callable[[HttpRequest], Awaitable[ASGIApp]]
+    ) -> Callable[[HttpRequest], Awaitable[ASGIApp]]:
+        """A route behind the key, its refusals in OpenAI's form."""
+
+        async def checked(http: HttpRequest) -> ASGIApp:
+            try:
+                self._check_key(http)
+                return await route(http)
+            except Invalid as error:
+                self._log(http, error.status, None, error.param or "refused")
+                return _json(error.status, error_body(error.message, error.status, error.param, error.code))
+            except Refused as error:
+                status = error.failure.status
+                self._log(http, status, None, "busy" if status == 429 else "closing")
+                return _json(status, error_body(error.failure.message, status), {"retry-after": "1"})
+            except ClientDisconnect:
+                self._log(http, 499, None, "gone")
+                return Response(status_code=400)  # to nobody
+
+        return checked
+
+    def _check_key(self, http: HttpRequest) -> None:
+        if self.api_key is None:
+            return
+        given = http.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self.api_key}".encode()):
+            raise Invalid("the Authorization header must be `Bearer` and the key", status=401)
+
+
+def build(service: Service) -> Starlette:
+    guarded = service.guarded
+    return Starlette(
+        routes=[
+            Route("/v1/completions", guarded(service.completions), methods=["POST"]),
+            Route("/v1/chat/completions", guarded(service.chat), methods=["POST"]),
+            Route("/v1/models", guarded(service.models)),
+            Route("/metrics", guarded(service.metrics)),
+            Route("/health", service.health),
+            Route("/ready", service.ready),
+        ],
+        exception_handlers={HTTPException: _http_error, Exception: _bug},
+    )
+
+
+async def _http_error(http: HttpRequest, error: Exception) -> Response:
+    """No such route, or no such method."""
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {http.method} {quote(http.url.path)}"
+    return _json(error.status_code, error_body(message, error.status_code), dict(error.headers or {}))
+
+
+async def _bug(http: HttpRequest, error: Exception) -> Response:
+    return _json(500, error_body(f"{type(error).__name__} in the server", 500))
+
+
+def _json(status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    return Response(to_json(body), status, headers, media_type="application/json")
+
+
+def model_name(folder: Path) -> str:
+    return folder.resolve().name

@@ -1,0 +1,34 @@
+"""Counters of the server, for each α, in the text format Prometheus reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+# Clients choose α freely: past so many different ones the rest is counted together.
+MOST_ALPHAS = 64
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.values: Counter[tuple[str, str]] = Counter()
+        self.alphas: set[str] = set()
+
+    def add(self, name: str, amount: float = 1, **labels: str) -> None:
+        if "alpha" in labels and labels["alpha"] not in self.alphas:
+            if len(self.alphas) >= MOST_ALPHAS:
+                labels["alpha"] = "other"
+            self.alphas.add(labels["alpha"])
+        text = ",".join(f'{key}="{value}"' for key, value in labels.items())
+        self.values[name, text] += amount  # type: ignore[assignment]
+
+    def text(self, **gauges: float) -> str:
+        lines = []
+        for name, value in gauges.items():
+            lines += [f"# TYPE grmoe_{name} gauge", f"grmoe_{name} {value:g}"]
+        before = ""
+        for (name, labels), amount in sorted(self.values.items()):
+            if name != before:
+                lines.append(f"# TYPE grmoe_{name} counter")
+            lines.append(f"grmoe_{name}{{{labels}}} {amount:.10g}")
+            before = name
+        return "\n".join(lines) + "\n"

@@ -1,0 +1,20 @@
+"""The plugin that makes vLLM know our architecture: with grmoe installed, `vllm serve MODEL` serves an exported folder.
+
+vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). Attention, caches and experts are
+vLLM's own; blocks and router are ours, run by its Transformers backend. α is one number for a server:
+`--hf-overrides '{"alpha": 2.0}'`.
+"""
+
+from __future__ import annotations
+
+ARCHITECTURE = "GrmoeForCausalLM"
+BACKEND = "vllm.model_executor.models.transformers:TransformersMoEForCausalLM"
+
+
+def register() -> None:
+    from vllm import ModelRegistry
+
+    import grmoe.model  # noqa: F401  registers configuration and models with transformers' Auto classes
+
+    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(ARCHITECTURE, BACKEND)

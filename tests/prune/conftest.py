@@ -1,0 +1,60 @@
+"""A model of two MoE layers, trained for a second, and text it was not trained on."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from twins import SIZES
+
+from grmoe.config import from_dict
+from grmoe.data import prepare
+from grmoe.train.config import TrainConfig
+from grmoe.train.loop import train
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Training in a session's fixture comes before the one thread that every test has.
+    torch.set_num_threads(1)
+    return tmp_path_factory.mktemp("prune")
+
+
+@pytest.fixture(scope="session")
+def data(folder: Path) -> Path:
+    draw = random.Random(0)
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    with (folder / "corpus.jsonl").open("w") as file:
+        for _ in range(300):
+            start, step = draw.randrange(10), draw.choice([1, 3])
+            text = " ".join(words[(start + step * i) % 10] for i in range(draw.randint(20, 60)))
+            file.write(json.dumps({"text": text}) + "\n")
+    prepare([str(folder / "corpus.jsonl")], folder / "data", tokenizer="bpe:280", validation=0.2, workers=1)
+    return folder / "data"
+
+
+@pytest.fixture(scope="session")
+def trained(folder: Path, data: Path) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def run(router: str) -> Path:
+        if router not in made:
+            tree = {
+                "out": str(folder / router),
+                "steps": 40,
+                "device": "cpu",
+                "model": {"preset": None, "tie_word_embeddings": True, "router": router, **SIZES},
+                "data": {"path": str(data), "batch_size": 8},
+                "optim": {"lr": 1e-2},
+                "validation": {"every": 0, "tokens": 500},
+                "checkpoint": {"every": 0},
+            }
+            train(from_dict(TrainConfig, tree))
+            made[router] = folder / router
+        return made[router]
+
+    return run

@@ -1,0 +1,85 @@
+"""Runs of a second, one of them with its frontier, as pages; and a browser to open them in."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from report_runs import report, train_run
+
+from grmoe.data import prepare
+from grmoe.dial.report import write_results
+from grmoe.dial.run import Plan, run_dial
+from grmoe.dial.target import Target
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Training in a session's fixture comes before the one thread that every test has.
+    torch.set_num_threads(1)
+    return tmp_path_factory.mktemp("report")
+
+
+@pytest.fixture(scope="session")
+def data(folder: Path) -> Path:
+    draw = random.Random(0)
+    words = ["zero", "One", "the", "three", "4", "five;", "six()", "seven", "eight", "</script>"]
+    with (folder / "corpus.jsonl").open("w") as file:
+        for number in range(300):
+            start, step = draw.randrange(10), draw.choice([1, 3])
+            text = " ".join(words[(start + step * i) % 10] for i in range(draw.randint(20, 60)))
+            file.write(json.dumps({"text": text, "domain": ["prose", "code"][number % 2]}) + "\n")
+    prepare([str(folder / "corpus.jsonl")], folder / "data", tokenizer="bpe:280", validation=0.2, workers=1)
+    return folder / "data"
+
+
+@pytest.fixture(scope="session")
+def run(folder: Path, data: Path) -> Path:
+    """With a frontier: what `grmoe dial` leaves."""
+    made = train_run(folder / "run", data)
+    write_results(run_dial(made, Plan(Target("experts", 1.5), tokens=1024)), made / "dial")
+    return made
+
+
+@pytest.fixture(scope="session")
+def softmax_run(folder: Path, data: Path) -> Path:
+    """Trained and nothing else."""
+    return train_run(folder / "softmax", data, router="softmax", alpha=1.0)
+
+
+@pytest.fixture(scope="session")
+def page(run: Path) -> Path:
+    status, said = report(run, "--tokens", 2000)
+    assert status == 0, said
+    return run / "report.html"
+
+
+@pytest.fixture(scope="session")
+def both(run: Path, softmax_run: Path, folder: Path) -> tuple[Path, str]:
+    status, said = report(run, softmax_run, "--tokens", 2000, "--out", folder / "both.html")
+    assert status == 0, said
+    return folder / "both.html", said
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium without a window, with its own driver: nothing is downloaded."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    driver = shutil.which("chromedriver")
+    if program is None or driver is None:
+        pytest.skip("needs chromium and chromedriver (apt-get install chromium chromium-driver)")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield opened
+    opened.quit()

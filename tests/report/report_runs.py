@@ -1,0 +1,47 @@
+"""Training a run of a second, making a page of it, and reading the page's data again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from grmoe.cli import app
+from grmoe.config import from_dict
+from grmoe.train.config import TrainConfig
+from grmoe.train.loop import train
+
+MODEL = {
+    "preset": None, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "moe_every": 1, "num_experts": 4, "router_rank": 8, "max_position_embeddings": 32, "tie_word_embeddings": True,
+    "alpha": [1.5, 1.0],
+}  # fmt: skip
+
+
+def train_run(out: Path, data: Path, steps: int = 40, **model: object) -> Path:
+    tree = {
+        "out": str(out),
+        "steps": steps,
+        "device": "cpu",
+        "model": MODEL | model,
+        "data": {"path": str(data), "batch_size": 8},
+        "optim": {"lr": 1e-2},
+        "validation": {"every": steps // 2, "tokens": 500},
+        "checkpoint": {"every": 0},
+    }
+    train(from_dict(TrainConfig, tree))
+    return out
+
+
+def report(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["report", *map(str, arguments)])
+    return done.exit_code, done.output
+
+
+def data_of(page: Path) -> Any:
+    """What a page holds, taken out of its text."""
+    text = page.read_text(encoding="utf-8")
+    start = text.index('id="data">') + len('id="data">')
+    return json.loads(text[start : text.index("</script>", start)])

@@ -1,0 +1,196 @@
+"""What a page is made from: gates that survive their 16 bits, notes on what is missing, text that cannot break out."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from report_runs import data_of, report, train_run
+
+from grmoe.analyze.source import Prepared, windows
+from grmoe.dial.gates import layer_inputs, moe_layers
+from grmoe.dial.text import Text
+from grmoe.report import Content, collect, render
+from grmoe.report.page import as_json
+from grmoe.report.sample import NUMBERS, STEPS, quantise, take
+from grmoe.train.export import export
+from grmoe.train.loading import open_model
+
+
+@given(st.integers(2, 9), st.floats(1e-3, 1e3), st.integers(0, 1000))
+def test_scores_are_kept_to_half_a_step_and_their_largest_exactly(N: int, size: float, seed: int) -> None:
+    b_TN = size * torch.randn(7, N, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    kept = quantise(torch.zeros(N), b_TN)
+    below_TN = b_TN - b_TN.amax(-1, keepdim=True)
+    # Half a step, and the rounding of the division that found it.
+    assert float((kept.b_TN - below_TN).abs().max()) <= kept.step * (0.5 + 1e-9)
+    assert bool((kept.b_TN.amax(-1) == 0).all())
+    assert 0 <= int(kept.steps_TN.min()) <= int(kept.steps_TN.max()) <= STEPS
+    packed = base64.b64decode(kept.as_json()["scores"])
+    assert (np.frombuffer(packed, "<u2").reshape(7, N) == kept.steps_TN.numpy()).all()
+
+
+def test_equal_scores_stay_equal() -> None:
+    kept = quantise(torch.zeros(4), torch.full((3, 4), 2.5))
+    assert int(kept.steps_TN.abs().max()) == 0
+
+
+@pytest.mark.parametrize("dial", ["posterior", "likelihood"])
+def test_the_sample_has_the_routers_logits_at_any_alpha(dial: str, run: Path) -> None:
+    """a + α·b of the page against the router itself, on the inputs it has in the model."""
+    opened = open_model(run)
+    model = opened.model
+    for layer in moe_layers(model):
+        layer.router.dial = dial
+        layer.router.log_prior += torch.linspace(-0.5, 0.5, 4)  # trained ones are small here
+    assert opened.data is not None
+    stream = Prepared(opened.data)
+    sample = take(opened, stream)
+    assert model.alpha == [1.5, 1.0]  # as it was
+    length = len(sample.windows[0]["pieces"])
+    rows = [w.ids_S for w in windows(stream, _Pieces(), len(sample.windows) * (length + 1), length + 1)]  # type: ignore[arg-type]
+    inputs = layer_inputs(model, Text("", torch.from_numpy(np.stack(rows))), 10**6)
+    for layer, kept, x_TD in zip(moe_layers(model), sample.layers, inputs, strict=True):
+        assert bool(kept.a_N.any()) == (dial == "likelihood")
+        for alpha in (0.0, 0.5, 3.0):
+            layer.router.alpha = alpha
+            with torch.no_grad():
+                exact_TN = torch.softmax(layer.router.gate(x_TD, None).double(), -1)
+            # A shift of logits by ε moves no probability by more than a factor e^{2ε}; fp32 of the gate: 1e-5.
+            off = 2 * alpha * kept.step + 1e-5
+            shown_TN = torch.softmax(kept.a_N + alpha * kept.b_TN, -1)
+            assert float((shown_TN - exact_TN).abs().max()) <= off
+
+
+class _Pieces:
+    """Types are not looked at."""
+
+    def types(self, ids: Any) -> Any:
+        return np.zeros(len(ids), dtype=np.int8)
+
+
+def test_a_page_of_many_runs_has_a_budget(run: Path) -> None:
+    opened = open_model(run)
+    assert opened.data is not None
+    small = take(
+        opened, Prepared(opened.data), share=NUMBERS // (8 * 100)
+    )  # 100 tokens of 2 layers × 4 experts
+    assert sum(len(w["pieces"]) for w in small.windows) == len(small.layers[0].steps_TN) <= 100
+    assert len(small.windows) >= 4
+
+
+def test_a_router_without_a_dial_is_shown_as_it_is(data: Path, tmp_path: Path) -> None:
+    folder = train_run(tmp_path / "run", data, 4, router="switch", alpha=1.0, num_experts_per_tok=1)
+    content = collect(folder, "switch", tokens=500)
+    assert content.sample is not None
+    assert content.sample["dial"] is False
+    assert content.model is not None
+    assert content.model["selection"]["kind"] == "topk"
+    assert [n.section for n in content.notes] == ["frontier"]
+    assert "has no dial" in content.notes[0].text
+    assert content.notes[0].command is None
+
+
+def test_everything_of_a_run_that_was_only_trained(both: tuple[Path, str], softmax_run: Path) -> None:
+    page, said = both
+    first, second = data_of(page)["runs"]
+    assert second["dial"] is None
+    assert second["analysis"]["tokens"] >= 2000
+    assert second["sample"]["dial"] is True
+    assert second["curves"]["steps"][-1] == 40
+    assert second["training"]["validation"]["step"] == 40
+    assert second["training"]["tokens"] == 40 * 8 * 32
+    assert first["dial"]["chosen"]["experts"] <= 1.5
+    assert f"grmoe dial {softmax_run}" in said.replace("\n", "")
+    # Kept, so that a second page is made in no time.
+    assert (softmax_run / "analysis" / "results.json").is_file()
+
+
+def test_the_page_is_one_small_file_that_names_no_other(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.encode()) < 5_000_000
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+    assert "default-src 'none'" in text
+
+
+def test_an_analysis_of_another_step_is_made_again_and_left_alone(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    path = copy / "analysis" / "results.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"step": 7, "text": "old"}))
+    content = collect(copy, "run", tokens=500)
+    assert content.analysis is not None
+    assert content.analysis["text"] != "old"
+    assert json.loads(path.read_text())["text"] == "old"
+
+
+def test_an_exported_model_asks_for_text_and_takes_it(run: Path, tmp_path: Path) -> None:
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    export(run, model)
+    text.write_text("zero One the three 4 five; six() " * 40)
+    status, said = report(model)
+    assert status == 0
+    assert "--text FILE" in said
+    (found,) = data_of(tmp_path / "model-report.html")["runs"]
+    assert found["sample"] is None
+    assert found["model"]["total"] > 0
+    status, said = report(model, "--text", text, "--tokens", 300)
+    assert status == 0, said
+    (found,) = data_of(tmp_path / "model-report.html")["runs"]
+    assert found["analysis"]["text"] == str(text)
+    assert sum(len(w["pieces"]) for w in found["sample"]["windows"]) > 100
+    assert not (model / "analysis").exists()  # an exported folder is passed on
+
+
+def test_what_cannot_be_read_is_one_line(run: Path, tmp_path: Path) -> None:
+    status, said = report(tmp_path)
+    assert status == 2
+    assert "neither a run" in said
+    status, said = report(run, "--text", tmp_path / "missing.txt")
+    assert status == 2
+    assert "missing.txt" in said
+    assert "Traceback" not in said
+
+
+def test_a_run_whose_model_is_gone_is_shown_by_its_log(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints")
+    with (copy / "log.jsonl").open("a") as log:  # a run that went wrong
+        line = json.loads((run / "log.jsonl").read_text().splitlines()[0])
+        log.write(json.dumps(line | {"step": 41, "loss": float("nan")}) + "\n")
+    content = collect(copy, "gone")
+    assert content.model is None
+    assert content.curves is not None
+    assert content.notes[0].section == "model"
+    assert '"loss":[' in as_json(content.as_json()["curves"])  # NaN became null: JSON has none
+    render([content])
+
+
+def test_runs_of_one_name_are_told_apart(run: Path, page: Path, tmp_path: Path) -> None:
+    assert page.is_file()  # with an analysis, which is copied
+    shutil.copytree(run, tmp_path / "run")
+    status, said = report(run, tmp_path / "run", "--out", tmp_path / "page.html")
+    assert status == 0, said
+    assert [r["name"] for r in data_of(tmp_path / "page.html")["runs"]] == [str(run), str(tmp_path / "run")]
+
+
+@given(st.text('</script>!-&"\\\u2028é\n'))
+def test_no_text_ends_the_script_it_stands_in(text: str) -> None:
+    written = as_json({"piece": f"</script><!--{text}"})
+    assert "<" not in written
+    assert json.loads(written)["piece"] == f"</script><!--{text}"
+
+
+def test_a_title_is_text() -> None:
+    content = Content("<b>&{{script}}", "path", exported=True)
+    assert "<title>&lt;b&gt;&amp;{{script}}" in render([content])

@@ -1,0 +1,147 @@
+"""`grmoe serve` as a process: what it refuses to start with, whose code it runs, how it ends; a short load study."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from small_model import make_model, make_tokenizer, offline, options
+from typer.testing import CliRunner
+
+from grmoe.cli import app
+from grmoe.serve.choice import Choice, Sampling
+from grmoe.serve.command import make_service
+from grmoe.serve.compute import Sequence
+from grmoe.serve.requests import Invalid
+
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "GRMOE_API_KEY"} | {"OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def process(folder: Path, *options: str, **more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The server and its address, killed if the test did not end it."""
+    command = [sys.executable, "-m", "grmoe", "serve", str(folder), "--port", "0", *options]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT | more)
+    assert server.stderr is not None
+    try:
+        line = server.stderr.readline()
+        found = re.search(r"on (http://127\.0\.0\.1:\d+)/v1", line)
+        assert found, line + server.stderr.read()
+        yield server, found[1]
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def refused(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 2
+    return " ".join(result.output.split())
+
+
+def test_what_is_not_served(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("out: x\n")
+    assert "grmoe export" in refused(str(tmp_path), "--port", "0")
+    assert "model.safetensors" in refused(str(tmp_path / "nothing"), "--port", "0")
+    assert "alpha must be between 0.5 and 5" in refused(str(folder), "--alpha", "7", "--port", "0")
+    assert "alpha-range must be" in refused(str(folder), "--alpha-range", "5", "--port", "0")
+    assert "dtype must be" in refused(str(folder), "--dtype", "int8", "--port", "0")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert f"cannot listen on 127.0.0.1:{port}" in refused(str(folder), "--port", port)
+
+
+def test_code_in_the_folder_is_not_run(folder: Path, tmp_path: Path) -> None:
+    """Python files, a pickled model, a tokenizer that names its own class: none of them has a say."""
+    model, mark = tmp_path / "model", tmp_path / "ran"
+    shutil.copytree(folder, model)
+    poison = f"open({str(mark)!r}, 'w').write('x')\n"
+    for name in (
+        "modeling_grmoe.py",
+        "configuration_grmoe.py",
+        "grmoe_routing.py",
+        "tokenization.py",
+        "__init__.py",
+    ):
+        path = model / name
+        path.write_text(poison + (path.read_text() if path.exists() else ""))
+    (model / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR.")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["auto_map"] = {"AutoTokenizer": [None, "tokenization.Tokenizer"]}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    template = "{{ cycler.__init__.__globals__.os.system('touch " + str(mark) + "') }}"
+    (model / "chat_template.jinja").write_text(template)
+    service = make_service(options(model))
+    sequence = Sequence([1, 2], service.dial.default, Choice(Sampling(), 257))
+    service.engine.compute.start(sequence)
+    assert sequence.tokens == offline(make_model(), [1, 2], 1.5, 1)
+    with pytest.raises(Invalid, match="unsafe"):
+        service._encode_chat([{"role": "user", "content": "x"}])
+    assert not mark.exists()
+    (model / "model.safetensors").unlink()  # nothing but the pickled file is left
+    assert "model.safetensors" in refused(str(model), "--port", "0")
+    assert not mark.exists()
+
+
+def test_a_signal_lets_answers_finish(folder: Path, tmp_path: Path) -> None:
+    with process(folder, "--alpha", "2", TMPDIR=str(tmp_path), GRMOE_API_KEY="secret") as (server, url):
+        body = {
+            "prompt": "abc",
+            "max_tokens": 120,
+            "temperature": 0,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        headers = {"authorization": "Bearer secret"}
+        tokens: list[int] = []
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=30
+        ) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGINT)  # the load study ends its server with SIGTERM
+            for line in lines:
+                if line.startswith("data: {"):
+                    tokens += json.loads(line[6:])["choices"][0]["token_ids"]
+        expected = offline(make_model(), make_tokenizer()("abc").input_ids, 2.0, 120)
+        assert tokens == expected[1:]  # the first one came before the signal
+        assert server.wait(timeout=10) == 0
+        assert server.stderr is not None
+        log = server.stderr.read()
+    assert "Traceback" not in log
+    assert re.search(
+        r"POST /v1/completions 200 \w+ alpha=2 prompt=3 tokens=\d+ experts=[\d.]+ [\d.]+s\n", log
+    )
+    assert not list(tmp_path.iterdir())
+    with socket.socket() as again:
+        assert again.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) != 0
+
+
+def test_load_study(folder: Path) -> None:
+    """benchmarks/serve.py in small: concurrent clients at three α, bad requests, kill -9 and a restart."""
+    path = Path(__file__).parents[2] / "benchmarks" / "serve.py"
+    spec = importlib.util.spec_from_file_location("serve_benchmark", path)
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = sys.modules["serve_benchmark"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    result = benchmark.study(folder, seconds=6, clients=8, options=[])
+    assert result["problems"] == []
+    rows = result["rows"]
+    assert rows[1]["answers"] > 8
+    assert rows[1]["refused as they should be"] > 0
+    assert rows[2]["cut off"] > 0

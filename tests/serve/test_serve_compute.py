@@ -1,0 +1,185 @@
+"""Answers of a crowd are those of `generate` for each alone: α, near ties, sampling, joining and leaving."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from small_model import EOS, make_model, offline
+
+from grmoe.routing import ROUTERS, Routing, build_router
+from grmoe.routing.selection import Dense, Mass, Selection, Threshold, TopK
+from grmoe.serve.choice import MARGIN, Choice, Sampling
+from grmoe.serve.compute import MOST_TIES, Compute, Sequence, can_batch, set_dials
+from grmoe.serve.watch import steady_experts
+
+ALPHAS = (0.5, 1.0, 3.0)
+
+
+@dataclass
+class Asked:
+    prompt: list[int]
+    alpha: float
+    tokens: int
+    sampling: Sampling
+    arrives: int  # at which step
+
+
+def crowd(seed: int, count: int, temperatures: tuple[float, ...] = (0.0,)) -> list[Asked]:
+    draw = random.Random(seed)
+    return [
+        Asked(
+            [draw.randrange(256) for _ in range(draw.randint(1, 20))],
+            draw.choice(ALPHAS),
+            draw.randint(1, 24),
+            Sampling(draw.choice(temperatures), draw.choice((1.0, 0.8)), draw.randrange(1000)),
+            draw.randint(0, 12),
+        )
+        for _ in range(count)
+    ]
+
+
+def together(compute: Compute, asked: list[Asked]) -> list[list[int]]:
+    """Everybody joins at their step and leaves when done."""
+    layers = len(compute.routers)
+    sequences: dict[int, Sequence] = {}
+    running: list[int] = []
+    for step in range(100):
+        if running:
+            compute.step([sequences[i] for i in running])
+        for i, ask in enumerate(asked):
+            if ask.arrives == step:
+                sequences[i] = Sequence(ask.prompt, (ask.alpha,) * layers, Choice(ask.sampling, 257))
+                compute.start(sequences[i])
+                running.append(i)
+        running = [
+            i
+            for i in running
+            if len(sequences[i].tokens) < asked[i].tokens and sequences[i].tokens[-1] != EOS
+        ]
+    return [[t for t in sequences[i].tokens if t != EOS] for i in range(len(asked))]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"selection": "topk", "num_experts_per_tok": 2},
+        {"router": "softmax", "router_kappa": None},
+        {"router": "vmf"},
+        {"router": "switch", "router_kappa": None, "selection": "topk", "num_experts_per_tok": 1},
+        {"num_key_value_heads": 1, "shared_experts": 1, "moe_every": 1},
+    ],
+    ids=["mass", "topk", "softmax", "vmf", "switch", "all layers"],
+)
+def test_answers_equal_generate(changes: dict[str, Any]) -> None:
+    model = make_model(**changes)
+    asked = crowd(1, 9)
+    expected = [offline(model, a.prompt, a.alpha, a.tokens) for a in asked]
+    compute = Compute(model, together=can_batch(model))
+    assert together(compute, asked) == expected
+    assert compute.together == (changes.get("router") != "switch")
+    if compute.together:  # otherwise nothing was shown about α
+        other = [offline(model, a.prompt, 2.0, a.tokens) for a in asked[:4]]
+        assert other != expected[:4]
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_sampled_answers_equal_generate(batched: bool) -> None:
+    model = make_model()
+    asked = crowd(2, 9, temperatures=(0.0, 0.7, 1.3))
+    expected = [offline(model, a.prompt, a.alpha, a.tokens, a.sampling) for a in asked]
+    assert together(Compute(model, together=batched), asked) == expected
+
+
+def test_alone_in_bf16() -> None:
+    """In 16 bits every answer is computed by itself, in turns with others."""
+    model = make_model()
+    torch.nn.Module.to(model, torch.bfloat16)
+    asked = crowd(3, 5)
+    expected = [offline(model, a.prompt, a.alpha, a.tokens) for a in asked]
+    assert together(Compute(model, together=False), asked) == expected
+
+
+def test_ties_are_computed_again() -> None:
+    """Two tokens with the same row of the head tie to the last bit; a batch may break the tie the other way."""
+    model = make_model(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight[128:256] = model.lm_head.weight[:128]
+    asked = crowd(4, 7)
+    expected = [offline(model, a.prompt, a.alpha, a.tokens) for a in asked]
+    compute = Compute(model, together=True)
+    assert together(compute, asked) == expected
+    assert compute.recomputed > 0
+    # With ties all along a sequence ends up by itself: the effort is bounded.
+    assert max(a.tokens for a in asked) > MOST_TIES
+    assert compute.recomputed <= MOST_TIES * len(asked)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in ROUTERS if n not in ("expert_choice", "soft_moe", "hash", "switch")]
+)
+def test_one_alpha_for_each_sequence(name: str) -> None:
+    torch.manual_seed(0)
+    options = {"rank": 4} if name == "grassmann" else {}
+    router = build_router(name, 16, 4, selection=TopK(2), **options).eval()
+    x = torch.randn(3, 5, 16)
+    alphas = [0.5, 1.0, 4.0]
+    set_dials([router], [(a,) for a in alphas])
+    mixed = router(x)
+    for row, alpha in enumerate(alphas):
+        set_dials([router], [(alpha,)])
+        assert router.alpha_value.ndim == 0
+        assert router.alpha == alpha
+        alone = router(x)  # the same shape: not a test of rounding
+        for name_ in ("logits", "probs", "weights", "selected"):
+            assert torch.equal(getattr(mixed, name_)[row], getattr(alone, name_)[row])
+
+
+@pytest.mark.parametrize(
+    ("selection", "probs", "steady"),
+    [
+        (TopK(2), [0.4, 0.3, 0.2, 0.1], True),
+        (TopK(2), [0.4, 0.25, 0.25 - MARGIN / 2, 0.1], False),
+        (TopK(2), [0.35, 0.35, 0.2, 0.1], True),  # a tie among the kept changes nothing
+        (Mass(0.7), [0.4, 0.35, 0.15, 0.1], True),
+        (Mass(0.75 - MARGIN / 4), [0.4, 0.35, 0.15, 0.1], False),  # one expert more or less
+        (Mass(0.7, cap=1), [0.4, 0.4 - MARGIN / 2, 0.1, 0.1], False),
+        (Threshold(0.2), [0.4, 0.3, 0.2 + MARGIN / 8, 0.1], False),
+        (Threshold(0.2), [0.4, 0.3, 0.25, 0.05], True),
+        (Dense(), [0.25, 0.25, 0.25, 0.25], True),
+        (TopK(2), [float("nan")] * 4, False),
+    ],
+)
+def test_steady_experts(selection: Selection, probs: list[float], steady: bool) -> None:
+    router = build_router("softmax", 8, 4, selection=selection)
+    p = torch.tensor([[probs]])
+    routing = Routing(p.log(), p, selection(p), p, torch.zeros(()))
+    assert steady_experts(router, routing).tolist() == [steady]
+
+
+def test_a_choice_is_steady_if_it_leads() -> None:
+    logits = torch.zeros(8)
+    logits[3], logits[5] = 1.0, 1.0 - MARGIN / 2
+    assert Choice(Sampling(), 8).of(logits) == (3, False)
+    logits[5] = 0.9
+    assert Choice(Sampling(), 8).of(logits) == (3, True)
+    # A sample is one draw, however often the token is computed; the next token has another.
+    choice = Choice(Sampling(1.0, 1.0, seed=5), 8)
+    assert choice.of(logits) == choice.of(logits)
+    before = choice.noise_V
+    choice.draw()
+    assert not torch.equal(before, choice.noise_V)  # type: ignore[arg-type]
+
+
+def test_an_edge_of_top_p_that_decides_is_not_steady() -> None:
+    probs = torch.tensor([0.5, 0.3, 0.2])
+    # The kept ones are {0}, or with an edge a little higher {0, 1}. Token 1 is the one drawn, if it is there.
+    choice = Choice(Sampling(1.0, 0.5, seed=0), 3)
+    choice.noise_V = torch.tensor([1.0, 0.01, 1.0])
+    assert choice.of(probs.log())[1] is False
+    choice.noise_V = torch.tensor([1.0, 10.0, 1.0])
+    assert choice.of(probs.log()) == (0, True)

@@ -1,0 +1,95 @@
+"""What a request may hold, and how a bad one is refused: the status, and a message with the field's name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from grmoe.serve.requests import ChatRequest, CompletionRequest, Invalid, parse
+from grmoe.serve.settings import Dial, parse_range
+
+
+def refusal(body: bytes | dict[str, Any], kind: Any = CompletionRequest) -> Invalid:
+    def read() -> None:
+        request = parse(body if isinstance(body, bytes) else json.dumps(body).encode(), kind)
+        request.sampling()
+        request.stops()
+
+    with pytest.raises(Invalid) as caught:
+        read()
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("alpha", "1"), ("alpha", True), ("alpha", float("nan")), ("alpha", float("inf")), ("alpha", [1, 2]),
+        ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "8"), ("max_tokens", True),
+        ("temperature", -0.1), ("temperature", 2.1), ("temperature", 1e-9), ("top_p", 0), ("top_p", 1.1),
+        ("seed", 2**63), ("seed", 0.5), ("stop", ["a"] * 5), ("stop", ""), ("stop", [1]), ("stop", "x" * 201),
+        ("stream", "yes"), ("stream_options", {"x": 1}), ("model", 3), ("prompt", None), ("prompt", {"a": 1}),
+        ("prompt", [1.5]), ("prompt", [True]), ("prompt", ["a", "b"]),
+        ("n", 2), ("logprobs", 5), ("echo", True), ("presence_penalty", 0.5), ("logit_bias", {"5": 1}),
+        ("alhpa", 1), ("messages", []),
+    ],
+)  # fmt: skip
+def test_refused_by_name(field: str, value: Any) -> None:
+    error = refusal({"prompt": "x"} | {field: value})
+    assert error.param == field
+    assert error.status == 400
+    assert field in error.message
+    assert len(error.message) < 300
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000, b'{"prompt": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "\\ud800"}', b'{"prompt": "x", "\\ud800": 1}',
+    ],
+)  # fmt: skip
+def test_refused_bodies(body: bytes) -> None:
+    assert refusal(body).status == 400
+
+
+def test_accepted() -> None:
+    neutral = {"n": 1, "best_of": 1, "echo": False, "logprobs": None, "presence_penalty": 0.0, "user": "me"}
+    request = parse(
+        json.dumps({"prompt": "x", "alpha": 2, "stop": "\n"} | neutral).encode(), CompletionRequest
+    )
+    assert (request.alpha, request.stops(), request.sampling().temperature) == (2.0, ["\n"], 1.0)
+    tokens = parse(b'{"prompt": [1, 2], "seed": -5, "temperature": 0}', CompletionRequest)
+    assert tokens.prompt == [1, 2]
+    assert tokens.sampling().seed == -5
+    first, second = (parse(b'{"prompt": "x"}', CompletionRequest).sampling().seed for _ in range(2))
+    assert first != second  # without a seed nobody knows it
+    chat = parse(b'{"messages": [{"role": "user", "content": "hi"}], "tools": null}', ChatRequest)
+    assert chat.messages[0].content == "hi"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": []},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": "hi"},
+    ],
+)
+def test_refused_messages(body: dict[str, Any]) -> None:
+    assert refusal(body, ChatRequest).param == "messages"
+
+
+def test_the_range_of_alpha() -> None:
+    dial = Dial((1.0, 2.0), *parse_range("0.5:5"))
+    assert dial.of(None) == (1.0, 2.0)
+    assert dial.of(5.0) == (5.0, 5.0)
+    for alpha in (0.49, 5.01):
+        with pytest.raises(ValueError, match=r"between 0\.5 and 5"):
+            dial.of(alpha)
+    for text in ("5", "5:1", "a:b", "-1:2", "1:inf", "1:nan", ""):
+        with pytest.raises(ValueError, match="alpha-range"):
+            parse_range(text)
