@@ -14,7 +14,6 @@ per frame, kept broadcastable.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -182,13 +181,12 @@ class GrassmannAdam(Optimizer):
         # As torch's fused optimisers have it: a 0-d tensor on the parameters' device. Where it is one when the device
         # gets to a step, the step changes nothing; `take_back` then tells the host, which has counted it.
         self.found_inf: Tensor | None = None
-        self.grad_scale: Tensor | None = None  # as there, too: gradients are divided by it
         values = (lr, betas, eps, manifold, max_step, maximize)
         super().__init__(params, dict(zip(_OPTIONS, values, strict=True)))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._left, self._workspaces, self.found_inf, self.grad_scale = {}, {}, None, None
+        self._left, self._workspaces, self.found_inf = {}, {}, None
         for entry in self.state.values():
             # Copies, because moments are updated in place and a loaded state may belong to someone else.
             entry.update(
@@ -299,8 +297,6 @@ class GrassmannAdam(Optimizer):
         """One step of all frames of a stack: four products with frames, and little else that costs."""
         U_NDK = _stack(params)
         G_NDK = _stack([p.grad for p in params if p.grad is not None])
-        if self.grad_scale is not None:
-            G_NDK = G_NDK / self.grad_scale
         Y_NDK = self._workspace(U_NDK)
         m_NDK, v_N11 = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
         UtM_NKK = self._moments(params, "inner")
@@ -394,19 +390,6 @@ def _reference_step(
     xi_DK = xi_DK * min(1.0, max_step / max(float(xi_DK.norm()), 1e-300))
     left_DK, _, right_KK = torch.linalg.svd(U_DK + xi_DK, full_matrices=False)
     return left_DK @ right_KK, m_DK, v
-
-
-@torch.no_grad()
-def clip_in_step(optimizers: Iterable[Optimizer], parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """‖g‖ over all `parameters`; the optimisers' next step divides by max(1, ‖g‖/max_norm) as it reads g.
-
-    What `clip_grad_norm_` does, without its pass over the gradients. For `GrassmannAdam` and torch's fused optimisers.
-    """
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    scale = None if math.isinf(max_norm) else ((norm.float() + 1e-6) / max_norm).clamp_(min=1.0)
-    for optimizer in optimizers:
-        optimizer.grad_scale = scale  # type: ignore[attr-defined]
-    return norm
 
 
 class ParameterSplit(NamedTuple):

@@ -214,7 +214,7 @@ def test_a_client_that_leaves_frees_its_place(folder: Path, stream: bool, waitin
     with running(service) as client, ThreadPoolExecutor(1) as pool:
         body = {"prompt": "x", "max_tokens": 120, "temperature": 0, "stream": stream}
         if waiting:  # behind somebody who takes long
-            pool.submit(client.post, "/v1/completions", json=body | {"max_tokens": 40})
+            pool.submit(client.post, "/v1/completions", json=body | {"max_tokens": 20})
             until(lambda: len(engine.running) == 1)
         with httpx.Client(base_url=client.base_url, timeout=0.3) as leaving, suppress(httpx.ReadTimeout):
             if stream and not waiting:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +40,6 @@ from grmoe.bench.train_step import RATE, STEP, optimizers
 from grmoe.experts import ExpertWeights
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM, count, preset
 from grmoe.model.modeling_grmoe import GrmoeMLP
-from grmoe.optim import clip_in_step
-from grmoe.train.compiled import compile_for_training
 
 OURS, SOFTMAX = "ours", "ours, softmax top-2"
 HUGGING_FACE, NO_MASK = "Hugging Face Olmoe", "Hugging Face Olmoe, no mask"
@@ -196,16 +193,9 @@ def train_runs(
     with torch.device(device):
         model = build().train()
     # One shape is timed: a graph that fits all would only be slower.
-    forward: Callable[..., Any] = model
-    if mode is not None and isinstance(model, GrmoeForCausalLM):  # as our trainer does
-        forward = compile_for_training(model, graphs=mode == "reduce-overhead")
-    elif mode is not None:
-        forward = torch.compile(model, dynamic=False, mode=mode)
+    forward = model if mode is None else torch.compile(model, dynamic=False, mode=mode)
     steppers = optimizers(model)
     parameters = list(model.parameters())
-    clip: Callable[[], Tensor] = partial(nn.utils.clip_grad_norm_, parameters, CLIP)
-    if isinstance(model, GrmoeForCausalLM):  # as our trainer does
-        clip = partial(clip_in_step, steppers, parameters, CLIP)
     own = {"skip_logits": True} if isinstance(model, GrmoeForCausalLM) else {}  # as our trainer calls it
 
     def step() -> Tensor:
@@ -216,7 +206,7 @@ def train_runs(
             (loss + OVERLAP_WEIGHT * penalty).backward()
         else:
             loss.backward()
-        clip()
+        nn.utils.clip_grad_norm_(parameters, CLIP)
         for optimizer in steppers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

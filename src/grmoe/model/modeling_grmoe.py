@@ -32,7 +32,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .configuration_grmoe import NOT_CAUSAL, GrmoeConfig
 
 try:
-    from grmoe.compiling import gelu, realize
+    from grmoe.compiling import realize
     from grmoe.experts import BACKENDS, Dispatch, ExpertWeights
     from grmoe.head import IGNORED, next_token_loss
     from grmoe.layer import MoE, as_autocast
@@ -51,7 +51,6 @@ except ImportError:  # this file travels with exported models to where grmoe is 
         RoutingMetrics,
         as_autocast,
         build_router,
-        gelu,
         next_token_loss,
         overlap_penalty,
         realize,
@@ -171,7 +170,7 @@ class GrmoeMLP(nn.Module):
         self.gate_proj = nn.Linear(H, width, bias=False) if config.activation == "swiglu" else None
         self.up_proj = nn.Linear(H, width, bias=False)
         self.down_proj = nn.Linear(width, H, bias=False)
-        self.act_fn = gelu if config.activation == "gelu" else ACT2FN[config.hidden_act]
+        self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up_proj(x)

@@ -18,7 +18,6 @@ from grmoe.model import GrmoeForCausalLM, count
 from grmoe.optim import GrassmannAdam, split_parameters
 from grmoe.parallel.shard import shard, split_by_mesh
 from grmoe.parallel.world import World
-from grmoe.train.compiled import compile_for_training
 from grmoe.train.config import OptimConfig, TrainConfig
 from grmoe.train.schedule import remember_peaks
 
@@ -99,7 +98,8 @@ def open_session(config: TrainConfig, world: World) -> Session:
         # Launching kernel by kernel keeps the host busy longer than the device. Graphs own the memory of gradients,
         # so nothing can be accumulated between two of them; FSDP's hooks allow none.
         graphs = cuda and world.mesh is None and rows == micro_rows
-        forward = compile_for_training(model, graphs)
+        mode = "reduce-overhead" if graphs else "default"
+        forward = torch.compile(model, dynamic=False, mode=mode)
     return Session(
         config, world, data, validation, model, forward, optimizers, length, rows, micro_rows,
         cost.train_flops, peak_flops(world.device), cuda and world.mesh is None,

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from grmoe.optim import GrassmannAdam, clip_in_step
+from grmoe.optim import GrassmannAdam
 from grmoe.parallel.shard import accumulate, clip_gradients, finish_gradients, sync_routers
 from grmoe.parallel.world import mean, smallest
 from grmoe.routing import set_alpha
@@ -81,7 +81,7 @@ def train_step(session: Session, step: int, batch_BS: Tensor) -> Pending:
     finish_gradients(model, s.world)
     limit = config.optim.clip or math.inf
     active = [p for p in model.parameters() if p.grad is not None]
-    norm = clip_in_step(s.optimizers, active, limit) if s.guarded else clip_gradients(active, limit, s.world)
+    norm = clip_gradients(active, limit, s.world)
     numbers_4 = torch.cat([mean(s.world, totals), norm.reshape(1)])
     skip: Tensor | None = None
     if s.guarded:
