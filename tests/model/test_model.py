@@ -425,3 +425,25 @@ def test_the_loss_alone_is_the_loss(build: Build, ids: torch.Tensor) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
     with pytest.raises(ValueError, match="skip_logits must come with labels"):
         model(ids, skip_logits=True)
+
+
+def test_the_residual_stream_is_in_autocasts_precision(build: Build, ids: torch.Tensor) -> None:
+    """Every block reads and writes bf16 under autocast, as with weights gathered in bf16; weights stay fp32."""
+    model = build().train()
+    plain = model(ids, labels=ids).loss
+    seen: list[torch.dtype] = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(
+            lambda _, args, out: seen.extend(
+                [args[0].dtype, (out[0] if isinstance(out, tuple) else out).dtype]
+            )
+        )
+    model(ids, labels=ids)
+    assert set(seen) == {torch.float32}
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+    assert set(seen) == {torch.bfloat16}
+    loss.backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    assert float(loss) == pytest.approx(float(plain), rel=0.02)  # bf16: 2⁻⁸ a step, four blocks

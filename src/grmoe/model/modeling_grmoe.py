@@ -383,6 +383,9 @@ class GrmoeModel(GrmoePreTrainedModel):
             )
         cos, sin = self.rotary_emb(x, position_ids=position_ids)
         rotary = realize(cos), realize(sin)
+        # The residual stream too, as where weights are gathered in bf16 (FSDP): in fp32 its reading and writing, and
+        # the casts of its gradient, are a thirtieth of a training step.
+        x = as_autocast(x)
         losses = []
         for layer in self.layers:
             out = layer(
