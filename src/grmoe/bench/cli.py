@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import torch
 import typer
@@ -14,6 +14,9 @@ from grmoe.bench.measure import Contender, Result, Row, measure, parts, pick
 from grmoe.bench.report import device_name, failures, ratio_table, rich_table, write_json
 from grmoe.bench.shapes import Shape, parse_shape
 from grmoe.terminal import Watch, console, fail, need, progress
+
+if TYPE_CHECKING:  # it needs transformers
+    from grmoe.bench.train_model import ModelShape
 
 app = typer.Typer(
     help="Speed, memory and errors beside other libraries: all contenders take turns within one run.",
@@ -35,6 +38,11 @@ Wanted = Annotated[
 ]
 Rank = Annotated[int | None, typer.Option(min=1, help="Subspace rank of the Grassmann gate.")]
 Out = Annotated[Path, typer.Option(help="Folder for results.json and the figure.")]
+Preset = Annotated[str | None, typer.Option(help="Of `grmoe info`. Default: 350m on a GPU, tiny on a CPU.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Sequences. Default: 16 on a GPU, 2 on a CPU.")]
+Length = Annotated[
+    int | None, typer.Option(min=2, help="Tokens of a sequence. Default: 1024 on a GPU, 128 on a CPU.")
+]
 
 
 @app.command()
@@ -128,15 +136,9 @@ def train_step(
 
 @app.command("train-model")
 def train_model(
-    preset: Annotated[
-        str | None, typer.Option(help="Of `grmoe info`. Default: 350m on a GPU, tiny on a CPU.")
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences a step. Default: 16 on a GPU, 2 on a CPU.")
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a sequence. Default: 1024 on a GPU, 128 on a CPU.")
-    ] = None,
+    preset: Preset = None,
+    batch: Batch = None,
+    length: Length = None,
     hidden_act: Annotated[
         str | None, typer.Option(help="silu (gated) or gelu, for everybody. Default: the preset's.")
     ] = None,
@@ -168,18 +170,11 @@ def train_model(
     need("transformers", extra="lm")
     from grmoe.bench import train_model as bench
     from grmoe.hardware import peak_flops
-    from grmoe.model import preset as find_preset
 
     run = _Run("train-model", device, dtype, rounds, out)
     cuda = run.device.type == "cuda"
-    name = preset or ("350m" if cuda else "tiny")
     try:
-        shape = bench.ModelShape(
-            name,
-            batch or (16 if cuda else 2),
-            length or (1024 if cuda else 128),
-            hidden_act or find_preset(name).hidden_act,
-        )
+        shape = run.model_shape(preset, batch, length, hidden_act)
         forms = tuple(form or (bench.FORMS if cuda else ("eager",)))
         plan = pick(bench.contenders(shape, run.device, run.dtype, forms), contender)
     except ValueError as error:
@@ -197,15 +192,9 @@ def train_model(
 
 @app.command()
 def prefill(
-    preset: Annotated[
-        str | None, typer.Option(help="Of `grmoe info`. Default: 350m on a GPU, tiny on a CPU.")
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences. Default: 16 on a GPU, 2 on a CPU.")
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a sequence. Default: 1024 on a GPU, 128 on a CPU.")
-    ] = None,
+    preset: Preset = None,
+    batch: Batch = None,
+    length: Length = None,
     form: Annotated[
         str | None,
         typer.Option(
@@ -223,15 +212,11 @@ def prefill(
     """
     need("transformers", extra="lm")
     from grmoe.bench import prefill as bench
-    from grmoe.bench.train_model import ModelShape
-    from grmoe.model import preset as find_preset
 
     run = _Run("prefill", device, dtype, rounds, out)
     cuda = run.device.type == "cuda"
-    name = preset or ("350m" if cuda else "tiny")
     try:
-        act = find_preset(name).hidden_act
-        shape = ModelShape(name, batch or (16 if cuda else 2), length or (1024 if cuda else 128), act)
+        shape = run.model_shape(preset, batch, length)
         plan = bench.contenders(shape, run.device, run.dtype, form or ("graphs" if cuda else "eager"))
     except ValueError as error:
         fail(str(error))
@@ -263,6 +248,17 @@ class _Run:
     @property
     def title(self) -> str:
         return f"{self.command}, {str(self.dtype).removeprefix('torch.')}, {device_name(self.device)}"
+
+    def model_shape(
+        self, name: str | None, batch: int | None, length: int | None, hidden_act: str | None = None
+    ) -> ModelShape:
+        from grmoe.bench.train_model import ModelShape
+        from grmoe.model import preset
+
+        cuda = self.device.type == "cuda"
+        name = name or ("350m" if cuda else "tiny")
+        act = hidden_act or preset(name).hidden_act
+        return ModelShape(name, batch or (16 if cuda else 2), length or (1024 if cuda else 128), act)
 
     def shapes(self, texts: list[str] | None, cuda: tuple[S, ...], cpu: tuple[S, ...]) -> list[S]:
         try:
