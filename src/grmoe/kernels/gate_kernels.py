@@ -125,6 +125,11 @@ def gate_kernel(
     sums_BN = tl.zeros((BT, NP), tl.float32)
     norm_B = tl.zeros((BT,), tl.float32)
     token = first + tl.arange(0, BT)
+    # Asked for before the products, they are there behind them; there, everybody would wait for memory once more.
+    prior_N = tl.load(prior_ptr + expert, mask=real_N, other=0.0)
+    alpha = tl.load(alpha_ptr)
+    if SQUARE and not DIAGONAL:
+        log_kappa_N = tl.load(log_kappa_ptr + expert, mask=real_N, other=0.0)
     done: tl.constexpr = (3 if AT_ONCE else 1) if SQUARE else 0
     if SQUARE:
         # The lengths come from a copy of the tile of their own, `again_desc`: given one tile for the tensor core and
@@ -164,10 +169,7 @@ def gate_kernel(
         norm_B = tl.maximum(norm_B, ZERO_TOKEN)
         scores_BN = scores_BN * (energy_scale / norm_B)[:, None]
         if not DIAGONAL:
-            kappa_N = tl.exp(tl.load(log_kappa_ptr + expert, mask=real_N, other=0.0))
-            scores_BN = scores_BN * kappa_N[None, :]
-    prior_N = tl.load(prior_ptr + expert, mask=real_N, other=0.0)
-    alpha = tl.load(alpha_ptr)
+            scores_BN = scores_BN * tl.exp(log_kappa_N)[None, :]
     if POSTERIOR:
         logits_BN = alpha * (scores_BN + prior_N[None, :])
     else:
