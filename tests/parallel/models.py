@@ -16,12 +16,11 @@ ALONE = World(0, 1, 0, torch.device("cpu"), None)
 VOCABULARY = 61  # no number of processes divides it
 
 
-def tiny(**changes: Any) -> GrmoeForCausalLM:
-    """The same weights everywhere: a dense block and one with experts.
+def tiny_config(**changes: Any) -> GrmoeConfig:
+    """A dense block and one with experts.
 
     Weights and κ start larger than usual, so that all gradients are far above the tolerances.
     """
-    torch.manual_seed(0)
     options: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 16,
@@ -36,7 +35,13 @@ def tiny(**changes: Any) -> GrmoeForCausalLM:
         "max_position_embeddings": 32,
         "tie_word_embeddings": True,
     }
-    return GrmoeForCausalLM(GrmoeConfig(**{**options, **changes})).train()
+    return GrmoeConfig(**{**options, **changes})
+
+
+def tiny(**changes: Any) -> GrmoeForCausalLM:
+    """The same weights everywhere."""
+    torch.manual_seed(0)
+    return GrmoeForCausalLM(tiny_config(**changes)).train()
 
 
 def batch(rows: int, seed: int = 0) -> Tensor:

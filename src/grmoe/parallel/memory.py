@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from grmoe.head import TOKENS
+from grmoe.layer import MoE
 from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.model.modeling_grmoe import GrmoeForCausalLM
 from grmoe.optim import GrassmannAdam, split_parameters
@@ -24,7 +25,7 @@ class Memory:
     gathered: int
     activations: int
     logits: int
-    start: int  # the whole model in fp32, before it is divided
+    start: int  # the most while the model is built, before the first step
 
     @property
     def total(self) -> int:
@@ -43,6 +44,7 @@ def memory(model: GrmoeForCausalLM, plan: Plan) -> Memory:
     activations  see `block_activations`
     logits       c a token and word, of 16384 tokens at most (see `grmoe.head`), and 4 a weight of the output matrix for
                  its gradient
+    start        4 a weight of the shards, the routers, the embedding, and the largest block or, if larger, the head
     """
     c, parts = plan.compute_bytes, groups(model, plan)
     shard, whole = sum(g.shard for g in parts), sum(g.whole for g in parts)
@@ -60,7 +62,7 @@ def memory(model: GrmoeForCausalLM, plan: Plan) -> Memory:
         gathered=root * 2 * c + busy + waiting,
         activations=tokens * kept,
         logits=model.config.vocab_size * (min(tokens, TOKENS) * c + model.config.hidden_size * FP32),
-        start=FP32 * sum(p.numel() for p in model.parameters()),
+        start=FP32 * (shard + _start(model, plan)),
     )
 
 
@@ -85,6 +87,22 @@ def block_activations(config: GrmoeConfig, index: int, plan: Plan) -> int:
     each = rows + inner * config.moe_intermediate_size
     many = config.num_experts_per_tok * each + inner * config.shared_experts * config.moe_intermediate_size
     return plan.compute_bytes * (numbers + many) + 3 * FP32 * config.num_experts
+
+
+def _start(model: GrmoeForCausalLM, plan: Plan) -> int:
+    """Elements beside the shards while `build_model` is at the largest block, or at the head.
+
+    A block is whole while it is divided, with all of its experts. Divided over `expert` and `fsdp`, a process's share
+    of a stack of them is there before FSDP divides it further.
+    """
+    layers = model.model.layers
+    routed = sum(p.numel() for router in routers(model) for p in router.parameters())
+    words = model.lm_head.weight.numel()
+    block = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
+    if plan.expert > 1 and plan.fsdp > 1:
+        stacks = (layer.mlp.experts.up for layer in layers if isinstance(layer.mlp, MoE))
+        block += max(stack.numel() for stack in stacks) // plan.expert
+    return routed + words + max(words, block)
 
 
 def _blocks(parts: Iterable[Group]) -> Iterator[int]:

@@ -96,7 +96,11 @@ def rows(config: GrmoeConfig, plan: Plan, machine: Machine) -> list[list[tuple[s
     first = [(name, _bytes(getattr(held, name)), how) for name, how in each.items()]
     first += [
         ("in all", _bytes(held.total), ""),
-        ("at the start", _bytes(held.start), "the whole model in fp32, before it is divided"),
+        (
+            "at the start",
+            _bytes(held.start),
+            "while it is built: shards, routers, the embedding and a block in fp32",
+        ),
     ]
     second = [
         (

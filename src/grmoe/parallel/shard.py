@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor, Shard
 from grmoe import checks
 from grmoe.experts import ExpertWeights
 from grmoe.layer import MoE
-from grmoe.model.modeling_grmoe import OWN_EXPERTS, GrmoeForCausalLM
+from grmoe.model.configuration_grmoe import GrmoeConfig
+from grmoe.model.modeling_grmoe import OWN_EXPERTS, GrmoeDecoderLayer, GrmoeForCausalLM
 from grmoe.parallel.experts import ExpertParallel
 from grmoe.parallel.world import World, mean, total
 from grmoe.routing import routers
@@ -35,40 +36,53 @@ from grmoe.routing import routers
 def shard(model: GrmoeForCausalLM, world: World, bf16: bool = False) -> None:
     """Spread the model over the world, in place; alone, nothing happens.
 
-    Every process must come with the same weights, as the same seed gives them. Optimisers are made afterwards: the
-    parameters are others then.
+    Every process must come with the same weights, as the same seed gives them; `build_model` never has them whole.
+    Optimisers are made afterwards: the parameters are others then.
     bf16: gather weights and compute in bf16, reduce gradients and keep masters in fp32. Routers compute in fp32.
     """
     if world.mesh is None:
         return
-    policy = MixedPrecisionPolicy()
-    if bf16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    if world.mesh["expert"].size() > 1:
-        name = model.config._experts_implementation
-        checks.require(
-            name in OWN_EXPERTS,
-            f"experts divided among processes need an implementation of {OWN_EXPERTS}, got {name!r}",
-        )
-        for moe in model.modules():
-            if isinstance(moe, MoE):
-                _divide_experts(moe, world.mesh, policy)
-    mesh = _dense_mesh(world.mesh)
-    whole = {p for router in routers(model) for p in router.parameters()}
+    sharding = Sharding(model.config, world.mesh, bf16)
+    blocks = list(model.model.layers)
+    for block in blocks:
+        sharding.block(block, last=block is blocks[-1])
+    sharding.root(model)
 
-    def placement(p: nn.Parameter) -> Shard:
-        return Shard(shard_dim(p.shape, mesh.shape[-1]))
 
-    layers = list(model.model.layers)
-    for module in (*layers, model):
+class Sharding:
+    """How a model is divided over a mesh: block by block, in any order, the rest (the root) last."""
+
+    def __init__(self, config: GrmoeConfig, mesh: DeviceMesh, bf16: bool) -> None:
+        if mesh["expert"].size() > 1:
+            name = config._experts_implementation
+            checks.require(
+                name in OWN_EXPERTS,
+                f"experts divided among processes need an implementation of {OWN_EXPERTS}, got {name!r}",
+            )
+            check_expert_split(config.num_experts, mesh["expert"].size())
+        self.mesh, self.dense = mesh, _dense_mesh(mesh)
+        self.policy = MixedPrecisionPolicy()
+        if bf16:
+            self.policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def block(self, block: GrmoeDecoderLayer, last: bool) -> None:
+        """last: of the blocks, in the order they are computed."""
+        if self.mesh["expert"].size() > 1 and isinstance(block.mlp, MoE):
+            _divide_experts(block.mlp, self.mesh, self.policy)
+        self._divide(block, keep=last)
+
+    def root(self, model: GrmoeForCausalLM) -> None:
+        self._divide(model, keep=True)
+
+    def _divide(self, module: nn.Module, keep: bool) -> None:
+        """keep: gathered after the forward. The backward begins with these: they would be gathered again at once."""
         fully_shard(
             module,
-            mesh=mesh,
-            mp_policy=policy,
-            ignored_params=whole,
-            shard_placement_fn=placement,
-            # The backward begins with these two: dropped, they would be gathered again at once.
-            reshard_after_forward=module not in (layers[-1], model),
+            mesh=self.dense,
+            mp_policy=self.policy,
+            ignored_params={p for router in routers(module) for p in router.parameters()},
+            shard_placement_fn=lambda p: Shard(shard_dim(p.shape, self.dense.shape[-1])),
+            reshard_after_forward=not keep,
         )
 
 
@@ -110,7 +124,6 @@ def _dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def _divide_experts(moe: MoE, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Each process keeps its N/E experts, of which FSDP shards another dimension."""
     experts, group = moe.experts, mesh["expert"]
-    check_expert_split(moe.router.num_experts, group.size())
     for name, p in list(experts.named_parameters()):
         part = p.detach().chunk(group.size())[group.get_local_rank()].clone()
         divided = DTensor.from_local(part, group, [Shard(0)], run_check=False)

@@ -16,7 +16,8 @@ from grmoe.data import TokenDataset
 from grmoe.hardware import peak_flops
 from grmoe.model import GrmoeForCausalLM, count
 from grmoe.optim import GrassmannAdam, split_parameters
-from grmoe.parallel.shard import shard, split_by_mesh
+from grmoe.parallel.build import build_model
+from grmoe.parallel.shard import split_by_mesh
 from grmoe.parallel.world import World
 from grmoe.train.config import OptimConfig, TrainConfig
 from grmoe.train.schedule import remember_peaks
@@ -84,13 +85,10 @@ def open_session(config: TrainConfig, world: World) -> Session:
     )  # refuses data that is too short for a batch
 
     torch.manual_seed(config.seed)
-    with torch.device(world.device):
-        model = GrmoeForCausalLM(model_config)
-    model.train()
+    model = build_model(model_config, world, bf16=uses_bf16(config, world)).train()
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable()
     cost = count(model_config, length)
-    shard(model, world, bf16=uses_bf16(config, world))
     optimizers = build_optimizers(model, config.optim)
     cuda = world.device.type == "cuda"
     forward: Callable[..., Any] = model
