@@ -292,6 +292,29 @@ def test_the_largest_cosine_by_squaring_is_the_svds(shape: tuple[int, int], num:
     torch.testing.assert_close(G.most_cosine(frames.float()).double(), want, rtol=1e-5, atol=0)
 
 
+@given(shape=shapes, num=st.integers(2, 5), seed=seeds)
+def test_angles_of_all_pairs_are_those_of_each(shape: tuple[int, int], num: int, seed: int) -> None:
+    frames = haar(*shape, (2, num), seed)
+    found = G.pairwise_angles(frames)
+    assert found.shape == (2, num, num, shape[1])
+    assert (found.diagonal(dim1=1, dim2=2) == 0).all()
+    want = G.principal_angles(frames[:, :, None], frames[:, None])
+    # arccos of a cosine good to 1e-15: half the digits of an angle near 0, as where 2k > d forces common directions
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-7)
+    far = want > 0.01
+    torch.testing.assert_close(found[far], want[far], rtol=0, atol=TOL)
+
+
+def test_angles_near_zero_of_frames_in_fp32() -> None:
+    basis = haar(64, 16, seed=3)
+    U, W = basis[:, :8], basis[:, 8:]
+    for angle in (0.0, 1e-3, 0.5):
+        V = tilted(U, W, torch.full((8,), angle, dtype=F64))
+        found = G.pairwise_angles(torch.stack([U, V]).float())[0, 1]
+        # fp32 moves entries of the frames, and so the subspaces, by 1e-7; nothing is to be added to that
+        torch.testing.assert_close(found.double(), torch.full((8,), angle, dtype=F64), rtol=0, atol=1e-6)
+
+
 def test_orthogonal_and_equal_frames_have_cosines_zero_and_one() -> None:
     eye = torch.eye(12)
     assert float(G.most_cosine(torch.stack([eye[:, :4], eye[:, 4:8], eye[:, 8:]]))) == 0.0

@@ -1,10 +1,20 @@
-"""Grassmannian Mixture-of-Experts: experts own subspaces, one dial sets the sparsity after training."""
+"""Grassmannian Mixture-of-Experts: experts own subspaces, one dial sets the sparsity after training.
 
-from grmoe import bingham, certificates, geometry
-from grmoe.layer import MoE
-from grmoe.optim import GrassmannAdam, split_parameters
-from grmoe.regularizers import overlap_penalty
-from grmoe.routing import GrassmannRouter, build_router, routers, set_alpha
+What is listed below is imported when it is first used: `grmoe --help` need not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grmoe import bingham, certificates, geometry, routing
+    from grmoe.layer import MoE
+    from grmoe.optim import GrassmannAdam, split_parameters
+    from grmoe.regularizers import overlap_penalty
+    from grmoe.routing import GrassmannRouter, build_router, routers, set_alpha
 
 __version__ = "0.1.0"
 
@@ -19,6 +29,32 @@ __all__ = [
     "geometry",
     "overlap_penalty",
     "routers",
+    "routing",
     "set_alpha",
     "split_parameters",
 ]
+
+_HOME = {
+    "GrassmannAdam": "optim",
+    "GrassmannRouter": "routing",
+    "MoE": "layer",
+    "build_router": "routing",
+    "overlap_penalty": "regularizers",
+    "routers": "routing",
+    "set_alpha": "routing",
+    "split_parameters": "optim",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        found = getattr(importlib.import_module(f"grmoe.{_HOME[name]}"), name)
+        globals()[name] = found
+        return found
+    if not name.startswith("_") and importlib.util.find_spec(f"grmoe.{name}") is not None:
+        return importlib.import_module(f"grmoe.{name}")
+    raise AttributeError(f"module 'grmoe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

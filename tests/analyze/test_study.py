@@ -27,6 +27,7 @@ from grmoe.data import TokenDataset, prepare
 from grmoe.model.configuration_grmoe import NOT_CAUSAL
 from grmoe.routing import ROUTERS, routers
 from grmoe.train.config import TrainConfig
+from grmoe.train.export import export
 from grmoe.train.loading import Opened
 from grmoe.train.loop import train
 
@@ -256,3 +257,15 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path, make: Any) -> None:
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(ValueError, match="something to read"):
         analyze(make(), [tmp_path / "empty.txt"])
+
+
+def test_what_is_found_of_an_exported_folder_lies_beside_it(
+    run: Path, texts: list[Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    export(run, model)
+    before = sorted(p.name for p in model.iterdir())
+    done = CliRunner().invoke(app, ["analyze", str(model), "--text", str(texts[0]), "--tokens", "300"])
+    assert done.exit_code == 0, done.output
+    assert sorted(p.name for p in model.iterdir()) == before  # it is passed on
+    assert (tmp_path / "model-analysis" / "results.json").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from grmoe.dial.report import verdict
 from grmoe.dial.run import Check
 from grmoe.dial.setting import apply, mass
 from grmoe.dial.target import Target
-from grmoe.dial.text import Text, read_text
+from grmoe.dial.text import Text, default_tokens, read_text
+from grmoe.dial.write import replacing
 from grmoe.train.export import export
 from grmoe.train.loading import Opened, open_model
 
@@ -103,7 +105,8 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path) -> None:
         ((run, "--max-ppl-increase", "much"), "max-ppl-increase must be a number like 1%"),
         ((tmp_path,), "neither a run"),
         ((run, "--cap", 9), "cap must be at most 4"),
-        ((run, "--tokens", 64), "at least 8 windows"),
+        ((run, "--tokens", 64), "at least 8 windows of 32 tokens, got 2 from validation: give more --tokens"),
+        ((run, "--length", 33), "length must be at most the model's 32, got 33"),
         ((run, "--write"), "exists and is no exported model"),
         ((run, "--check", tmp_path / "none.txt"), "neither a file"),
     ):
@@ -149,3 +152,45 @@ def test_the_verdict_says_by_how_much_a_promise_was_missed(opened: Opened, text:
     assert said(Target("experts", 1.5), Increase(0, 0, 0)).endswith("missed by 0.500 experts")  # trained: 2.0
     assert "kept" not in said(Target("throughput", 1.5), Increase(0, 0, 0))
     apply(opened.model, point.setting)
+
+
+def test_a_model_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    for content in ("first", "second"):
+        with replacing(out) as writing:
+            writing.mkdir()
+            (writing / "config.json").write_text(content)
+    with contextlib.suppress(KeyboardInterrupt), replacing(out) as writing:
+        writing.mkdir()
+        raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert (out / "config.json").read_text() == "second"
+
+
+def test_by_default_a_long_context_has_enough_tokens() -> None:
+    assert default_tokens(128, on_gpu=False) == 8192
+    assert default_tokens(4096, on_gpu=False) == 8 * 4096
+    assert default_tokens(1024, on_gpu=True) == 131072
+
+
+def test_a_file_in_the_way_is_said_before_anything_is_measured(run: Path, tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    for command in ("dial", "prune", "eval", "analyze", "export"):
+        done = CliRunner().invoke(app, [command, str(run), "--out", str(taken)])
+        assert done.exit_code == 2
+        assert "is a file" in " ".join(done.output.replace("│", "").split())
+    assert taken.read_text() == "mine"
+
+
+def test_a_run_writes_text_without_being_exported(run: Path, tmp_path: Path) -> None:
+    export(run, tmp_path / "model", dtype=torch.float32)
+    said = [
+        CliRunner().invoke(app, ["generate", str(folder), "--prompt", "one", "--temperature", "0"])
+        for folder in (run, tmp_path / "model")
+    ]
+    assert said[0].exit_code == 0, said[0].output
+    assert said[0].output == said[1].output
+    wrong = CliRunner().invoke(app, ["generate", str(run), "--prompt", "one", "--checkpoint", "never"])
+    assert wrong.exit_code == 2
+    assert "checkpoint must be best, last or one of the steps" in " ".join(wrong.output.split())

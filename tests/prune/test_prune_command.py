@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from grmoe.prune.gates import check_router
 from grmoe.prune.measure import Divergence
 from grmoe.prune.report import _kept
 from grmoe.prune.site import sites, whole
+from grmoe.prune.write import write_model
 from grmoe.train.export import export
 from grmoe.train.loading import open_model
 
@@ -65,6 +67,30 @@ def test_the_written_model_is_the_measured_one(written: tuple[Path, str], data: 
         found["before"]["parameters"] - found["after"]["parameters"] == sum(p.numel() for p in experts) // 2
     )
     assert "## Pruned" in (folder / "model" / "README.md").read_text()
+
+
+def test_the_card_has_no_numbers_of_the_whole_model(trained: Trained, tmp_path: Path) -> None:
+    """Sections of `grmoe dial` and `grmoe eval` go, whether a run is exported or a folder copied; others stay."""
+    run, model, out = tmp_path / "run", tmp_path / "model", tmp_path / "out"
+    shutil.copytree(trained("grassmann"), run)
+    dialled = CliRunner().invoke(app, ["dial", str(run), "--tokens", "512"])
+    evaluated = CliRunner().invoke(app, ["eval", str(run), "--tokens", "200"])
+    assert dialled.exit_code == evaluated.exit_code == 0, dialled.output + evaluated.output
+    export(run, model, dtype=torch.float32)
+    card = model / "README.md"
+    card.write_text(f"{card.read_text()}\n## Mine\n\nstays\n")
+    sections = [line for line in card.read_text().splitlines() if line.startswith("## ")]
+    assert sections == ["## The dial", "## Measured", "## Mine"]
+    for source, left in ((run, ["## Pruned"]), (model, ["## Mine", "## Pruned"])):
+        opened = open_model(source)
+        for site in sites(opened.model, read_text(None, open_model(run), 32, 512)):
+            site.install(whole(4)[:3])
+        write_model(opened, 3, out, "## Pruned\n\nfewer\n")
+        found = (out / "README.md").read_text()
+        assert [line for line in found.splitlines() if line.startswith("## ")] == left
+        assert "relative throughput" not in found
+        assert "bits/byte" not in found
+        assert "validation perplexity" in found
 
 
 def test_every_method_is_measured_at_every_number(written: tuple[Path, str]) -> None:
@@ -118,7 +144,8 @@ def test_the_fewest_experts_within_a_bound(trained: Trained, data: Path, tmp_pat
     # A bound that 3 experts just miss: everything is reported, nothing written.
     status, said = prune(*common, "--max-ppl-increase", f"{max(best * 0.9, 1e-9):.9f}", "--write")
     assert status == 2
-    assert "no model written" in said
+    assert "no model written: with one expert less no method stays within" in said
+    assert "Size:" not in said  # of a model that there is not
     assert results(out)["chosen"] is None
     assert "Chosen: nothing: with 3 experts" in said
     assert {p.name: p.read_bytes() for p in model.iterdir()} == before

@@ -14,8 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import data_of, report, train_run
+from typer.testing import CliRunner
 
 from grmoe.analyze.source import Prepared, windows
+from grmoe.cli import app
 from grmoe.dial.gates import layer_inputs, moe_layers
 from grmoe.dial.text import Text
 from grmoe.report import Content, collect, render
@@ -131,6 +133,39 @@ def test_an_analysis_of_another_step_is_made_again_and_left_alone(run: Path, tmp
     assert content.analysis is not None
     assert content.analysis["text"] != "old"
     assert json.loads(path.read_text())["text"] == "old"
+
+
+def test_an_analysis_of_another_dial_is_made_again_and_left_alone(run: Path, tmp_path: Path) -> None:
+    """The page says that types are counted at the α saved with the model."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("analysis"))
+    done = CliRunner().invoke(app, ["analyze", str(copy), "--alpha", "3.3", "--tokens", "500"])
+    assert done.exit_code == 0, done.output
+    content = collect(copy, "run", tokens=500)
+    assert content.analysis is not None
+    assert [layer["alpha"] for layer in content.analysis["layers"]] == [1.5, 1.0]
+    kept = json.loads((copy / "analysis" / "results.json").read_text())
+    assert [layer["alpha"] for layer in kept["layers"]] == pytest.approx([3.3, 3.3])
+
+
+def test_an_analysis_is_found_again_whatever_the_digits_of_alpha(data: Path, tmp_path: Path) -> None:
+    run = train_run(tmp_path / "run", data, 2, alpha=[0.7, 1.3])
+    collect(run, "run", tokens=500)
+    labels: list[str] = []
+    collect(run, "run", tokens=500, watch=lambda label, step, steps: labels.append(label))
+    assert "routing" not in labels
+
+
+def test_a_frontier_of_another_step_is_named_and_not_shown(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    path = copy / "dial" / "results.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 7}))
+    content = collect(copy, "run", tokens=500)
+    assert content.dial is None
+    (note,) = [n for n in content.notes if n.section == "frontier"]
+    assert "step 7" in note.text
+    assert note.command == f"grmoe dial {copy} --checkpoint 40"
 
 
 def test_an_exported_model_asks_for_text_and_takes_it(run: Path, tmp_path: Path) -> None:

@@ -55,7 +55,9 @@ def test_what_is_not_served(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("out: x\n")
     assert "grmoe export" in refused(str(tmp_path), "--port", "0")
     assert "model.safetensors" in refused(str(tmp_path / "nothing"), "--port", "0")
-    assert "alpha must be between 0.5 and 5" in refused(str(folder), "--alpha", "7", "--port", "0")
+    assert "alpha must lie within --alpha-range, 0.5 to 5, got 7" in refused(
+        str(folder), "--alpha", "7", "--port", "0"
+    )
     assert "alpha-range must be" in refused(str(folder), "--alpha-range", "5", "--port", "0")
     assert "dtype must be" in refused(str(folder), "--dtype", "int8", "--port", "0")
     with socket.socket() as taken:

@@ -5,7 +5,6 @@ Legend: N experts, D model width, K token types (k the rank of a frame), T token
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -37,11 +36,9 @@ def layout(router: Router) -> Geometry | None:
     frames = getattr(router, "frames", None)
     if isinstance(frames, torch.Tensor):
         U_NDK = frames.double().cpu()
-        N, D, k = U_NDK.shape
-        angles_NNK = torch.zeros(N, N, k, dtype=torch.float64)
-        for i, j in itertools.combinations(range(N), 2):
-            angles_NNK[i, j] = angles_NNK[j, i] = geometry.principal_angles(U_NDK[i], U_NDK[j])
-        gram = geometry.overlap(U_NDK) / k
+        D, k = U_NDK.shape[1:]
+        angles_NNK = geometry.pairwise_angles(U_NDK)
+        gram = angles_NNK.cos().square().mean(-1)  # ‖UᵢᵀUⱼ‖²/k is the mean cos²
         views = (angles_NNK.amin(-1), angles_NNK.mean(-1), angles_NNK.amax(-1))
         return Geometry("overlap", gram.tolist(), k / D, *(view.tolist() for view in views))
     rows = getattr(router, "weight", None)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from grmoe import __version__
-from grmoe.bench.cli import app as bench
 from grmoe.cli import analyze, data, dial, evaluate, model, prune, report, serve, studies, training
 from grmoe.terminal import console
 
@@ -35,23 +38,53 @@ def _root(
 ) -> None: ...
 
 
+class _Bench(TyperGroup):
+    """`grmoe bench`: its modules need torch and are imported when one of its commands is looked for."""
+
+    def _loaded(self) -> Any:
+        from grmoe.bench.cli import app as bench
+
+        return typer.main.get_command(bench)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names: list[str] = self._loaded().list_commands(ctx)
+        return names
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return self._loaded().get_command(ctx, cmd_name)
+
+
+def _add(command: Callable[..., None], name: str | None = None) -> None:
+    """Register it; the lines of a paragraph of its help flow, whatever the width of the terminal."""
+    text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
+    app.command(name, help=text)(command)
+
+
 # In the order of `grmoe --help`: from text to a model in use, then what looks at it, then the studies.
-app.command()(data.prepare)
-app.command()(training.train)
-app.command()(training.curves)
-app.command()(model.export)
-app.command()(model.generate)
-app.command()(serve.serve)
-app.command()(dial.dial)
-app.command()(prune.prune)
-app.command("eval")(evaluate.evaluate)
-app.command()(analyze.analyze)
-app.command()(report.report)
-app.command()(model.info)
-app.command()(training.quality)
-app.command()(studies.synthetic)
-app.command()(studies.normalizer)
-app.add_typer(bench, name="bench")
+_add(data.prepare)
+_add(training.train)
+_add(training.curves)
+_add(model.export)
+_add(model.generate)
+_add(serve.serve)
+_add(dial.dial)
+_add(prune.prune)
+_add(evaluate.evaluate, "eval")
+_add(analyze.analyze)
+_add(report.report)
+_add(model.info)
+_add(training.quality)
+_add(studies.synthetic)
+_add(studies.normalizer)
+app.add_typer(
+    typer.Typer(
+        help="Speed, memory and errors beside other libraries: all contenders take turns within one run.",
+        cls=_Bench,
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+    ),
+    name="bench",
+)
 
 
 def main() -> None:

@@ -28,7 +28,9 @@ def analyze(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for results.json, analysis.md and the figures.", show_default="MODEL/analysis"
+            file_okay=False,
+            help="Folder for results.json, analysis.md and the figures.",
+            show_default="MODEL/analysis of a run, MODEL-analysis",
         ),
     ] = None,
 ) -> None:
@@ -41,8 +43,10 @@ def analyze(
     need("transformers", "yaml", extra="lm")
     need("scipy", "matplotlib")
     from grmoe.analyze.command import run
+    from grmoe.train.record import results_folder
 
+    place = out or results_folder(model, "analysis")
     with progress() as bar:
-        written = run(model, text or [], tokens, alpha, checkpoint, out or model / "analysis", bar)
+        written = run(model, text or [], tokens, alpha, checkpoint, place, bar)
     for part in written:
         console.print(part, highlight=False, soft_wrap=isinstance(part, str))

@@ -51,7 +51,11 @@ def dial(
     ] = "best",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for results.json and pareto.png.", show_default="RUN/dial, MODEL-dial"),
+        typer.Option(
+            file_okay=False,
+            help="Folder for results.json and pareto.png.",
+            show_default="RUN/dial, MODEL-dial",
+        ),
     ] = None,
     write: Annotated[
         bool, typer.Option("--write", help="Save the model with the chosen setting to OUT/model.")

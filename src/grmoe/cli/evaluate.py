@@ -19,8 +19,8 @@ def evaluate(
     text: Annotated[
         list[str] | None,
         typer.Option(
-            help="A file or folder of .txt or .jsonl (also .gz, .xz, .zst); `validation` is the split a run was "
-            "validated on. Repeatable.",
+            help="A file or folder of .txt, .jsonl (both also .gz, .xz, .zst) or .parquet; `validation` is the split "
+            "a run was validated on. Repeatable.",
             show_default="validation, unless there are tasks",
         ),
     ] = None,
@@ -63,7 +63,9 @@ def evaluate(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for results.json and the tasks made.", show_default="MODEL/eval of a run, MODEL-eval"
+            file_okay=False,
+            help="Folder for results.json and the tasks made.",
+            show_default="MODEL/eval of a run, MODEL-eval",
         ),
     ] = None,
 ) -> None:

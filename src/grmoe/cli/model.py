@@ -14,7 +14,10 @@ from grmoe.terminal import console, fail, need
 
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of `grmoe train`.")],
-    out: Annotated[Path | None, typer.Option(help="Folder for the model.", show_default="RUN/model")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Folder for the model.", show_default="RUN/model"),
+    ] = None,
     checkpoint: Annotated[str, typer.Option(help="best (of validation), last, or a step.")] = "best",
     alpha: Annotated[
         float | None, typer.Option(min=0, help="Dial to save with it.", show_default="the run's")
@@ -107,7 +110,9 @@ def info(
 
 
 def generate(
-    folder: Annotated[Path, typer.Argument(help="A saved model with its tokenizer.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Folder of `grmoe train` or `grmoe export`.")
+    ],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     alpha: Annotated[
         float | None, typer.Option(min=0, help="The dial.", show_default="as saved with the model")
@@ -115,24 +120,30 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 100,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the most probable token.")] = 0.8,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    checkpoint: Annotated[
+        str, typer.Option(help="Of a run: best (of validation), last, or a step.")
+    ] = "best",
 ) -> None:
     """Continue a prompt, at any setting of the dial.
 
-    Example: [bold]grmoe generate runs/model --prompt "def main(" --alpha 2 --temperature 0[/]
+    Example: [bold]grmoe generate runs/first --prompt "def main(" --alpha 2 --temperature 0[/]
     """
-    need("transformers", extra="lm")
+    need("transformers", "yaml", extra="lm")
     import torch
     from transformers.utils import logging
 
-    from grmoe.model.generation import load, stream
+    from grmoe.model.generation import stream
+    from grmoe.train.checkpoint import CheckpointError
+    from grmoe.train.loading import open_model
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        model, tokenizer = load(folder, alpha)
+        opened = open_model(folder, checkpoint, alpha)
         torch.manual_seed(seed)
-        stream(model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature)
-    except ValueError as error:
+        model = opened.model
+        stream(model, opened.tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature)
+    except (ValueError, CheckpointError) as error:
         fail(escape(str(error)))
     mean = sum(m.experts_computed for m in model.routing_metrics()) / len(model.alpha)
     dial = ", ".join(f"{a:g}" for a in dict.fromkeys(model.alpha))

@@ -43,7 +43,11 @@ def prune(
     ] = "best",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for results.json and prune.png.", show_default="RUN/prune, MODEL-prune"),
+        typer.Option(
+            file_okay=False,
+            help="Folder for results.json and prune.png.",
+            show_default="RUN/prune, MODEL-prune",
+        ),
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="Save the pruned model to OUT/model.")] = False,
 ) -> None:

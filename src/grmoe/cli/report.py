@@ -15,6 +15,7 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
+            dir_okay=False,
             help="The page.",
             show_default="RUN/report.html; MODEL-report.html of an exported one; report.html of several",
         ),

@@ -16,7 +16,7 @@ from grmoe.dial.search import ALPHAS, Sensitivity, expected, search
 from grmoe.dial.setting import apply, mass
 from grmoe.dial.speed import ROUNDS, Speed, time_points
 from grmoe.dial.target import REFINED, Target, choose, refine
-from grmoe.dial.text import Text, read_text, window_length
+from grmoe.dial.text import Text, default_tokens, read_text, window_length
 from grmoe.model.configuration_grmoe import OWN_CHOICE
 from grmoe.train.loading import Opened, open_model
 
@@ -74,8 +74,8 @@ def run_dial(
         model.config.router not in OWN_CHOICE,
         f"router {model.config.router!r} chooses its experts by itself: there is no dial to set",
     )
-    on_gpu = model.device.type == "cuda"
-    length, tokens = plan.length or window_length(opened), plan.tokens or (2**17 if on_gpu else 2**13)
+    length = plan.length or window_length(opened)
+    tokens = plan.tokens or default_tokens(length, on_gpu=model.device.type == "cuda")
     # All text is read before anything is measured: a mistake in a name should not cost minutes.
     text = read_text(plan.text, opened, length, tokens)
     others = [read_text(source, opened, length, tokens) for source in plan.checks]

@@ -51,7 +51,8 @@ def search(meter: Meter, cap: int, experts: float | None = None) -> list[Sensiti
     """
     checks.require(
         cap >= 2,
-        "cap must be at least 2 for a dial to turn: with one expert a token there is nothing to choose",
+        "cap must be at least 2 for a dial to turn: with one expert a token there is nothing to choose (--cap 2 "
+        "lets tokens have two)",
     )
     trained, L = meter.trained.setting, meter.layers
     gates = Gates(meter.model, meter.text, cap)

@@ -40,13 +40,23 @@ def window_length(opened: Opened) -> int:
     return saved_config(opened.path).data.sequence_length or longest
 
 
+def default_tokens(length: int, on_gpu: bool) -> int:
+    """Of each text; never fewer than the windows that are asked for."""
+    return max(2**17 if on_gpu else 2**13, LEAST * length)
+
+
 def read_text(source: str | None, opened: Opened, length: int, tokens: int) -> Text:
     """At most `tokens` tokens of `source`; None is the validation text of a run.
 
     Of a prepared folder the held-out split (of one without, all of it), as windows spread evenly over it. Of files
     (.txt, .jsonl, .parquet) the first documents.
     """
-    count = checks.positive_int("tokens", tokens) // checks.positive_int("length", length)
+    longest = opened.model.config.max_position_embeddings
+    checks.require(
+        checks.positive_int("length", length) <= longest,
+        f"length must be at most the model's {longest}, got {length}",
+    )
+    count = checks.positive_int("tokens", tokens) // length
     if source is None:
         name, rows = "validation", _spread(opened.held_out(), length, count)
     elif (found := _prepared(source)) is not None:
@@ -56,8 +66,12 @@ def read_text(source: str | None, opened: Opened, length: int, tokens: int) -> T
         name, rows = source, _first(source, opened, length, count)
     checks.require(
         len(rows) >= LEAST,
-        f"text must hold at least {LEAST} windows of {length} tokens, got {len(rows)} from {name} "
-        f"(at most {tokens} tokens were asked for)",
+        f"text must hold at least {LEAST} windows of {length} tokens, got {len(rows)} from {name}: "
+        + (
+            "give more --tokens, or a shorter --length"
+            if count < LEAST
+            else "give more text, or a shorter --length"
+        ),
     )
     return Text(name, torch.from_numpy(rows))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from grmoe import checks
@@ -13,6 +15,7 @@ from grmoe.dial.run import Result
 from grmoe.dial.setting import Setting
 from grmoe.train.card import MODEL_CARD, dial_section, put_section
 from grmoe.train.export import export
+from grmoe.train.loading import Opened
 from grmoe.train.record import CONFIG
 
 
@@ -21,18 +24,38 @@ def write_model(result: Result, out: Path) -> Path:
 
     So the folder, loaded, has the measured perplexity.
     """
-    source = result.opened.path
-    check_place(source, out)
-    if (source / CONFIG).is_file():
-        export(source, out, str(result.opened.step), dtype=result.opened.model.dtype)
-    else:
-        _copy(source, out)
-    write_setting(out, result.chosen.setting)
-    card = out / MODEL_CARD
-    before = card.read_text(encoding="utf-8") if card.is_file() else ""
-    section = dial_section(as_json(result), "the chosen setting")
-    card.write_text(put_section(before, section), encoding="utf-8")
+    check_place(result.opened.path, out)
+    with replacing(out) as writing:
+        copy_model(result.opened, writing)
+        write_setting(writing, result.chosen.setting)
+        card = writing / MODEL_CARD
+        before = card.read_text(encoding="utf-8") if card.is_file() else ""
+        section = dial_section(as_json(result), "the chosen setting")
+        card.write_text(put_section(before, section), encoding="utf-8")
     return out
+
+
+@contextmanager
+def replacing(out: Path) -> Iterator[Path]:
+    """A folder to write, of the same name (it heads the card): it takes the place of `out` whole, or not at all."""
+    place = out.with_name(f".writing-{out.name}")
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    try:
+        yield place / out.name
+        shutil.rmtree(out, ignore_errors=True)
+        os.rename(place / out.name, out)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def copy_model(opened: Opened, out: Path) -> None:
+    """A run's checkpoint exported in the dtype it is in, or an exported folder again."""
+    if (opened.path / CONFIG).is_file():
+        export(opened.path, out, str(opened.step), dtype=opened.model.dtype)
+    else:
+        # A folder of links into a cache of downloads becomes files.
+        shutil.copytree(opened.path, out)
 
 
 def check_place(source: Path, out: Path) -> None:
@@ -55,16 +78,3 @@ def write_setting(folder: Path, setting: Setting) -> None:
     writing = path.with_name(".writing-config.json")
     writing.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     os.replace(writing, path)
-
-
-def _copy(source: Path, out: Path) -> None:
-    writing = out.with_name(f".writing-{out.name}")
-    shutil.rmtree(writing, ignore_errors=True)
-    try:
-        # A folder of links into a cache of downloads becomes files.
-        shutil.copytree(source, writing)
-        shutil.rmtree(out, ignore_errors=True)
-        os.rename(writing, out)
-    except BaseException:
-        shutil.rmtree(writing, ignore_errors=True)
-        raise

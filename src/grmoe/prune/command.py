@@ -42,5 +42,7 @@ def command(model: Path, plan: Plan, out: Path | None, write: bool) -> Result:
     for name, path in said.items():
         console.print(f"{name + ':':<9}[bold]{escape(str(path))}[/]", highlight=False, soft_wrap=True)
     if write and result.chosen is None:
-        raise ValueError(f"no model written: no smaller number of experts gives {plan}")
+        raise ValueError(
+            f"no model written: with one expert less no method stays within {100 * plan.increase:g} % of perplexity"
+        )
     return result

@@ -73,11 +73,11 @@ def summary(result: Result) -> list[str]:
             f"         perplexity {chosen.point.perplexity:.3f} (trained {trained.perplexity:.3f}): "
             f"{percent(grown.value)}, 90 % interval {percent(grown.low)} to {percent(grown.high)}",
         ]
-    lines.append(
-        f"Size:    {result.before.parameters:,} → {result.after.parameters:,} parameters "
-        f"({percent(result.after.parameters / result.before.parameters - 1)}), weights "
-        f"{result.before.bytes / 1e6:.2f} → {result.after.bytes / 1e6:.2f} MB"
-    )
+        lines.append(
+            f"Size:    {result.before.parameters:,} → {result.after.parameters:,} parameters "
+            f"({percent(result.after.parameters / result.before.parameters - 1)}), weights "
+            f"{result.before.bytes / 1e6:.2f} → {result.after.bytes / 1e6:.2f} MB"
+        )
     lines += [_against_chance(result, text) for text in (None, *range(len(result.others)))]
     lines.append(_overlap_words(result))
     if chosen is None:
@@ -254,7 +254,8 @@ def card_section(result: Result) -> str:
     )
     return f"""## Pruned
 
-{chosen.experts} experts in every MoE layer in place of {result.opened.model.config.num_experts}; nothing was retrained.
+{chosen.experts} experts in every MoE layer in place of {result.opened.model.config.num_experts}; nothing was retrained,
+and what stands above was measured before.
 {layout_words(result, chosen)}. Perplexity on {result.text.tokens} tokens of calibration text
 {result.trained.perplexity:.3f} → {chosen.point.perplexity:.3f}.{checks}
 """

@@ -10,7 +10,7 @@ import torch
 
 from grmoe import checks
 from grmoe.dial.measure import Point, increase
-from grmoe.dial.text import Text, read_text, window_length
+from grmoe.dial.text import Text, default_tokens, read_text, window_length
 from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.prune.choose import DROPS, MERGES, RANDOM, Method, methods, prediction_method, random_method
 from grmoe.prune.gates import check_router, similarity
@@ -93,8 +93,8 @@ def run_prune(
     model = opened.model
     check_router(model.config)
     least = fewest(model.config) if plan.experts is None else _asked(plan.experts, model.config)
-    on_gpu = model.device.type == "cuda"
-    length, tokens = plan.length or window_length(opened), plan.tokens or (2**17 if on_gpu else 2**13)
+    length = plan.length or window_length(opened)
+    tokens = plan.tokens or default_tokens(length, on_gpu=model.device.type == "cuda")
     # All text is read before anything is measured: a mistake in a name should not cost minutes.
     text = read_text(plan.text, opened, length, tokens)
     others = [read_text(source, opened, length, tokens) for source in plan.checks]

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import copy
-import os
-import shutil
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
-from grmoe.dial.write import check_place
+from grmoe.dial.write import check_place, copy_model, replacing
 from grmoe.model import GrmoeForCausalLM, export_remote_code
 from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.routing import Threshold
 from grmoe.train.card import MODEL_CARD, put_section
-from grmoe.train.export import export
 from grmoe.train.loading import Opened
-from grmoe.train.record import CONFIG
 
+MEASURED = ("## The dial", "## Measured")  # sections of `grmoe.train.card`
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
@@ -64,18 +62,9 @@ def small_model(model: GrmoeForCausalLM, experts: int) -> GrmoeForCausalLM:
 
 def write_model(opened: Opened, experts: int, out: Path, section: str) -> Path:
     """Save an operated model with tokenizer, code and card, `section` in it; its source stays as it was."""
-    source = opened.path
-    check_place(source, out)
-    place = out.with_name(f".writing-{out.name}")
-    writing = place / out.name  # the card is headed by the folder's name
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
-    try:
-        if (source / CONFIG).is_file():
-            export(source, writing, str(opened.step), dtype=opened.model.dtype)
-        else:
-            # A folder of links into a cache of downloads becomes files.
-            shutil.copytree(source, writing)
+    check_place(opened.path, out)
+    with replacing(out) as writing:
+        copy_model(opened, writing)
         for pattern in WEIGHTS:
             for file in writing.glob(pattern):
                 file.unlink()
@@ -83,9 +72,12 @@ def write_model(opened: Opened, experts: int, out: Path, section: str) -> Path:
         export_remote_code(writing)
         card = writing / MODEL_CARD
         before = card.read_text(encoding="utf-8") if card.is_file() else ""
-        card.write_text(put_section(before, section), encoding="utf-8")
-        shutil.rmtree(out, ignore_errors=True)
-        os.rename(writing, out)
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+        card.write_text(put_section(without_measurements(before), section), encoding="utf-8")
     return out
+
+
+def without_measurements(card: str) -> str:
+    """The card less what was measured of the model with all its experts."""
+    for heading in MEASURED:
+        card = re.sub(rf"^{heading}\n.*?(?=^## |\Z)", "", card, flags=re.MULTILINE | re.DOTALL)
+    return card

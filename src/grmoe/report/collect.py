@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -96,7 +97,7 @@ def collect(
 
 def _frontier(content: Content, folder: Path, opened: Opened | None) -> None:
     found = _read(results_folder(folder, "dial") / RESULTS)
-    if found is not None:
+    if found is not None and (opened is None or found.get("step") == opened.step):
         content.dial = {key: value for key, value in found.items() if key != "sensitivities"}
         return
     router = opened.model.config.router if opened is not None else None
@@ -104,7 +105,11 @@ def _frontier(content: Content, folder: Path, opened: Opened | None) -> None:
         note = Note("frontier", f"Router {router!r} chooses its experts by itself: it has no dial to set.")
     else:
         more = " --text FILE" if content.exported else ""
-        note = Note("frontier", "Not measured yet.", f"grmoe dial {shlex.quote(str(folder))}{more}")
+        said = "Not measured yet."
+        if found is not None and opened is not None:
+            said = f"Measured at step {found.get('step')}, not at this one, {opened.step}."
+            more = f" --checkpoint {opened.step}"
+        note = Note("frontier", said, f"grmoe dial {shlex.quote(str(folder))}{more}")
     content.notes.append(note)
 
 
@@ -117,9 +122,9 @@ def _experts(
     share: int,
     watch: Watch,
 ) -> None:
-    """The analysis, made if it is missing or of another step or text, and the sample of gates."""
+    """The analysis, made if it is missing or of another step, text or setting of the dial; and the sample of gates."""
     path = results_folder(folder, "analysis") / RESULTS
-    found = _read(path) or _read(folder / "analysis" / RESULTS)  # `grmoe analyze` leaves it inside
+    found = _read(path)
     known = [] if found is None or not content.exported else found["text"].split(", ")
     asked, texts = texts, texts or [name for name in known if Path(name).exists()]
     if opened.data is None and not texts:
@@ -128,9 +133,9 @@ def _experts(
         return
     try:
         other = found is not None and asked and found["text"] != ", ".join(asked)
-        if found is None or other or found["step"] != opened.step:
+        if found is None or other or not _of_this_model(found, opened):
             made = analyze(opened, texts, tokens, watch)
-            if found is None:  # one of another step or text was asked for by somebody and stays
+            if found is None:  # one of something else was asked for by somebody and stays
                 made.save(path)
             found = asdict(made)
         content.analysis = {key: found[key] for key in OF_ANALYSIS} | {
@@ -146,6 +151,16 @@ def _experts(
         if asked:
             raise
         content.notes.append(Note("experts", f"No text could be routed: {error}."))
+
+
+def _of_this_model(found: dict[str, Any], opened: Opened) -> bool:
+    """Whether an analysis is of this checkpoint with its experts, at the α saved with it."""
+    config = opened.model.config
+    if (found.get("step"), found.get("experts")) != (opened.step, config.num_experts):
+        return False
+    then = [layer["alpha"] for layer in found["layers"]]
+    # routers keep theirs in fp32
+    return all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(then, config.alphas, strict=True))
 
 
 def _read(path: Path) -> dict[str, Any] | None:

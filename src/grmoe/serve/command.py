@@ -57,6 +57,10 @@ def make_service(options: Options) -> Service:
     config = opened.model.config
     dial = Dial(tuple(config.alphas), low, high)
     if options.alpha is not None:
+        checks.require(
+            low <= options.alpha <= high,
+            f"alpha must lie within --alpha-range, {low:g} to {high:g}, got {options.alpha:g}",
+        )
         dial = Dial(dial.of(options.alpha), low, high)
     context = config.max_position_embeddings
     limits = Limits(
