@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 # Tables are wider than the 80 columns rich assumes where there is no terminal.
@@ -46,6 +50,32 @@ class Watch:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+@contextmanager
+def measuring() -> Iterator[Callable[[str, int], None]]:
+    """Called after each measurement with what was measured and how many there are about to be.
+
+    A bar on a terminal, a line for each new stage elsewhere.
+    """
+    with progress() as bar:
+        task = bar.add_task("opening", total=None)
+        stage = ""
+
+        def tick(label: str, total: int) -> None:
+            nonlocal stage
+            bar.update(task, description=label, total=total, advance=1)
+            if label != stage and not bar.console.is_terminal:
+                print(f"measuring: {label}", file=sys.stderr, flush=True)
+            stage = label
+
+        yield tick
+
+
+def say_where(**places: Path) -> None:
+    """What was written, a line each."""
+    for name, path in places.items():
+        console.print(f"{name + ':':<9}[bold]{escape(str(path))}[/]", highlight=False, soft_wrap=True)
 
 
 def progress() -> Progress:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import random
 from pathlib import Path
 
 import pytest
 import torch
+from counting import prepare_corpus
 
 from grmoe.config import from_dict
-from grmoe.data import prepare
 from grmoe.dial.measure import Meter
 from grmoe.dial.search import Sensitivity, search
 from grmoe.dial.text import Text, read_text
@@ -33,15 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def data(folder: Path) -> Path:
-    draw = random.Random(0)
-    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-    with (folder / "corpus.jsonl").open("w") as file:
-        for _ in range(300):
-            start, step = draw.randrange(10), draw.choice([1, 3])
-            text = " ".join(words[(start + step * i) % 10] for i in range(draw.randint(20, 60)))
-            file.write(json.dumps({"text": text}) + "\n")
-    prepare([str(folder / "corpus.jsonl")], folder / "data", tokenizer="bpe:280", validation=0.2, workers=1)
-    return folder / "data"
+    return prepare_corpus(folder)
 
 
 def train_run(out: Path, data: Path, **model: object) -> Path:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from counting import prepare_corpus
 from twins import SIZES
 
 from grmoe.config import from_dict
-from grmoe.data import prepare
 from grmoe.train.config import TrainConfig
 from grmoe.train.loop import train
 
@@ -26,15 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def data(folder: Path) -> Path:
-    draw = random.Random(0)
-    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-    with (folder / "corpus.jsonl").open("w") as file:
-        for _ in range(300):
-            start, step = draw.randrange(10), draw.choice([1, 3])
-            text = " ".join(words[(start + step * i) % 10] for i in range(draw.randint(20, 60)))
-            file.write(json.dumps({"text": text}) + "\n")
-    prepare([str(folder / "corpus.jsonl")], folder / "data", tokenizer="bpe:280", validation=0.2, workers=1)
-    return folder / "data"
+    return prepare_corpus(folder)
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from counting import prepare_corpus
 from report_runs import report, train_run
 
-from grmoe.data import prepare
 from grmoe.dial.report import write_results
 from grmoe.dial.run import Plan, run_dial
 from grmoe.dial.target import Target
@@ -28,15 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def data(folder: Path) -> Path:
-    draw = random.Random(0)
-    words = ["zero", "One", "the", "three", "4", "five;", "six()", "seven", "eight", "</script>"]
-    with (folder / "corpus.jsonl").open("w") as file:
-        for number in range(300):
-            start, step = draw.randrange(10), draw.choice([1, 3])
-            text = " ".join(words[(start + step * i) % 10] for i in range(draw.randint(20, 60)))
-            file.write(json.dumps({"text": text, "domain": ["prose", "code"][number % 2]}) + "\n")
-    prepare([str(folder / "corpus.jsonl")], folder / "data", tokenizer="bpe:280", validation=0.2, workers=1)
-    return folder / "data"
+    words = ("zero", "One", "the", "three", "4", "five;", "six()", "seven", "eight", "</script>")
+    return prepare_corpus(folder, words)
 
 
 @pytest.fixture(scope="session")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from counting import prepare_corpus
 
 from grmoe.config import from_dict
-from grmoe.data import prepare
 from grmoe.train.config import TrainConfig
 
 MODEL = {
@@ -20,24 +18,10 @@ MODEL = {
 }  # fmt: skip
 
 
-def write_corpus(path: Path, documents: int = 300) -> Path:
-    """Counting in words: easy enough to learn something within twenty steps."""
-    draw = random.Random(0)
-    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-    with path.open("w") as file:
-        for _ in range(documents):
-            start, step = draw.randrange(10), draw.choice([1, 3])
-            text = " ".join(words[(start + step * i) % 10] for i in range(draw.randint(20, 60)))
-            file.write(json.dumps({"text": text, "domain": "ones" if step == 1 else "threes"}) + "\n")
-    return path
-
-
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
-    corpus = write_corpus(folder / "corpus.jsonl")
-    prepare([str(corpus)], folder / "data", tokenizer="bpe:280", validation=0.1, workers=1)
-    return folder / "data"
+    return prepare_corpus(folder, validation=0.1)
 
 
 @pytest.fixture(scope="session")

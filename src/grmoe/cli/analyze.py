@@ -7,24 +7,18 @@ from typing import Annotated
 
 import typer
 
+from grmoe.cli.options import Checkpoint, RoutedText
 from grmoe.terminal import console, need, progress
 
 
 def analyze(
     model: Annotated[Path, typer.Argument(help="Folder of `grmoe train` or of `grmoe export`.")],
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text to route, as `grmoe prepare` reads it; repeatable.", show_default="the run's held-out"
-        ),
-    ] = None,
+    text: RoutedText = None,
     tokens: Annotated[int, typer.Option(min=1, help="How many, rounded up to whole windows.")] = 50_000,
     alpha: Annotated[
         float | None, typer.Option(min=0, help="The dial.", show_default="as saved with the model")
     ] = None,
-    checkpoint: Annotated[
-        str, typer.Option(help="Of a run: best (of validation), last, or a step.")
-    ] = "best",
+    checkpoint: Checkpoint = "best",
     out: Annotated[
         Path | None,
         typer.Option(

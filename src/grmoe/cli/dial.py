@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from grmoe.cli.options import CalibrationText, Checkpoint, TextTokens, Window
 from grmoe.terminal import fail, need
 
 
@@ -27,28 +28,16 @@ def dial(
     throughput: Annotated[
         str | None, typer.Option(help="Lowest perplexity at this measured speed-up or more, e.g. 1.3x.")
     ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            help="Calibration text: prepared tokens, or .txt, .jsonl, .parquet.",
-            show_default="the run's validation split",
-        ),
-    ] = None,
+    text: CalibrationText = None,
     check: Annotated[
         list[str] | None, typer.Option(help="Other text to hold the promise against; repeatable.")
     ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of each text.", show_default="8192; 131072 on a GPU")
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a window.", show_default="as trained")
-    ] = None,
+    tokens: TextTokens = None,
+    length: Window = None,
     cap: Annotated[
         int | None, typer.Option(min=1, help="Most experts of a token.", show_default="as trained")
     ] = None,
-    checkpoint: Annotated[
-        str, typer.Option(help="Of a run: best (of validation), last, or a step.")
-    ] = "best",
+    checkpoint: Checkpoint = "best",
     out: Annotated[
         Path | None,
         typer.Option(

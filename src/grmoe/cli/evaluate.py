@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from grmoe.cli.options import Checkpoint
 from grmoe.terminal import console, fail, need, progress
 
 
@@ -57,9 +58,7 @@ def evaluate(
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Windows, or a task's sequences, at once.")] = 8,
-    checkpoint: Annotated[
-        str, typer.Option(help="Of a run: best (of validation), last, or a step.")
-    ] = "best",
+    checkpoint: Checkpoint = "best",
     out: Annotated[
         Path | None,
         typer.Option(

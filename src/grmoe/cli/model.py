@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from grmoe.cli.options import Checkpoint
 from grmoe.terminal import console, fail, need
 
 
@@ -120,9 +121,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 100,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the most probable token.")] = 0.8,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    checkpoint: Annotated[
-        str, typer.Option(help="Of a run: best (of validation), last, or a step.")
-    ] = "best",
+    checkpoint: Checkpoint = "best",
 ) -> None:
     """Continue a prompt, at any setting of the dial.
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from grmoe.cli.options import CalibrationText, Checkpoint, TextTokens, Window
 from grmoe.terminal import fail, need
 
 
@@ -22,25 +23,13 @@ def prune(
             help="As few experts as keep the perplexity increase within this, e.g. 1%.", show_default="1%"
         ),
     ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            help="Calibration text: prepared tokens, or .txt, .jsonl, .parquet.",
-            show_default="the run's validation split",
-        ),
-    ] = None,
+    text: CalibrationText = None,
     check: Annotated[
         list[str] | None, typer.Option(help="Text not used for choosing, to measure on; repeatable.")
     ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of each text.", show_default="8192; 131072 on a GPU")
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a window.", show_default="as trained")
-    ] = None,
-    checkpoint: Annotated[
-        str, typer.Option(help="Of a run: best (of validation), last, or a step.")
-    ] = "best",
+    tokens: TextTokens = None,
+    length: Window = None,
+    checkpoint: Checkpoint = "best",
     out: Annotated[
         Path | None,
         typer.Option(

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from grmoe.cli.options import Checkpoint, RoutedText
 from grmoe.terminal import console, need, progress
 
 
@@ -20,16 +21,9 @@ def report(
             show_default="RUN/report.html; MODEL-report.html of an exported one; report.html of several",
         ),
     ] = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text to route, as `grmoe prepare` reads it; repeatable.", show_default="the run's held-out"
-        ),
-    ] = None,
+    text: RoutedText = None,
     tokens: Annotated[int, typer.Option(min=1, help="Of the analysis, where a run has none yet.")] = 50_000,
-    checkpoint: Annotated[
-        str, typer.Option(help="Of a run: best (of validation), last, or a step.")
-    ] = "best",
+    checkpoint: Checkpoint = "best",
 ) -> None:
     """Write runs as one HTML page: curves, frontiers, experts and text, under a dial that moves.
 

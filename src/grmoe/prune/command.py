@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from rich.markup import escape
@@ -12,7 +11,7 @@ from grmoe.prune.figure import FIGURE, draw
 from grmoe.prune.report import card_section, methods_table, summary, write_results
 from grmoe.prune.run import Plan, Result, run_prune
 from grmoe.prune.write import write_model
-from grmoe.terminal import console, progress
+from grmoe.terminal import console, measuring, say_where
 from grmoe.train.record import results_folder
 
 
@@ -21,17 +20,7 @@ def command(model: Path, plan: Plan, out: Path | None, write: bool) -> Result:
     out = out or results_folder(model, "prune")
     if write:
         check_place(model, out / "model")
-    with progress() as bar:
-        task = bar.add_task("opening", total=None)
-        stage = ""
-
-        def tick(label: str, total: int) -> None:
-            nonlocal stage
-            bar.update(task, description=label, total=total, advance=1)
-            if label != stage and not bar.console.is_terminal:
-                print(f"measuring: {label}", file=sys.stderr, flush=True)
-            stage = label
-
+    with measuring() as tick:
         result = run_prune(model, plan, tick)
     console.print(methods_table(result))
     for line in summary(result):
@@ -39,8 +28,7 @@ def command(model: Path, plan: Plan, out: Path | None, write: bool) -> Result:
     said = {"Numbers": write_results(result, out), "Figure": draw(result, out / FIGURE)}
     if write and result.chosen is not None:
         said["Model"] = write_model(result.opened, result.experts, out / "model", card_section(result))
-    for name, path in said.items():
-        console.print(f"{name + ':':<9}[bold]{escape(str(path))}[/]", highlight=False, soft_wrap=True)
+    say_where(**said)
     if write and result.chosen is None:
         raise ValueError(
             f"no model written: with one expert less no method stays within {100 * plan.increase:g} % of perplexity"
