@@ -29,7 +29,7 @@ types: $(STAMP)
 	@$(RUN) -m mypy
 
 test: lint types
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest --numprocesses 2 --dist loadfile
 
 demo: $(STAMP)
 	@$(RUN) -m grmoe prepare --out runs/demo/data --tokenizer bpe:2048

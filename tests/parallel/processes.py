@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from grmoe.parallel.world import ParallelConfig, start, stop
 
@@ -25,6 +26,8 @@ def run(config: ParallelConfig, size: int, work: Callable[..., Any], *args: Any)
 
 def _joined(config: ParallelConfig, work: Callable[..., Any], *args: Any) -> Any:
     result = work(start(config, "cpu"), *args)
+    if dist.is_initialized():
+        dist.barrier()  # the first holds the store that others may still need
     stop()
     return result
 
