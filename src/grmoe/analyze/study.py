@@ -91,7 +91,7 @@ def analyze(
         model=str(opened.path),
         router=model.config.router,
         step=opened.step,
-        text=", ".join(map(str, texts)) or f"{opened.data.folder} (validation)",  # type: ignore[union-attr]
+        text=", ".join(map(str, texts)) or f"{opened.held_out().folder} (validation)",
         tokens=len(types_T),
         sequence_length=length,
         experts=found[0].num_experts,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from grmoe.train.curves import COLORS, INK
 FIGURE = "pareto.png"
 
 
-def draw(result: Result, path: Path) -> Path:
+@contextmanager
+def two_panels(path: Path) -> Iterator[tuple[Any, Any]]:
+    """Axes beside each other, to draw on; saved at the end."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -22,6 +26,16 @@ def draw(result: Result, path: Path) -> Path:
     style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK}
     with plt.rc_context(style):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+        yield left, right
+        for ax in (left, right):
+            ax.title.set_fontsize(9)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+
+
+def draw(result: Result, path: Path) -> Path:
+    with two_panels(path) as (left, right):
         _experts(left, result)
         _speed(right, result)
         left.set(
@@ -33,12 +47,8 @@ def draw(result: Result, path: Path) -> Path:
         left.set_ylabel("perplexity, calibration text")
         low, high = _range(result)
         for ax in (left, right):
-            ax.title.set_fontsize(9)
             ax.set_ylim(low - 0.08 * (high - low), high + 0.12 * (high - low))
         left.legend(frameon=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
     return path
 
 

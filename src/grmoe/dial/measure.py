@@ -17,6 +17,7 @@ from grmoe.dial.setting import Setting, apply, current
 from grmoe.dial.text import Text
 from grmoe.head import next_token_loss
 from grmoe.model import GrmoeForCausalLM
+from grmoe.routing import routers
 
 ONE_SIDED = 1.645  # standard errors: 95 % of a normal distribution lie below
 
@@ -71,8 +72,6 @@ class Meter:
     ) -> None:
         self.model, self.text, self.tick = model, text, tick
         self.points: dict[Setting, Point] = {}
-        on_gpu = model.device.type == "cuda"
-        self.rows_at_once = max(1, (16384 if on_gpu else 2048) // text.rows_WS.shape[1])
         self.trained = self.measure(current(model.config), "trained")
 
     @property
@@ -83,32 +82,34 @@ class Meter:
         """The model is left at `setting`."""
         if setting not in self.points:
             apply(self.model, setting)
-            self.points[setting] = self._measure(setting, family)
+            self.points[setting] = measure(self.model, self.text, family)
             self.tick(family)
         return self.points[setting]
 
-    @torch.no_grad()
-    def _measure(self, setting: Setting, family: str) -> Point:
-        model = self.model
-        model.reset_routing_metrics()
-        parts = []
-        for rows_WS in self.text.rows_WS.split(self.rows_at_once):
-            parts.append(window_losses(model, rows_WS.to(model.device)))
-        routing = model.routing_metrics()
-        model.reset_routing_metrics()
-        losses_W = torch.cat(parts).double().cpu()
-        if not bool(torch.isfinite(losses_W).all()):
-            raise ValueError(f"the loss must be finite to be compared, got NaN or Inf at {setting}")
-        return Point(
-            setting,
-            family,
-            losses_W,
-            fmean(m.experts_computed for m in routing),
-            tuple(m.experts_computed for m in routing),
-            fmean(m.entropy for m in routing),
-            fmean(m.effective_experts_entropy for m in routing),
-            fmean(m.effective_experts_inverse for m in routing),
+
+@torch.no_grad()
+def measure(model: GrmoeForCausalLM, text: Text, family: str) -> Point:
+    """The model as it stands."""
+    rows = max(1, (16384 if model.device.type == "cuda" else 2048) // text.rows_WS.shape[1])
+    model.reset_routing_metrics()
+    parts = [window_losses(model, rows_WS.to(model.device)) for rows_WS in text.rows_WS.split(rows)]
+    routing = [router.metrics.read() for router in routers(model)]  # nobody asks about frames here
+    model.reset_routing_metrics()
+    setting, losses_W = current(model.config), torch.cat(parts).double().cpu()
+    if not bool(torch.isfinite(losses_W).all()):
+        raise ValueError(
+            f"the loss must be finite to be compared, got NaN or Inf at {setting} on {text.name}"
         )
+    return Point(
+        setting,
+        family,
+        losses_W,
+        fmean(m.experts_computed for m in routing),
+        tuple(m.experts_computed for m in routing),
+        fmean(m.entropy for m in routing),
+        fmean(m.effective_experts_entropy for m in routing),
+        fmean(m.effective_experts_inverse for m in routing),
+    )
 
 
 def window_losses(model: GrmoeForCausalLM, rows_WS: Tensor) -> Tensor:

@@ -383,8 +383,8 @@ class GrmoeModel(GrmoePreTrainedModel):
             )
         cos, sin = self.rotary_emb(x, position_ids=position_ids)
         rotary = realize(cos), realize(sin)
-        # The residual stream too, as where weights are gathered in bf16 (FSDP): in fp32 its reading and writing, and
-        # the casts of its gradient, are a thirtieth of a training step.
+        # The residual stream too, as where weights are gathered in bf16 (FSDP): fp32 would be twice the bytes in every
+        # norm, and a cast of its gradient in every half of a block.
         x = as_autocast(x)
         losses = []
         for layer in self.layers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from grmoe.dial.figure import two_panels
 from grmoe.dial.measure import increase
 from grmoe.prune.choose import RANDOM
 from grmoe.prune.report import draws
@@ -15,24 +16,13 @@ FIGURE = "prune.png"
 
 
 def draw(result: Result, path: Path) -> Path:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK}
-    with plt.rc_context(style):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    with two_panels(path) as (left, right):
         _counts(left, result)
         _texts(right, result)
         for ax in (left, right):
             ax.axhline(0, color=INK, lw=0.8)
-            ax.title.set_fontsize(9)
             ax.set_ylabel("perplexity increase, %")
         left.legend(frameon=False, fontsize=8)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
     return path
 
 

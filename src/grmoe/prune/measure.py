@@ -1,4 +1,4 @@
-"""What surgery did to a model: its loss on a text, as `grmoe dial` measures it, and how far its predictions moved.
+"""How far surgery moved a model's predictions.
 
 Legend: W windows, S tokens of a window, D model width, V vocabulary.
 """
@@ -6,41 +6,14 @@ Legend: W windows, S tokens of a window, D model width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from grmoe.dial.measure import Point, window_losses
-from grmoe.dial.setting import current
 from grmoe.dial.text import Text
 from grmoe.model import GrmoeForCausalLM
-from grmoe.routing import routers
 
 TOKENS = 32768  # of calibration text that predictions are compared on
-
-
-@torch.no_grad()
-def measure(model: GrmoeForCausalLM, text: Text) -> Point:
-    """The model as it stands. `Meter` would also take principal angles of all frames, which nobody reads here."""
-    rows = max(1, (16384 if model.device.type == "cuda" else 2048) // text.rows_WS.shape[1])
-    model.reset_routing_metrics()
-    parts = [window_losses(model, rows_WS.to(model.device)) for rows_WS in text.rows_WS.split(rows)]
-    losses_W = torch.cat(parts).double().cpu()
-    if not bool(torch.isfinite(losses_W).all()):
-        raise ValueError(f"the loss must be finite to be compared, got NaN or Inf on {text.name}")
-    metrics = [router.metrics.read() for router in routers(model)]
-    model.reset_routing_metrics()
-    return Point(
-        current(model.config),
-        "pruned",
-        losses_W,
-        fmean(m.experts_computed for m in metrics),
-        tuple(m.experts_computed for m in metrics),
-        fmean(m.entropy for m in metrics),
-        fmean(m.effective_experts_entropy for m in metrics),
-        fmean(m.effective_experts_inverse for m in metrics),
-    )
 
 
 class Divergence:

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from grmoe import checks
-from grmoe.dial.measure import Point, increase
+from grmoe.dial.measure import Point, increase, measure
 from grmoe.dial.text import Text, default_tokens, read_text, window_length
 from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.prune.choose import DROPS, MERGES, RANDOM, Method, methods, prediction_method, random_method
 from grmoe.prune.gates import check_router, similarity
-from grmoe.prune.measure import Divergence, measure
+from grmoe.prune.measure import Divergence
 from grmoe.prune.site import Layout, Site, install, sites, whole
 from grmoe.prune.write import Size, size
 from grmoe.train.loading import Opened, open_model
@@ -104,7 +104,7 @@ def run_prune(
         tick(label, total)
 
     def measured(on: Text, label: str) -> Point:
-        point = measure(model, on)
+        point = measure(model, on, "pruned")
         count(label)
         return point
 

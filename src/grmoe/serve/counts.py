@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 
 # Clients choose α freely: past so many different ones the rest is counted together.
 MOST_ALPHAS = 64
@@ -10,7 +10,7 @@ MOST_ALPHAS = 64
 
 class Counts:
     def __init__(self) -> None:
-        self.values: Counter[tuple[str, str]] = Counter()
+        self.values: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.alphas: set[str] = set()
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
@@ -19,7 +19,7 @@ class Counts:
                 labels["alpha"] = "other"
             self.alphas.add(labels["alpha"])
         text = ",".join(f'{key}="{value}"' for key, value in labels.items())
-        self.values[name, text] += amount  # type: ignore[assignment]
+        self.values[name, text] += amount
 
     def text(self, **gauges: float) -> str:
         lines = []
