@@ -36,6 +36,8 @@ function padded(values, share = 0.06) {
   return [low - room, high + room];
 }
 
+const HALF_LETTER = 3.6; // pixels, of a tick's words, at most
+
 // spec: x, y {domain, log, label, format, ticks}, height; `paint(pane)` draws with pane.X, pane.Y into pane.g.
 function axes(width, spec) {
   const { x, y, height = 240, label } = spec;
@@ -53,9 +55,11 @@ function axes(width, spec) {
     );
   }
   for (const v of ticksOf(x, right - margin.left, 62)) {
+    const words = String(format(x)(v));
+    const middle = Math.min(X(v), width - HALF_LETTER * words.length); // a tick at the edge keeps its words inside
     root.append(
       svg("line", { class: "tickmark", x1: X(v), x2: X(v), y1: bottom, y2: bottom + 4 }),
-      svg("text", { class: "tick", x: X(v), y: bottom + 15, "text-anchor": "middle" }, format(x)(v)),
+      svg("text", { class: "tick", x: middle, y: bottom + 15, "text-anchor": "middle" }, words),
     );
   }
   root.append(
