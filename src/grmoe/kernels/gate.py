@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from grmoe.kernels import gate_kernels as kernels
 from grmoe.kernels.launch import ceil_div, dense, launch, power_of_2, tiled
-from grmoe.kernels.runtime import DENSE, INTERPRETED, attempt, is_hopper
+from grmoe.kernels.runtime import DENSE, INTERPRETED, attempt, is_hopper, specialises
 
 
 class Tiles(NamedTuple):
@@ -113,30 +113,40 @@ def _forward(
     if T == 0:
         zero.zero_()
         return *outputs, packed
-    x, prior = dense(x), prior.contiguous()
-    t = p.forward
-    args = (
-        tiled(x, t.tokens, t.width),
-        tiled(x, t.tokens, t.width),
-        tiled(packed, t.columns, t.width),
-        *(prior if log_kappa is None else log_kappa.contiguous(), prior, alpha),
+    x, t = dense(x), p.forward
+    pointers = (
+        *(prior if log_kappa is None else log_kappa.contiguous(), prior.contiguous(), alpha),
         *(logits, probs, weights, selected.view(torch.uint8), norm, zero),
         *(T, energy_scale, limit),
     )
-    constants = (
-        *(D, K, p.columns, N),
-        *(
-            square,
-            log_kappa is not None and log_kappa.ndim == 2,
-            posterior,
-            mode,
-            most,
-            renormalize,
-            p.precision,
-        ),
-        *(p.experts, t.tokens, t.columns, t.width, t.at_once),
-    )
-    launch(kernels.gate_kernel, (ceil_div(T, t.tokens),), args, constants, t.warps, t.stages)
+    diagonal = log_kappa is not None and log_kappa.ndim == 2
+    shape, choice = (D, K, p.columns, N), (diagonal, posterior, mode, most, renormalize)
+
+    def plain() -> None:
+        tiles = tiled(x, t.tokens, t.width)
+        args = (tiles, tiles, tiled(packed, t.columns, t.width), *pointers)
+        sizes = (p.precision, p.experts, t.tokens, t.columns, t.width, t.at_once)
+        launch(
+            kernels.gate_kernel,
+            (ceil_div(T, t.tokens),),
+            args,
+            (*shape, square, *choice, *sizes),
+            t.warps,
+            t.stages,
+        )
+
+    def specialised() -> None:
+        from grmoe.kernels import hopper, hopper_gate
+
+        args = (hopper.swizzled(x, t.tokens, t.width), hopper.swizzled(packed, t.columns, t.width), *pointers)
+        constants = (*shape, *choice, p.experts, t.tokens, t.columns, t.width, t.stages)
+        launch(hopper_gate.gate_kernel, (ceil_div(T, t.tokens),), args, constants)
+
+    # Its layout of sums wants eight experts, and with more than 64 its registers run out.
+    if square and t == WIDE and 8 <= p.experts <= 64 and specialises(x.device):
+        attempt("gate for Hopper", specialised, plain)
+    else:
+        plain()
     return *outputs, packed
 
 

@@ -62,7 +62,7 @@ def unpack_kernel(
 
 
 @triton.jit
-def _column_weights(log_kappa_ptr, column, num_experts, K, NP: tl.constexpr, DIAGONAL: tl.constexpr):
+def column_weights(log_kappa_ptr, column, num_experts, K, NP: tl.constexpr, DIAGONAL: tl.constexpr):
     """λ of each packed column: κ_e, or λ_ej along the frame's directions; zero on padding."""
     expert, j = column % NP, column // NP
     inside = (expert < num_experts) & (j < K)
@@ -80,8 +80,44 @@ def _sum_directions(
         acc_BC = acc_BC * acc_BC
         if DIAGONAL:
             here = column + tl.arange(0, BC)
-            acc_BC = acc_BC * _column_weights(log_kappa_ptr, here, num_experts, K, NP, DIAGONAL)[None, :]
+            acc_BC = acc_BC * column_weights(log_kappa_ptr, here, num_experts, K, NP, DIAGONAL)[None, :]
     return tl.sum(tl.reshape(acc_BC, (BT, BC // NP, NP)), axis=1)
+
+
+@triton.jit
+def finish_gate(
+    sums_BN, norm_B, token, expert, log_kappa_ptr, prior_ptr, alpha_ptr,
+    logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, limit,
+    num_experts: tl.constexpr, SQUARE: tl.constexpr, DIAGONAL: tl.constexpr, POSTERIOR: tl.constexpr,
+    MODE: tl.constexpr, MOST: tl.constexpr, RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """From the sums over directions and ‖x‖² to everything the gate returns, for a tile of tokens."""
+    real_N = expert < num_experts
+    prior_N = tl.load(prior_ptr + expert, mask=real_N, other=0.0)
+    alpha = tl.load(alpha_ptr)
+    scores_BN = sums_BN
+    if SQUARE:
+        norm_B = tl.maximum(norm_B, ZERO_TOKEN)
+        scores_BN = scores_BN * (energy_scale / norm_B)[:, None]
+        if not DIAGONAL:
+            kappa_N = tl.exp(tl.load(log_kappa_ptr + expert, mask=real_N, other=0.0))
+            scores_BN = scores_BN * kappa_N[None, :]
+    if POSTERIOR:
+        logits_BN = alpha * (scores_BN + prior_N[None, :])
+    else:
+        logits_BN = alpha * scores_BN + prior_N[None, :]
+    probs_BN = softmax_BN(tl.where(real_N[None, :], logits_BN, float("-inf")))
+    chosen_BN = select_BN(probs_BN, expert, real_N, limit, MODE, MOST)
+    weights_BN = weigh_BN(probs_BN, chosen_BN, RENORMALIZE)
+
+    inside = (token < num_tokens)[:, None] & real_N[None, :]
+    place = token[:, None].to(tl.int64) * num_experts + expert[None, :]
+    tl.store(logits_ptr + place, logits_BN, mask=inside)
+    tl.store(probs_ptr + place, probs_BN, mask=inside)
+    tl.store(weights_ptr + place, weights_BN, mask=inside)
+    tl.store(selected_ptr + place, chosen_BN.to(tl.uint8), mask=inside)
+    if SQUARE:
+        tl.store(norm_ptr + token, norm_B, mask=token < num_tokens)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -121,15 +157,9 @@ def gate_kernel(
     """One program: BT tokens against all experts."""
     first = tl.program_id(0) * BT
     expert = tl.arange(0, NP)
-    real_N = expert < num_experts
     sums_BN = tl.zeros((BT, NP), tl.float32)
     norm_B = tl.zeros((BT,), tl.float32)
     token = first + tl.arange(0, BT)
-    # Asked for before the products, they are there behind them; there, everybody would wait for memory once more.
-    prior_N = tl.load(prior_ptr + expert, mask=real_N, other=0.0)
-    alpha = tl.load(alpha_ptr)
-    if SQUARE and not DIAGONAL:
-        log_kappa_N = tl.load(log_kappa_ptr + expert, mask=real_N, other=0.0)
     done: tl.constexpr = (3 if AT_ONCE else 1) if SQUARE else 0
     if SQUARE:
         # The lengths come from a copy of the tile of their own, `again_desc`: given one tile for the tensor core and
@@ -164,28 +194,11 @@ def gate_kernel(
         sums_BN += _sum_directions(
             acc_BC, log_kappa_ptr, column, num_experts, K, SQUARE, DIAGONAL, BT, BC, NP
         )
-    scores_BN = sums_BN
-    if SQUARE:
-        norm_B = tl.maximum(norm_B, ZERO_TOKEN)
-        scores_BN = scores_BN * (energy_scale / norm_B)[:, None]
-        if not DIAGONAL:
-            scores_BN = scores_BN * tl.exp(log_kappa_N)[None, :]
-    if POSTERIOR:
-        logits_BN = alpha * (scores_BN + prior_N[None, :])
-    else:
-        logits_BN = alpha * scores_BN + prior_N[None, :]
-    probs_BN = softmax_BN(tl.where(real_N[None, :], logits_BN, float("-inf")))
-    chosen_BN = select_BN(probs_BN, real_N, limit, MODE, MOST)
-    weights_BN = weigh_BN(probs_BN, chosen_BN, RENORMALIZE)
-
-    inside = (token < num_tokens)[:, None] & real_N[None, :]
-    place = token[:, None].to(tl.int64) * num_experts + expert[None, :]
-    tl.store(logits_ptr + place, logits_BN, mask=inside)
-    tl.store(probs_ptr + place, probs_BN, mask=inside)
-    tl.store(weights_ptr + place, weights_BN, mask=inside)
-    tl.store(selected_ptr + place, chosen_BN.to(tl.uint8), mask=inside)
-    if SQUARE:
-        tl.store(norm_ptr + token, norm_B, mask=token < num_tokens)
+    finish_gate(
+        sums_BN, norm_B, token, expert, log_kappa_ptr, prior_ptr, alpha_ptr,
+        logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, limit,
+        num_experts, SQUARE, DIAGONAL, POSTERIOR, MODE, MOST, RENORMALIZE,
+    )  # fmt: skip
     if first == 0:
         tl.store(aux_ptr, 0.0)
 
@@ -279,7 +292,7 @@ def gate_backward_kernel(
                 x_desc.load([first, d]), packed_desc.load([column, d]).T, q_BC, input_precision=PRECISION
             )
         here = column + tl.arange(0, BC)
-        lambda_C = _column_weights(log_kappa_ptr, here, num_experts, K, NP, DIAGONAL)
+        lambda_C = column_weights(log_kappa_ptr, here, num_experts, K, NP, DIAGONAL)
         wq_BRN = tl.reshape(q_BC, (BT, BC // NP, NP)) * w_BN[:, None, :]
         wq_BC = tl.reshape(wq_BRN, (BT, BC))
         scaled_desc.store([first, column], (2.0 * lambda_C[None, :] * wq_BC).to(scaled_desc.dtype))

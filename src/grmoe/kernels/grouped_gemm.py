@@ -21,7 +21,7 @@ from torch import Tensor
 
 from grmoe.kernels.launch import ceil_div, launch, power_of_2, tiled
 from grmoe.kernels.rows import gelu, sigmoid
-from grmoe.kernels.runtime import INTERPRETED, num_programs
+from grmoe.kernels.runtime import INTERPRETED, attempt, num_programs, specialises
 
 
 class Tiles(NamedTuple):
@@ -35,19 +35,22 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def _locate(tile, end_N, start_N, tiles_N, last_N, row_tiles, column_tiles: tl.constexpr, GROUP: tl.constexpr,
-            BM: tl.constexpr, NP: tl.constexpr):  # fmt: skip
-    """(expert, first row, end row, column tile) of a tile; groups of row tiles walk the columns together."""
+def locate(tile, lists, row_tiles, column_tiles: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr):
+    """(expert, first row, end row, column tile) of a tile; groups of row tiles walk the columns together.
+
+    lists: the experts' indices, ends, starts, row tiles and row tiles up to and with them.
+    """
+    experts_N, end_N, start_N, tiles_N, last_N = lists
     width = GROUP * column_tiles
     group = tile // width
     size = tl.minimum(row_tiles - group * GROUP, GROUP)
     index = group * GROUP + (tile % width) % size
     column = (tile % width) // size
     expert = tl.sum((last_N <= index).to(tl.int32), axis=0)
-    mine = tl.arange(0, NP) == expert
-    before = tl.sum(tl.where(mine, last_N - tiles_N, 0), axis=0)
-    start = tl.sum(tl.where(mine, start_N, 0), axis=0) + (index - before) * BM
-    return expert, start, tl.sum(tl.where(mine, end_N, 0), axis=0), column
+    mine_N = experts_N == expert
+    before = tl.sum(tl.where(mine_N, last_N - tiles_N, 0), axis=0)
+    start = tl.sum(tl.where(mine_N, start_N, 0), axis=0) + (index - before) * BM
+    return expert, start, tl.sum(tl.where(mine_N, end_N, 0), axis=0), column
 
 
 @triton.jit
@@ -66,13 +69,11 @@ def grouped_gemm_kernel(
     end_N = tl.load(offset_ptr + experts, mask=experts < num_experts, other=0)
     start_N = tl.load(offset_ptr + experts - 1, mask=(experts > 0) & (experts < num_experts), other=0)
     tiles_N = tl.where(experts < num_experts, (end_N - start_N + BM - 1) // BM, 0)
-    last_N = tl.cumsum(tiles_N, axis=0)
+    lists = (experts, end_N, start_N, tiles_N, tl.cumsum(tiles_N, axis=0))
     row_tiles = tl.sum(tiles_N, axis=0)
     column_tiles: tl.constexpr = (O + BO - 1) // BO
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN):
-        expert, first, end, column_tile = _locate(
-            tile, end_N, start_N, tiles_N, last_N, row_tiles, column_tiles, GROUP, BM, NP
-        )
+        expert, first, end, column_tile = locate(tile, lists, row_tiles, column_tiles, GROUP, BM)
         row = first + tl.arange(0, BM)
         column = column_tile * BO
         if GATHER:
@@ -136,26 +137,41 @@ def grouped_gemm(
     A = len(a) if token is None else len(token)
     out = torch.empty(A, O, dtype=a.dtype, device=a.device)
     flat = b.view(-1, b.shape[2])
-    shape = (tiles.columns, tiles.inner) if transposed else (tiles.inner, tiles.columns)
-    most = (ceil_div(A, tiles.rows) + N) * ceil_div(O, tiles.columns)
-    args = (
-        a,
-        tiled(a, tiles.rows, tiles.inner),
-        tiled(flat, *shape),
-        out,
-        out if inner is None else inner,
-        offset if token is None else token,
-        offset,
+    pointers = (
+        *(out, out if inner is None else inner),
+        *(offset if token is None else token, offset),
     )
-    precision = "ieee" if INTERPRETED or a.dtype != torch.float32 else "tf32x3"
-    constants = (
-        *(N, K, O, b.shape[1]),
-        *(token is not None, transposed, activation, inner is not None, precision),
-        *(tiles.rows, tiles.columns, tiles.inner, tiles.group, power_of_2(N), tiles.flatten),
-    )
-    launch(
-        grouped_gemm_kernel, (min(num_programs(a.device), most),), args, constants, tiles.warps, tiles.stages
-    )
+    programs = num_programs(a.device)
+
+    def plain() -> None:
+        shape = (tiles.columns, tiles.inner) if transposed else (tiles.inner, tiles.columns)
+        args = (a, tiled(a, tiles.rows, tiles.inner), tiled(flat, *shape), *pointers)
+        precision = "ieee" if INTERPRETED or a.dtype != torch.float32 else "tf32x3"
+        constants = (
+            *(N, K, O, b.shape[1]),
+            *(token is not None, transposed, activation, inner is not None, precision),
+            *(tiles.rows, tiles.columns, tiles.inner, tiles.group, power_of_2(N), tiles.flatten),
+        )
+        most = (ceil_div(A, tiles.rows) + N) * ceil_div(O, tiles.columns)
+        launch(grouped_gemm_kernel, (min(programs, most),), args, constants, tiles.warps, tiles.stages)
+
+    def specialised() -> None:
+        from grmoe.kernels import hopper, hopper_up
+
+        columns = hopper.COLUMNS // (2 if activation == 1 else 1)
+        args = (a, hopper.swizzled(flat, columns, hopper.INNER), *pointers)
+        constants = (
+            *(N, K, O, b.shape[1], activation == 1, inner is not None),
+            *(hopper.ROWS, columns, hopper.INNER, tiles.group, power_of_2(N), hopper.STAGES),
+        )
+        most = (ceil_div(A, hopper.ROWS) + N) * ceil_div(O, columns)
+        launch(hopper_up.up_kernel, (min(programs, most),), args, constants)
+
+    # Without gather and activation Triton's pipeline is as fast.
+    if token is not None and activation and a.dtype != torch.float32 and specialises(a.device):
+        attempt("first GEMM for Hopper", specialised, plain)
+    else:
+        plain()
     return out
 
 

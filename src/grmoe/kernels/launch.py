@@ -58,11 +58,11 @@ def launch(
         if kind is int or kind is float:
             values.append(arg)
             continue
-        base = arg.base if kind is Tiled else arg
+        base = arg if isinstance(arg, Tensor) else arg.base
         address = base.data_ptr()
         if address & 15:
             return _launch_anew(kernel, grid, args, constants, warps, stages, base.device)
-        values.append(arg if kind is Tiled else address)
+        values.append(address if base is arg else arg)
         types.append(base.dtype)
         index = base.device.index
     key = (kernel.fn, index, warps, stages, constants, *types)

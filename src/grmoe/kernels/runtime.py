@@ -50,6 +50,16 @@ def is_hopper(device: torch.device) -> bool:
     return INTERPRETED or _generation(device.index) in (9, 10)
 
 
+def specialises(device: torch.device) -> bool:
+    """Hopper itself, whose groups of warps multiply asynchronously, and a Triton with Gluon to say so."""
+    return not INTERPRETED and _generation(device.index) == 9 and _has_gluon()
+
+
+@cache
+def _has_gluon() -> bool:
+    return importlib.util.find_spec("triton.experimental.gluon") is not None
+
+
 # A number, not the pair of which it is the first: the Dynamo of torch 2.11 cannot compare a constant tuple.
 @torch.compiler.assume_constant_result
 def _generation(index: int) -> int:
@@ -82,7 +92,7 @@ def has_failed(name: str) -> bool:
 
 
 def failures() -> list[str]:
-    """Kernels that did not compile and that PyTorch stands in for."""
+    """Kernels that did not compile and that something slower stands in for."""
     return sorted(_failed)
 
 
@@ -98,9 +108,7 @@ def attempt(name: str, kernel: Callable[[], Result], otherwise: Callable[[], Res
                 raise
             _failed.add(name)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:300]
-            text = (
-                f"the Triton kernel {name!r} did not compile; PyTorch takes its place from now on: {reason}"
-            )
+            text = f"the kernel {name!r} did not compile; a slower way takes its place from now on: {reason}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
     return otherwise()
 
@@ -110,6 +118,8 @@ def _is_compile_error(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return False
     if type(error).__name__ in ("OutOfResources", "CompilationError", "PTXASError"):
+        return True
+    if isinstance(error, ImportError):  # Gluon is experimental, and its names move between Triton's versions
         return True
     frame = error.__traceback__
     while frame is not None:

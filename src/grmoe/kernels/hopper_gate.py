@@ -1,0 +1,147 @@
+"""The Grassmann gate's forward for Hopper: the same arithmetic as `gate_kernels.gate_kernel`, warp-specialised.
+
+Legend: T tokens, D model width, N experts (padded to a power of two), K rank, C = K·N packed columns; B… tile sizes.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from grmoe.kernels.gate_kernels import column_weights, finish_gate
+
+
+@gluon.jit
+def _fetch(
+    x_desc, packed_desc, tiles, first,
+    D: gl.constexpr, C: gl.constexpr, BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp: x passes by once for each tile of columns."""
+    x_tiles, packed_tiles, full, empty = tiles
+    steps: gl.constexpr = (D + BD - 1) // BD
+    for i in range(steps * (C // BC)):
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)  # at first all are empty
+        ready = full.index(stage)
+        mbarrier.expect(ready, x_desc.block_type.nbytes + packed_desc.block_type.nbytes)
+        d = i % steps * BD
+        tma.async_copy_global_to_shared(x_desc, [first, d], ready, x_tiles.index(stage))
+        tma.async_copy_global_to_shared(packed_desc, [i // steps * BC, d], ready, packed_tiles.index(stage))
+
+
+@gluon.jit
+def _sum_directions(
+    acc_BC, log_kappa_ptr, column, num_experts: gl.constexpr, K: gl.constexpr, DIAGONAL: gl.constexpr,
+    BT: gl.constexpr, BC: gl.constexpr, NP: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """Σ over the directions in this tile of their squares, weighted by λ where it is diagonal, (BT, NP)."""
+    acc_BC = acc_BC * acc_BC
+    if DIAGONAL:
+        here = column + gl.arange(0, BC, gl.SliceLayout(0, acc_BC.type.layout))
+        acc_BC = acc_BC * column_weights(log_kappa_ptr, here, num_experts, K, NP, DIAGONAL)[None, :]
+    # Every N-th column: the sum stays in a thread's registers, as the trivial conversion says.
+    sums_BN = gl.sum(acc_BC.reshape([BT, BC // NP, NP]), axis=1)
+    return gl.convert_layout(sums_BN, SUMS, assert_trivial=True)
+
+
+@gluon.jit
+def _multiply(
+    HALF: gl.constexpr, tiles, first, log_kappa_ptr, prior_ptr, alpha_ptr, results, num_tokens, energy_scale, limit,
+    D: gl.constexpr, K: gl.constexpr, C: gl.constexpr, num_experts: gl.constexpr, DIAGONAL: gl.constexpr,
+    POSTERIOR: gl.constexpr, MODE: gl.constexpr, MOST: gl.constexpr, RENORMALIZE: gl.constexpr, NP: gl.constexpr,
+    BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Four warps: one half of the tile's tokens against all experts."""
+    x_tiles, packed_tiles, full, empty = tiles
+    logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr = results
+    BT: gl.constexpr = 64
+    steps: gl.constexpr = (D + BD - 1) // BD
+    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BC, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, NP, 16])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    square_BD = gl.zeros([BT, BD], gl.float32, ROWS)
+    acc_BC = gl.zeros([BT, BC], gl.float32, PRODUCTS)
+    for i in range(steps):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        x = x_tiles.index(stage).slice(HALF * BT, BT)
+        acc_BC = warpgroup_mma(x, packed_tiles.index(stage).permute((1, 0)), acc_BC, is_async=True)
+        wide_BD = x.load(ROWS).to(gl.float32)  # the lengths, while the tensor cores work
+        square_BD += wide_BD * wide_BD
+        # The product before this one is done, so its tiles may be filled anew.
+        acc_BC = warpgroup_mma_wait(num_outstanding=1, deps=(acc_BC,))
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+    acc_BC = warpgroup_mma_wait(num_outstanding=0, deps=(acc_BC,))
+    mbarrier.arrive(empty.index((steps - 1) % STAGES), count=1)
+    sums_BN = _sum_directions(acc_BC, log_kappa_ptr, 0, num_experts, K, DIAGONAL, BT, BC, NP, SUMS)
+    for tile in range(1, C // BC):
+        acc_BC = gl.zeros([BT, BC], gl.float32, PRODUCTS)
+        for step in range(steps):
+            i = tile * steps + step
+            stage = i % STAGES
+            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+            x = x_tiles.index(stage).slice(HALF * BT, BT)
+            acc_BC = warpgroup_mma(x, packed_tiles.index(stage).permute((1, 0)), acc_BC, is_async=True)
+            acc_BC = warpgroup_mma_wait(num_outstanding=1, deps=(acc_BC,))
+            mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        acc_BC = warpgroup_mma_wait(num_outstanding=0, deps=(acc_BC,))
+        mbarrier.arrive(empty.index((tile * steps + steps - 1) % STAGES), count=1)
+        sums_BN += _sum_directions(
+            acc_BC, log_kappa_ptr, tile * BC, num_experts, K, DIAGONAL, BT, BC, NP, SUMS
+        )
+    token = first + HALF * BT + gl.arange(0, BT, gl.SliceLayout(1, SUMS))
+    expert = gl.arange(0, NP, gl.SliceLayout(0, SUMS))
+    norm_B = gl.convert_layout(gl.sum(square_BD, axis=1), gl.SliceLayout(1, SUMS))
+    finish_gate(
+        sums_BN, norm_B, token, expert, log_kappa_ptr, prior_ptr, alpha_ptr,
+        logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, limit,
+        num_experts, True, DIAGONAL, POSTERIOR, MODE, MOST, RENORMALIZE,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def gate_kernel(
+    x_desc, packed_desc,
+    log_kappa_ptr, prior_ptr, alpha_ptr, logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, aux_ptr,
+    num_tokens, energy_scale, limit,
+    D: gl.constexpr, K: gl.constexpr, C: gl.constexpr, num_experts: gl.constexpr, DIAGONAL: gl.constexpr,
+    POSTERIOR: gl.constexpr, MODE: gl.constexpr, MOST: gl.constexpr, RENORMALIZE: gl.constexpr, NP: gl.constexpr,
+    BT: gl.constexpr, BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One program: BT = 128 tokens against all experts."""
+    first = gl.program_id(0) * BT
+    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BT, BD], x_desc.layout)
+    packed_tiles = gl.allocate_shared_memory(packed_desc.dtype, [STAGES, BC, BD], packed_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)  # both halves must be through with a tile
+    fence_async_shared()
+    tiles = (x_tiles, packed_tiles, full, empty)
+    results = (logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr)
+    # Registers: those that multiply need 128 for sums alone; the one that fetches hardly any.
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                0, tiles, first, log_kappa_ptr, prior_ptr, alpha_ptr, results, num_tokens, energy_scale, limit,
+                D, K, C, num_experts, DIAGONAL, POSTERIOR, MODE, MOST, RENORMALIZE, NP, BC, BD, STAGES,
+            )),
+            (_multiply, (
+                1, tiles, first, log_kappa_ptr, prior_ptr, alpha_ptr, results, num_tokens, energy_scale, limit,
+                D, K, C, num_experts, DIAGONAL, POSTERIOR, MODE, MOST, RENORMALIZE, NP, BC, BD, STAGES,
+            )),
+            (_fetch, (x_desc, packed_desc, tiles, first, D, C, BC, BD, STAGES)),
+        ],
+        [4, 1],
+        [232, 24],
+    )  # fmt: skip
+    if first == 0:
+        gl.store(aux_ptr, 0.0)

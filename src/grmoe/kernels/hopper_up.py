@@ -1,0 +1,172 @@
+"""The experts' first GEMM for Hopper: tokens gathered on the way in, activation on the way out, warp-specialised.
+
+The same arithmetic as `grouped_gemm.grouped_gemm_kernel` with GATHER and TRANSPOSED. Scattered rows cannot go through
+the copy engine, so four warps fetch: rows by ordinary asynchronous copies, weights by the engine, and both report to
+one barrier.
+
+Legend: A rows, N experts (padded to a power of two), K inner dimension, O output columns; B… tile sizes.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from grmoe.kernels.grouped_gemm import locate
+from grmoe.kernels.rows import gelu, sigmoid
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _tiles_of_experts(offset_ptr, num_experts: gl.constexpr, BM: gl.constexpr, NP: gl.constexpr):
+    """(expert, end, start, row tiles, row tiles up to and with it) of each expert, and their number."""
+    expert = gl.arange(0, NP, gl.BlockedLayout([1], [32], [4], [0]))
+    end_N = gl.load(offset_ptr + expert, mask=expert < num_experts, other=0)
+    start_N = gl.load(offset_ptr + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0)
+    tiles_N = gl.where(expert < num_experts, (end_N - start_N + BM - 1) // BM, 0)
+    return (expert, end_N, start_N, tiles_N, gl.associative_scan(tiles_N, 0, _add)), gl.sum(tiles_N, axis=0)
+
+
+@gluon.jit
+def _fetch(
+    a_ptr, b_desc, tiles, token_ptr, offset_ptr,
+    num_experts: gl.constexpr, K: gl.constexpr, O: gl.constexpr, B_ROWS: gl.constexpr, GLU: gl.constexpr,
+    BM: gl.constexpr, BO: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, NP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Four warps: the rows and weights of every tile of this program, as places become empty."""
+    a_tiles, b_tiles, full, empty = tiles
+    lists, row_tiles = _tiles_of_experts(offset_ptr, num_experts, BM, NP)
+    column_tiles: gl.constexpr = (O + BO - 1) // BO
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    i = 0
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
+        expert, first, end, column_tile = locate(tile, lists, row_tiles, column_tiles, GROUP, BM)
+        row = first + gl.arange(0, BM, gl.SliceLayout(1, ROWS))
+        token = gl.load(token_ptr + row, mask=row < end, other=0).to(gl.int64)
+        here = gl.arange(0, BK, gl.SliceLayout(0, ROWS))
+        a_rows = a_ptr + token[:, None] * K + here[None, :]
+        b_row = expert * B_ROWS + column_tile * BO
+        for k in range(0, K, BK):
+            stage = i % STAGES
+            mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)  # at first all are empty
+            ready, b_tile = full.index(stage), b_tiles.index(stage)
+            mbarrier.expect(ready, b_desc.block_type.nbytes * (2 if GLU else 1))
+            if GLU:  # the two halves one below the other, so that one product computes both
+                tma.async_copy_global_to_shared(b_desc, [b_row, k], ready, b_tile.slice(0, BO))
+                tma.async_copy_global_to_shared(b_desc, [b_row + O, k], ready, b_tile.slice(BO, BO))
+            else:
+                tma.async_copy_global_to_shared(b_desc, [b_row, k], ready, b_tile)
+            if K % BK == 0:
+                async_copy.async_copy_global_to_shared(a_tiles.index(stage), a_rows + k)
+            else:  # zeros past the end
+                async_copy.async_copy_global_to_shared(
+                    a_tiles.index(stage), a_rows + k, mask=(k + here < K)[None, :]
+                )
+            async_copy.mbarrier_arrive(ready, increment_count=False)
+            i += 1
+
+
+@gluon.jit
+def _store(ptr, tile, first, column, end, O: gl.constexpr, STRIDE: gl.constexpr):
+    """A tile of 64 × 128, through shared memory: from the tensor cores' layout a row would go in 16-byte pieces."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    tile = gl.convert_layout(tile.to(ptr.dtype.element_ty), WIDE)
+    row = first + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
+    here = column + gl.arange(0, 128, gl.SliceLayout(0, WIDE))
+    place = row[:, None].to(gl.int64) * STRIDE + here[None, :]
+    gl.store(ptr + place, tile, mask=(row < end)[:, None] & (here < O)[None, :])
+
+
+@gluon.jit
+def _multiply(
+    HALF: gl.constexpr, tiles, out_ptr, inner_ptr, offset_ptr,
+    num_experts: gl.constexpr, K: gl.constexpr, O: gl.constexpr, GLU: gl.constexpr, SAVE: gl.constexpr,
+    BM: gl.constexpr, BO: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, NP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Four warps: one half of the rows of every tile of this program."""
+    a_tiles, b_tiles, full, empty = tiles
+    lists, row_tiles = _tiles_of_experts(offset_ptr, num_experts, BM, NP)
+    column_tiles: gl.constexpr = (O + BO - 1) // BO
+    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]
+    )
+    i = 0
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
+        _, first, end, column_tile = locate(tile, lists, row_tiles, column_tiles, GROUP, BM)
+        acc = gl.zeros([64, 256], gl.float32, PRODUCTS)
+        for k in range(0, K, BK):
+            stage = i % STAGES
+            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+            fence_async_shared()  # rows came by ordinary copies, which the tensor cores do not see by themselves
+            rows = a_tiles.index(stage).slice(HALF * 64, 64)
+            acc = warpgroup_mma(rows, b_tiles.index(stage).permute((1, 0)), acc, is_async=True)
+            # The product before this one is done, so its tiles may be filled anew.
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            i += 1
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1)
+        first += HALF * 64
+        column = column_tile * BO
+        left, right = acc.reshape([64, 2, 128]).permute((0, 2, 1)).split()
+        if GLU:
+            if SAVE:
+                _store(inner_ptr, left, first, column, end, O, 2 * O)
+                _store(inner_ptr + O, right, first, column, end, O, 2 * O)
+            _store(out_ptr, left * sigmoid(left) * right, first, column, end, O, O)
+        else:
+            if SAVE:
+                _store(inner_ptr, left, first, column, end, O, O)
+                _store(inner_ptr, right, first, column + 128, end, O, O)
+            _store(out_ptr, gelu(left), first, column, end, O, O)
+            _store(out_ptr, gelu(right), first, column + 128, end, O, O)
+
+
+@gluon.jit
+def up_kernel(
+    a_ptr, b_desc, out_ptr, inner_ptr, token_ptr, offset_ptr,
+    num_experts: gl.constexpr, K: gl.constexpr, O: gl.constexpr, B_ROWS: gl.constexpr, GLU: gl.constexpr,
+    SAVE: gl.constexpr,
+    BM: gl.constexpr, BO: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, NP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Persistent; BM = 128 rows, and 256 rows of B: BO = 128 of either half with GLU, else BO = 256."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], a_ptr.dtype.element_ty)
+    a_tiles = gl.allocate_shared_memory(a_ptr.dtype.element_ty, [STAGES, BM, BK], SHARED)
+    b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 256, BK], b_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=129)  # the copy engine, and each thread that copies rows
+        mbarrier.init(empty.index(i), count=2)  # both halves must be through with a tile
+    fence_async_shared()
+    tiles = (a_tiles, b_tiles, full, empty)
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                0, tiles, out_ptr, inner_ptr, offset_ptr,
+                num_experts, K, O, GLU, SAVE, BM, BO, BK, GROUP, NP, STAGES,
+            )),
+            (_multiply, (
+                1, tiles, out_ptr, inner_ptr, offset_ptr,
+                num_experts, K, O, GLU, SAVE, BM, BO, BK, GROUP, NP, STAGES,
+            )),
+            (_fetch, (
+                a_ptr, b_desc, tiles, token_ptr, offset_ptr,
+                num_experts, K, O, B_ROWS, GLU, BM, BO, BK, GROUP, NP, STAGES,
+            )),
+        ],
+        [4, 4],
+        [216, 64],
+    )  # fmt: skip

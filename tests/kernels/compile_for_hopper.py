@@ -1,0 +1,105 @@
+"""Compiles the warp-specialised kernels for Hopper, on any machine, and prints what its assembler says of each (JSON).
+
+A process of its own: where the tests run without a GPU, kernels are interpreted, and Gluon has no interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from grmoe.kernels import hopper, hopper_gate, hopper_up
+
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+
+
+def tiles(rows: int) -> str:
+    return f"tensordesc<bf16[{rows}, 64],{hopper.layout(rows, 64, torch.bfloat16)!r}>"
+
+
+def assembler(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> str:
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr")}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, signature, values, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder, "kernel.ptx")
+        ptx.write_text(compiled.asm["ptx"])
+        command = [PTXAS, "-arch=sm_90a", "-v", ptx, "-o", Path(folder, "kernel.cubin")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def gate(N: int, diagonal: bool) -> str:
+    floats = ["log_kappa", "prior", "alpha", "logits", "probs", "weights", "norm", "aux"]
+    types = {
+        **{f"{name}_ptr": "*fp32" for name in floats},
+        "x_desc": tiles(128),
+        "packed_desc": tiles(256),
+        "selected_ptr": "*u8",
+        "num_tokens": "i32",
+        "energy_scale": "fp32",
+        "limit": "fp32",
+    }
+    constants = {
+        "D": 2048,
+        "K": 64,
+        "C": 64 * N,
+        "num_experts": N,
+        "DIAGONAL": diagonal,
+        "POSTERIOR": True,
+        "MODE": 1,
+        "MOST": 2,
+        "RENORMALIZE": True,
+        "NP": N,
+        "BT": 128,
+        "BC": 256,
+        "BD": 64,
+        "STAGES": 4,
+    }
+    return assembler(hopper_gate.gate_kernel, types, constants)
+
+
+def up(glu: bool, save: bool, K: int = 768) -> str:
+    columns = 128 if glu else 256
+    types = {
+        **{f"{name}_ptr": "*bf16" for name in ("a", "out", "inner")},
+        "token_ptr": "*i32",
+        "offset_ptr": "*i32",
+        "b_desc": tiles(columns),
+    }
+    constants = {
+        "num_experts": 8,
+        "K": K,
+        "O": 1000,
+        "B_ROWS": 1000 * (1 + glu),
+        "GLU": glu,
+        "SAVE": save,
+        "BM": 128,
+        "BO": columns,
+        "BK": 64,
+        "GROUP": 16,
+        "NP": 8,
+        "STAGES": 4,
+    }
+    return assembler(hopper_up.up_kernel, types, constants)
+
+
+if __name__ == "__main__":
+    said = {
+        "gate 16": gate(16, False),
+        "gate 32, diagonal": gate(32, True),
+        "up, SwiGLU": up(True, True),
+        "up, GELU, width 200": up(False, True, 200),
+    }
+    json.dump(said, sys.stdout)
