@@ -47,10 +47,11 @@ def compile_errors() -> list[Callable[..., Any]]:
         raiser(FileNotFoundError("no C compiler"), "triton.runtime.build"),
         raiser(triton.runtime.errors.OutOfResources(300000, 232448, "shared memory")),
         raiser(PTXASError("ptxas fatal")),
+        raiser(ImportError("cannot import name 'tma'")),
     ]
 
 
-@pytest.mark.parametrize("kind", range(6))
+@pytest.mark.parametrize("kind", range(7))
 def test_what_does_not_compile_is_reported_once(kind: int) -> None:
     fail = compile_errors()[kind]
     with pytest.warns(
@@ -80,7 +81,7 @@ def test_what_does_not_compile_is_reported_once(kind: int) -> None:
         ),
     ],
 )
-@pytest.mark.filterwarnings("ignore:the Triton kernel")
+@pytest.mark.filterwarnings("ignore:the kernel")
 def test_other_errors_pass_through(fail: Callable[..., Any]) -> None:
     with pytest.raises((ValueError, RuntimeError, KeyboardInterrupt)):
         runtime.attempt("k", fail, lambda: "torch")
@@ -108,7 +109,7 @@ PLACES: list[Any] = [
 
 
 @pytest.mark.parametrize(("module", "name"), PLACES, ids=lambda p: p if isinstance(p, str) else "")
-@pytest.mark.filterwarnings("ignore:the Triton kernel")
+@pytest.mark.filterwarnings("ignore:the kernel")
 def test_layer_falls_back(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
     """One kernel after another does not compile: the result stays, gradients and metrics included."""
     monkeypatch.setattr(
@@ -135,7 +136,7 @@ def test_layer_falls_back(monkeypatch: pytest.MonkeyPatch, module: Any, name: st
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.filterwarnings("ignore:the Triton kernel")
+@pytest.mark.filterwarnings("ignore:the kernel")
 def test_router_falls_back_in_eval_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where packing is what does not compile."""
     monkeypatch.setattr(gate_module, "launch", raiser(BROKEN, "triton.compiler.x"))
@@ -232,7 +233,7 @@ def test_a_backward_that_does_not_compile_falls_back_in_the_same_step(
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-@pytest.mark.filterwarnings("ignore:the Triton kernel")
+@pytest.mark.filterwarnings("ignore:the kernel")
 def test_a_kernel_that_fails_after_the_pre_activations_were_overwritten(
     monkeypatch: pytest.MonkeyPatch, activation: Any
 ) -> None:
