@@ -23,8 +23,8 @@ def _tile(width: int) -> tuple[int, int]:
     return max(1, ELEMENTS // columns), columns
 
 
-# Behind a GEMM these hold up the tensor cores, so instructions count. A division takes nine (it scales its operands), a
-# squared reciprocal root two, exact to 3e-7; exp takes five, exp2 one, and its factor joins another.
+# Behind a GEMM these hold up the tensor cores, so instructions count. A division scales its operands and exp guards its
+# range; a squared reciprocal root (exact to 3e-7) and exp2 do without: 6 instead of 13 for SiLU, 14 instead of 25 for GELU.
 @triton.jit
 def sigmoid(a):
     root = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * a))
