@@ -15,7 +15,7 @@ from grmoe.cli import app
 from grmoe.dial.certify import certify
 from grmoe.dial.gates import layer_inputs, moe_layers
 from grmoe.dial.measure import Increase, Meter, Point
-from grmoe.dial.report import verdict
+from grmoe.dial.report import per_layer, verdict
 from grmoe.dial.run import Check
 from grmoe.dial.setting import apply, mass
 from grmoe.dial.target import Target
@@ -96,6 +96,17 @@ def test_an_exported_folder_and_a_softmax_router_have_the_same_dial(
     again = open_model(out / "model")
     text = read_text(str(data), again, 32, 1024)
     assert Meter(again.model, text).trained.perplexity == chosen["perplexity"]
+
+
+def test_the_largest_gain_that_is_told_is_one_beyond_its_noise() -> None:
+    rows = [
+        {"experts": 1.7, "gain": 0.0015, "error": 0.0028},
+        {"experts": 1.5, "gain": 0.0010, "error": 0.0009},
+        {"experts": 1.2, "gain": 0.0002, "error": 0.0001},
+    ]
+    assert "at 2 of 3 points" in per_layer(rows)
+    assert "at most 0.0010 ± 0.0009 nats at 1.50 experts" in per_layer(rows)
+    assert "nowhere better" in per_layer(rows[:1])
 
 
 def test_mistakes_are_one_line(run: Path, tmp_path: Path) -> None:

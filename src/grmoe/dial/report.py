@@ -33,17 +33,20 @@ def summary(result: Result) -> list[str]:
         f"        {speed.relative:.2f} times the trained speed (middle 80 %: {_span(speed.relative_interval)}), "
         f"{speed.tokens_per_second:,.0f} tokens/s",
     ]
-    rows = gains(result.points)
-    best = max(rows, key=lambda row: row["gain"])
-    better = sum(row["gain"] > row["error"] for row in rows)
-    if best["gain"] > 0:
-        lines.append(
-            f"        one α per layer: lower loss at {better} of {len(rows)} points of the uniform frontier by more "
-            f"than its noise, at most {best['gain']:.4f} ± {best['error']:.4f} nats at {best['experts']:.2f} experts"
-        )
-    else:
-        lines.append("        one α per layer: nowhere better than one α for all")
+    lines.append(per_layer(gains(result.points)))
     return lines + [verdict(result.target, check) for check in result.checks]
+
+
+def per_layer(rows: list[dict[str, float]]) -> str:
+    """Where one α per layer beats one α for all: the points whose gain exceeds their noise, and the best of these."""
+    better = [row for row in rows if row["gain"] > row["error"]]
+    if not better:
+        return "        one α per layer: nowhere better than one α for all by more than its noise"
+    best = max(better, key=lambda row: row["gain"])
+    return (
+        f"        one α per layer: lower loss at {len(better)} of {len(rows)} points of the uniform frontier by more "
+        f"than its noise, at most {best['gain']:.4f} ± {best['error']:.4f} nats at {best['experts']:.2f} experts"
+    )
 
 
 def verdict(target: Target, check: Check) -> str:
