@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from grmoe.cli import app
+from grmoe.evaluate.points import points_of
+from grmoe.model import GrmoeConfig, GrmoeForCausalLM
 
 runner = CliRunner()
 
@@ -71,6 +73,17 @@ def test_mistakes_are_one_line(
     assert result.exit_code == 2, result.output
     assert re.search(re.escape(message), result.output.replace("\n", " ")), result.output
     assert "Traceback" not in result.output
+
+
+def test_a_router_without_a_dial_says_so(tmp_path: Path) -> None:
+    config = GrmoeConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_experts=4, router="hash",
+    )  # fmt: skip
+    model = GrmoeForCausalLM(config)
+    with pytest.raises(ValueError, match="a hash router has no dial"):
+        points_of(model, [1.0, 2.0])
+    assert [point.alpha for point in points_of(model, [])] == [1.0]
 
 
 def test_without_the_harness_the_install_line(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grmoe.checks import finite
+from grmoe.checks import finite, require
 from grmoe.evaluate.perplexity import Perplexity
 from grmoe.model import GrmoeForCausalLM
 
@@ -38,6 +38,10 @@ class Point:
 
 def points_of(model: GrmoeForCausalLM, alphas: Sequence[float]) -> list[Point]:
     """One for each α; without any, the model's own, which may be one for each layer."""
+    require(
+        not alphas or model.config.router != "hash",
+        "a hash router has no dial, for its gate is a fixed choice: leave --alpha out",
+    )
     own = model.config.alpha
     saved: Alpha = float(own) if isinstance(own, int | float) else [float(a) for a in own]
     return [Point(finite("alpha", a, at_least=0)) for a in dict.fromkeys(alphas)] or [Point(saved)]
