@@ -19,8 +19,9 @@ def test_defaults_are_a_run() -> None:
     found = config()
     model = found.model_config(8192, 0)
     assert (model.router, model.num_experts, model.eos_token_id) == ("grassmann", 8, 0)
-    assert found.schedule("weights") == (100, 0.1)
+    assert found.schedule("weights") == (300, 0.1)
     assert config("steps=100000").schedule("frames") == (2000, 0.1)
+    assert config("steps=6000").schedule("kappa") == (1800, 0.1)
     assert config("optim.warmup=7").schedule("kappa") == (7, 0.1)
 
 

@@ -40,7 +40,7 @@ class OptimConfig:
     lr: float = 3e-4
     frames_lr: float | None = None  # of the subspaces, on their manifold; 0.003·√rank unless said
     kappa_lr: float | None = None  # of log κ; 5·lr unless said: at lr the concentrations hardly move
-    warmup: int | None = None  # steps; 2000, or a tenth of a shorter run
+    warmup: int | None = None  # steps; 2000, or three tenths of a shorter run
     floor: float = 0.1  # the last rate, as a share of the peak
     # The subspaces' and log κ's own; as the weights' unless said.
     frames_warmup: int | None = None
@@ -170,7 +170,7 @@ class TrainConfig:
         o = self.optim
         warmups = {"weights": o.warmup, "kappa": o.kappa_warmup, "frames": o.frames_warmup}
         floors = {"weights": o.floor, "kappa": o.kappa_floor, "frames": o.frames_floor}
-        given = (warmups[kind], o.warmup, min(2000, self.steps // 10))
+        given = (warmups[kind], o.warmup, min(2000, 3 * self.steps // 10))
         floor = floors[kind]
         return next(w for w in given if w is not None), o.floor if floor is None else floor
 
