@@ -168,7 +168,8 @@ def grouped_gemm(
         launch(hopper_up.up_kernel, (min(programs, most),), args, constants)
 
     # Without gather and activation Triton's pipeline is as fast.
-    if token is not None and activation and a.dtype != torch.float32 and specialises(a.device):
+    gathers = token is not None and transposed and activation != 0
+    if gathers and a.dtype != torch.float32 and specialises(a.device):
         attempt("first GEMM for Hopper", specialised, plain)
     else:
         plain()

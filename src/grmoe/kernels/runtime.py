@@ -51,13 +51,8 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def specialises(device: torch.device) -> bool:
-    """Hopper itself, whose groups of warps multiply asynchronously, and a Triton with Gluon to say so."""
-    return not INTERPRETED and _generation(device.index) == 9 and _has_gluon()
-
-
-@cache
-def _has_gluon() -> bool:
-    return importlib.util.find_spec("triton.experimental.gluon") is not None
+    """Hopper itself, whose groups of warps multiply asynchronously. Whether Triton has Gluon, the attempt shows."""
+    return not INTERPRETED and _generation(device.index) == 9
 
 
 # A number, not the pair of which it is the first: the Dynamo of torch 2.11 cannot compare a constant tuple.
