@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from serve import ALPHAS, LENGTHS, PROMPTS
 
+from grmoe.runs.open import open_model
 from grmoe.serve.choice import Choice, Sampling
 from grmoe.serve.compute import Compute, Sequence
-from grmoe.train.loading import open_model
 
 
 class Seen(Choice):

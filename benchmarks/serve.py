@@ -35,7 +35,7 @@ import httpx
 import psutil
 import torch
 
-from grmoe.train.loading import open_model
+from grmoe.runs.open import open_model
 
 ALPHAS = (0.5, 1.5, 4.0)
 PROMPTS = (

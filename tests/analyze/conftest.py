@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM
-from grmoe.train.loading import Opened
+from grmoe.runs.open import LoadedModel
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 4,
@@ -22,7 +22,7 @@ SIZES = {
 PROSE = "The old sailor met Anna in Lisbon, and 3 of them paid $12.50; she didn't ask why. "
 CODE = "def add(a, b):\n    return a + b\n\nx_1 = add(2, 3)\n"
 
-Make = Callable[..., Opened]
+Make = Callable[..., LoadedModel]
 
 
 @pytest.fixture(scope="session")
@@ -50,13 +50,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def make(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Make:
-    def build(**changes: Any) -> Opened:
+    def build(**changes: Any) -> LoadedModel:
         torch.manual_seed(0)
         config = GrmoeConfig(**(SIZES | {"vocab_size": len(tokenizer)} | changes))
         model = GrmoeForCausalLM(config).eval()
         for name, tensor in model.state_dict(keep_vars=True).items():
             if name.endswith(("log_prior", "log_kappa")):
                 tensor.data += 0.3 * torch.randn_like(tensor)
-        return Opened(tmp_path, model, tokenizer, None, None)
+        return LoadedModel(tmp_path, model, tokenizer, None, None)
 
     return build

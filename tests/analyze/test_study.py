@@ -18,17 +18,17 @@ from typer.testing import CliRunner
 
 from grmoe import geometry
 from grmoe.analyze import Analysis, analyze
-from grmoe.analyze.pieces import Pieces
 from grmoe.analyze.source import starts
-from grmoe.analyze.words import TYPES
 from grmoe.cli import app
 from grmoe.config import from_dict
 from grmoe.data import TokenDataset, prepare
 from grmoe.model.configuration_grmoe import NOT_CAUSAL
+from grmoe.probe.pieces import Pieces
+from grmoe.probe.words import TYPES
 from grmoe.routing import ROUTERS, routers
-from grmoe.train.config import TrainConfig
-from grmoe.train.export import export
-from grmoe.train.loading import Opened
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.export import export
+from grmoe.runs.open import LoadedModel
 from grmoe.train.loop import train
 
 TYPE_LISTS = ("of_type", "gate_of_type", "work_of_type")
@@ -100,7 +100,7 @@ def test_it_is_what_a_naive_loop_counts(
                 assert mean is std is None
 
 
-def planted(opened: Opened, expert_of: Callable[[torch.Tensor], torch.Tensor]) -> Opened:
+def planted(opened: LoadedModel, expert_of: Callable[[torch.Tensor], torch.Tensor]) -> LoadedModel:
     """A model whose routers send a token where `expert_of` its id says."""
     for router in routers(opened.model):
         router.backend = "reference"

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from grmoe.bench import prefill as bench
 from grmoe.bench.measure import Row
-from grmoe.bench.timing import Times
 from grmoe.bench.train_model import ModelShape
 from grmoe.cli import app
 from grmoe.model import PRESETS, count
+from grmoe.probe.timing import Times
 
 MICRO: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 32,

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from grmoe.bench import train_model as bench
 from grmoe.bench.measure import Contender, Row, Runs
-from grmoe.bench.timing import Times
 from grmoe.cli import app
 from grmoe.model import PRESETS, preset
+from grmoe.probe.timing import Times
 
 CPU = torch.device("cpu")
 MICRO: dict[str, Any] = {

@@ -18,7 +18,7 @@ from small_corpus import folder_bytes, make_documents, write_jsonl
 
 from grmoe.data import TokenDataset, prepare
 from grmoe.data.journal import JOURNAL, Journal
-from grmoe.data.shards import write_durably
+from grmoe.files import write_file
 
 tokenizers = pytest.importorskip("tokenizers")
 KILLING = Path(__file__).with_name("killing.py")
@@ -212,14 +212,14 @@ def test_a_full_disk_damages_nothing(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_durably(tmp_path / "file", b"old")
+    write_file(tmp_path / "file", b"old")
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match=r"cannot write .*file: No space left on device"):
-        write_durably(tmp_path / "file", b"new")
+        write_file(tmp_path / "file", b"new")
     assert folder_bytes(tmp_path) == {"file": b"old"}
 
 

@@ -12,8 +12,8 @@ from grmoe.config import from_dict
 from grmoe.dial.measure import Meter
 from grmoe.dial.search import Sensitivity, search
 from grmoe.dial.text import Text, read_text
-from grmoe.train.config import TrainConfig
-from grmoe.train.loading import Opened, open_model
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.open import LoadedModel, open_model
 from grmoe.train.loop import train
 
 MODEL = {
@@ -60,12 +60,12 @@ def softmax_run(folder: Path, data: Path) -> Path:
 
 
 @pytest.fixture
-def opened(run: Path) -> Opened:
+def opened(run: Path) -> LoadedModel:
     return open_model(run)
 
 
 @pytest.fixture
-def text(opened: Opened) -> Text:
+def text(opened: LoadedModel) -> Text:
     return read_text(None, opened, 32, 1024)
 
 

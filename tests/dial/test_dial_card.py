@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from grmoe.cli import app
-from grmoe.train.export import export
+from grmoe.runs.export import export
 
 
 def call(*arguments: object) -> str:

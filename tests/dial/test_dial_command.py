@@ -21,8 +21,8 @@ from grmoe.dial.setting import apply, mass
 from grmoe.dial.target import Target
 from grmoe.dial.text import Text, default_tokens, read_text
 from grmoe.dial.write import replacing
-from grmoe.train.export import export
-from grmoe.train.loading import Opened, open_model
+from grmoe.runs.export import export
+from grmoe.runs.open import LoadedModel, open_model
 
 
 def dial(*arguments: object) -> tuple[int, str]:
@@ -127,7 +127,7 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path) -> None:
         assert "Traceback" not in said
 
 
-def test_certificates_hold_against_the_exact_error(opened: Opened, text: Text) -> None:
+def test_certificates_hold_against_the_exact_error(opened: LoadedModel, text: Text) -> None:
     setting = mass((0.7, 3.0), 0.6, 2)
     found = certify(opened.model, setting, text)
     assert [c.layer for c in found] == [0, 1]
@@ -149,7 +149,7 @@ def test_certificates_hold_against_the_exact_error(opened: Opened, text: Text) -
         assert c.holds
 
 
-def test_the_verdict_says_by_how_much_a_promise_was_missed(opened: Opened, text: Text) -> None:
+def test_the_verdict_says_by_how_much_a_promise_was_missed(opened: LoadedModel, text: Text) -> None:
     point: Point = Meter(opened.model, text).trained
 
     def said(target: Target, grown: Increase) -> str:

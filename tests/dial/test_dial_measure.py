@@ -15,14 +15,14 @@ from grmoe.dial.setting import mass, top_k
 from grmoe.dial.text import Text, read_text, window_length
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM
 from grmoe.routing import Mass, routers
-from grmoe.train.loading import Opened
+from grmoe.runs.open import LoadedModel
 
 SETTINGS = [mass((0.5, 3.0), 0.6, 2), mass((1.0, 1.0), 0.8, 3), top_k((2.0, 2.0), 1)]
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_a_setting_reaches_configuration_and_routers_and_survives_saving(
-    opened: Opened, setting: Setting, tmp_path: Path, text: Text
+    opened: LoadedModel, setting: Setting, tmp_path: Path, text: Text
 ) -> None:
     apply(opened.model, setting)
     assert current(opened.model.config) == setting
@@ -36,7 +36,7 @@ def test_a_setting_reaches_configuration_and_routers_and_survives_saving(
         assert torch.equal(again(ids).logits, opened.model(ids).logits)
 
 
-def test_a_setting_that_cannot_be_changes_nothing(opened: Opened) -> None:
+def test_a_setting_that_cannot_be_changes_nothing(opened: LoadedModel) -> None:
     before = current(opened.model.config)
     policy = routers(opened.model)[0].selection
     for bad in (mass((1.0, 1.0), 0.5, 9), mass((1.0,), 0.5, 2), Setting((1.0, 1.0), "mass", 1.5, 2)):
@@ -55,7 +55,7 @@ def test_a_router_that_chooses_by_itself_has_no_setting() -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_measured_is_what_a_plain_evaluation_finds(opened: Opened, text: Text, setting: Setting) -> None:
+def test_measured_is_what_a_plain_evaluation_finds(opened: LoadedModel, text: Text, setting: Setting) -> None:
     point = Meter(opened.model, text).measure(setting, "uniform")
     model, rows = opened.model, text.rows_WS
     apply(model, setting)
@@ -76,7 +76,9 @@ def test_measured_is_what_a_plain_evaluation_finds(opened: Opened, text: Text, s
     assert point.effective_inverse == pytest.approx(sum(inverse) / 2, rel=1e-4)
 
 
-def test_predicted_experts_are_those_of_the_policy_on_the_same_inputs(opened: Opened, text: Text) -> None:
+def test_predicted_experts_are_those_of_the_policy_on_the_same_inputs(
+    opened: LoadedModel, text: Text
+) -> None:
     gates = Gates(opened.model, text, 3)
     inputs = layer_inputs(opened.model, text, 2048)
     assert opened.model.alpha == [1.0, 1.0]  # put back
@@ -104,7 +106,7 @@ def test_the_increase_and_its_band() -> None:
     assert (grown.value, grown.low, grown.high) == pytest.approx((math.expm1(0.2), *band), rel=1e-5)
 
 
-def test_text_from_prepared_tokens_and_from_files(opened: Opened, data: Path, tmp_path: Path) -> None:
+def test_text_from_prepared_tokens_and_from_files(opened: LoadedModel, data: Path, tmp_path: Path) -> None:
     assert window_length(opened) == 32
     own, named = read_text(None, opened, 16, 512), read_text(str(data), opened, 16, 512)
     assert torch.equal(own.rows_WS, named.rows_WS)
@@ -121,7 +123,7 @@ def test_text_from_prepared_tokens_and_from_files(opened: Opened, data: Path, tm
         read_text(str(tmp_path / "missing.txt"), opened, 16, 512)
 
 
-def test_text_of_another_tokenizer_is_refused(opened: Opened, folder: Path, tmp_path: Path) -> None:
+def test_text_of_another_tokenizer_is_refused(opened: LoadedModel, folder: Path, tmp_path: Path) -> None:
     from grmoe.data import prepare
 
     prepare(

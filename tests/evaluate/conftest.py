@@ -13,8 +13,8 @@ import torch
 
 from grmoe.config import from_dict
 from grmoe.data import prepare
-from grmoe.train.config import TrainConfig
-from grmoe.train.export import export
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.export import export
 from grmoe.train.loop import train
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

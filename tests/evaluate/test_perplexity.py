@@ -18,11 +18,11 @@ from grmoe.evaluate.command import gather, window_length
 from grmoe.evaluate.perplexity import Perplexity, count_windows, measure, windows
 from grmoe.evaluate.texts import Stream, from_files, from_run
 from grmoe.head import IGNORED
-from grmoe.train.loading import Opened, open_model
+from grmoe.runs.open import LoadedModel, open_model
 
 
 @pytest.fixture
-def opened(run: Path) -> Opened:
+def opened(run: Path) -> LoadedModel:
     return open_model(run)
 
 
@@ -50,7 +50,7 @@ def test_every_token_is_scored_once_with_its_context(count: int, length: int, da
 
 
 @pytest.mark.parametrize("stride", [32, 20, 1])
-def test_measure_is_the_sum_of_single_predictions(opened: Opened, stride: int) -> None:
+def test_measure_is_the_sum_of_single_predictions(opened: LoadedModel, stride: int) -> None:
     assert opened.data is not None
     stream = from_run(opened.data, opened.tokenizer, most=90)[0]
     value = measure(opened.model, stream, 32, stride, batch=3)
@@ -68,7 +68,7 @@ def test_measure_is_the_sum_of_single_predictions(opened: Opened, stride: int) -
     assert value.nll == pytest.approx(nll, rel=1e-5)  # fp32 sums in another order
 
 
-def test_a_run_s_split_has_its_prepared_counts_and_its_logged_loss(opened: Opened, run: Path) -> None:
+def test_a_run_s_split_has_its_prepared_counts_and_its_logged_loss(opened: LoadedModel, run: Path) -> None:
     assert opened.data is not None
     streams = gather(opened, ["validation"], None, print)
     index = opened.data.index["splits"]["validation"]["domains"]
@@ -85,7 +85,7 @@ def test_a_run_s_split_has_its_prepared_counts_and_its_logged_loss(opened: Opene
         assert loss == pytest.approx(domains[stream.domain], rel=0.02)
 
 
-def test_texts_in_every_form_are_one_text(opened: Opened, tmp_path: Path) -> None:
+def test_texts_in_every_form_are_one_text(opened: LoadedModel, tmp_path: Path) -> None:
     documents = ["one two three", "vier fünf\nsechs <|endoftext|> 七"]
     rows = "".join(json.dumps({"text": text, "domain": "d"}) + "\n" for text in documents).encode()
     (tmp_path / "plain.jsonl").write_bytes(rows + b"\nnot json\n")
@@ -111,7 +111,7 @@ def test_texts_in_every_form_are_one_text(opened: Opened, tmp_path: Path) -> Non
     assert {s.domain for s in folder} == {"a", "d"}
 
 
-def test_a_cut_text_counts_what_is_left(opened: Opened, tmp_path: Path) -> None:
+def test_a_cut_text_counts_what_is_left(opened: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three four five six")
     whole = from_files(str(tmp_path / "a.txt"), opened.tokenizer)[0]
     cut = from_files(str(tmp_path / "a.txt"), opened.tokenizer, most=4)[0]
@@ -140,19 +140,19 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer() -> None:
 
 
 @pytest.mark.parametrize(("content", "message"), [("", "holds no document"), ("  \n", "holds no document")])
-def test_empty_texts_are_refused(opened: Opened, tmp_path: Path, content: str, message: str) -> None:
+def test_empty_texts_are_refused(opened: LoadedModel, tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "empty.txt").write_text(content)
     with pytest.raises(ValueError, match=message):
         from_files(str(tmp_path / "empty.txt"), opened.tokenizer, say=lambda text: None)
 
 
-def test_a_single_token_is_no_text(opened: Opened, tmp_path: Path) -> None:
+def test_a_single_token_is_no_text(opened: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("one")
     with pytest.raises(ValueError, match="at least two tokens"):
         from_files(str(tmp_path / "short.txt"), opened.tokenizer, most=1)
 
 
-def test_windows_stay_within_the_model(opened: Opened) -> None:
+def test_windows_stay_within_the_model(opened: LoadedModel) -> None:
     assert window_length(opened, 64, 16) == (64, 16)
     with pytest.raises(ValueError, match="at most the model's 64, got 65"):
         window_length(opened, 65)

@@ -12,11 +12,11 @@ import torch
 
 from grmoe.config import from_dict
 from grmoe.data import prepare
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.export import load_model
+from grmoe.runs.folder import read_log
 from grmoe.train import loop, step
-from grmoe.train.config import TrainConfig
-from grmoe.train.export import load_model
 from grmoe.train.loop import TrainingStopped, train
-from grmoe.train.record import read_log
 
 pytestmark = [
     pytest.mark.gpu,

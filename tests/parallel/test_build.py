@@ -22,7 +22,7 @@ from grmoe.parallel.cost import FP32, Plan
 from grmoe.parallel.memory import memory
 from grmoe.parallel.shard import shard
 from grmoe.parallel.world import ParallelConfig, World
-from grmoe.train.config import TrainConfig
+from grmoe.runs.config import TrainConfig
 from grmoe.train.setup import open_session
 
 WORLDS = {

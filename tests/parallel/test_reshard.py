@@ -17,8 +17,8 @@ from grmoe.model import GrmoeForCausalLM
 from grmoe.optim import GrassmannAdam, split_parameters
 from grmoe.parallel.shard import shard, split_by_mesh, sync_routers
 from grmoe.parallel.world import ParallelConfig, World, mean
-from grmoe.train.checkpoint import TEMPORARY, CheckpointError, Checkpoints
-from grmoe.train.state import full_state_dict, gather, restore
+from grmoe.runs.checkpoint import TEMPORARY, CheckpointError, Checkpoints
+from grmoe.runs.state import full_state_dict, gather, restore
 
 WORLDS = {
     "one": (ParallelConfig(), 1),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from models import ALONE
 from processes import run
 
-from grmoe.parallel.world import ParallelConfig, World, agree, mean, start, stop, total
+from grmoe.parallel.world import ParallelConfig, World, any_process, mean, start, stop, total
 
 
 def alone(monkeypatch: pytest.MonkeyPatch, size: int = 1) -> None:
@@ -28,8 +28,8 @@ def test_alone_there_is_no_process_group(monkeypatch: pytest.MonkeyPatch) -> Non
     value = torch.tensor([1.0, 2.0])
     assert torch.equal(mean(ALONE, value), value)
     assert torch.equal(total(ALONE, value), value)
-    assert agree(ALONE, True)
-    assert not agree(ALONE, False)
+    assert any_process(ALONE, True)
+    assert not any_process(ALONE, False)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def talk(world: World) -> dict[str, Any]:
         "mean": mean(world, value),
         "total": total(world, value),
         "untouched": value,
-        "agree": [agree(world, flag) for flag in (False, world.rank == 1, True)],
+        "any_process": [any_process(world, flag) for flag in (False, world.rank == 1, True)],
     }
     stop()
     return {**result, "left": not dist.is_initialized()}
@@ -98,5 +98,5 @@ def test_processes_count_together() -> None:
         assert got["mean"].tolist() == [1.5, 15.0]
         assert got["total"].tolist() == [3.0, 30.0]
         assert got["untouched"].tolist() == [rank + 1.0, 10.0 * (rank + 1)]
-        assert got["agree"] == [False, True, True]
+        assert got["any_process"] == [False, True, True]
         assert got["left"]

@@ -18,9 +18,9 @@ from grmoe.model import GrmoeForCausalLM, preset
 from grmoe.optim import GrassmannAdam
 from grmoe.parallel.cost import Plan
 from grmoe.parallel.shard import shard
-from grmoe.parallel.world import World, agree
+from grmoe.parallel.world import World, any_process
 from grmoe.routing import routers
-from grmoe.train.config import TrainConfig
+from grmoe.runs.config import TrainConfig
 from grmoe.train.setup import Session, build_optimizers
 from grmoe.train.step import train_step
 
@@ -107,7 +107,7 @@ def step(world: World, name: str, changes: dict[str, Any], plan: Plan) -> Step:
     optimizers[-1].register_step_post_hook(lambda *_: held.update(held_bytes(model, optimizers)))
     with Collectives() as collectives:
         train_step(session, 1, batch)
-        agree(world, False)
+        any_process(world, False)
     return Step(collectives.seen, held)
 
 

@@ -11,7 +11,7 @@ from counting import prepare_corpus
 from twins import SIZES
 
 from grmoe.config import from_dict
-from grmoe.train.config import TrainConfig
+from grmoe.runs.config import TrainConfig
 from grmoe.train.loop import train
 
 

@@ -23,8 +23,8 @@ from grmoe.prune.measure import Divergence
 from grmoe.prune.report import _kept
 from grmoe.prune.site import sites, whole
 from grmoe.prune.write import write_model
-from grmoe.train.export import export
-from grmoe.train.loading import open_model
+from grmoe.runs.export import export
+from grmoe.runs.open import open_model
 
 Trained = Callable[[str], Path]
 

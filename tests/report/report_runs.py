@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from grmoe.cli import app
 from grmoe.config import from_dict
-from grmoe.train.config import TrainConfig
+from grmoe.runs.config import TrainConfig
 from grmoe.train.loop import train
 
 MODEL = {

@@ -23,8 +23,8 @@ from grmoe.dial.text import Text
 from grmoe.report import Content, collect, render
 from grmoe.report.page import as_json
 from grmoe.report.sample import NUMBERS, STEPS, quantise, take
-from grmoe.train.export import export
-from grmoe.train.loading import open_model
+from grmoe.runs.export import export
+from grmoe.runs.open import open_model
 
 
 @given(st.integers(2, 9), st.floats(1e-3, 1e3), st.integers(0, 1000))

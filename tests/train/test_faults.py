@@ -33,11 +33,12 @@ from torch.distributed.tensor import DTensor
 
 from grmoe.cli import main
 from grmoe.config import to_yaml
-from grmoe.train import checkpoint, loop
-from grmoe.train.checkpoint import CheckpointError, Checkpoints
-from grmoe.train.config import TrainConfig
+from grmoe.runs import checkpoint
+from grmoe.runs.checkpoint import CheckpointError, Checkpoints
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.folder import checkpoints_of
+from grmoe.train import loop
 from grmoe.train.loop import TrainingStopped, train
-from grmoe.train.record import checkpoints_of
 from grmoe.train.setup import Session
 from grmoe.train.step import train_step
 

@@ -21,11 +21,12 @@ from grmoe.model.count import count, short
 from grmoe.parallel.world import World
 from grmoe.routing import Dense, RoutingMetrics, Selection, TopK
 from grmoe.routing.metrics import MetricsAccumulator
-from grmoe.train import log, record
-from grmoe.train.config import TrainConfig
+from grmoe.runs import folder as record
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.folder import read_log
+from grmoe.train import log
 from grmoe.train.curves import draw_curves, summary
 from grmoe.train.loop import train
-from grmoe.train.record import read_log
 from grmoe.train.setup import open_session
 
 Settings = Callable[..., TrainConfig]

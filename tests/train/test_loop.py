@@ -19,13 +19,13 @@ from grmoe.geometry import orthonormality_error
 from grmoe.model import GrmoeForCausalLM
 from grmoe.parallel.world import ParallelConfig, start
 from grmoe.routing import routers
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.export import load_model
+from grmoe.runs.folder import read_log
+from grmoe.runs.state import gather
 from grmoe.train import loop, step
-from grmoe.train.config import TrainConfig
-from grmoe.train.export import load_model
 from grmoe.train.loop import TrainingStopped, train
-from grmoe.train.record import read_log
 from grmoe.train.setup import open_session
-from grmoe.train.state import gather
 from grmoe.train.step import NonFiniteError
 
 Settings = Callable[..., TrainConfig]

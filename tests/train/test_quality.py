@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from grmoe.cli import app
 from grmoe.config import to_yaml
+from grmoe.runs.config import TrainConfig
 from grmoe.studies.quality import Run, cells, interval, read_run, rows
-from grmoe.train.config import TrainConfig
 
 Settings = Callable[..., TrainConfig]
 

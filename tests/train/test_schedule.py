@@ -15,10 +15,10 @@ from comparing import assert_same, state_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmoe.train.config import TrainConfig
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.folder import read_log
 from grmoe.train.loop import train
-from grmoe.train.record import read_log
-from grmoe.train.schedule import cosine_factor, rates, remember_peaks, set_rates
+from grmoe.train.schedule import cosine_factor, rate_factors, rates, remember_peaks, set_rates
 
 
 @given(st.integers(1, 500), st.integers(0, 100), st.floats(0, 1))
@@ -101,4 +101,4 @@ def test_what_is_not_said_is_as_the_weights(settings: Callable[..., TrainConfig]
     """The schedule every run had before kinds could have their own, to the bit."""
     config = settings(steps=50, optim={"warmup": 7, "floor": 0.3})
     for step in range(50):
-        assert set(config.rate_factors(step).values()) == {cosine_factor(step, 50, 7, 0.3)}
+        assert set(rate_factors(config, step).values()) == {cosine_factor(step, 50, 7, 0.3)}

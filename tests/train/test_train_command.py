@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from grmoe.cli import app
 from grmoe.config import to_yaml
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.export import load_model
 from grmoe.train import loop
-from grmoe.train.config import TrainConfig
-from grmoe.train.export import load_model
 from grmoe.train.setup import Session
 from grmoe.train.validate import Validation, validate
 

@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 from grmoe.cli import app, main
 from grmoe.config import to_yaml
 from grmoe.parallel.world import start, stop
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.folder import checkpoints_of, read_log
+from grmoe.runs.state import full_state_dict, gather, restore
 from grmoe.train import loop
-from grmoe.train.config import TrainConfig
 from grmoe.train.loop import TrainingStopped, train
-from grmoe.train.record import checkpoints_of, read_log
 from grmoe.train.setup import Session, open_session
-from grmoe.train.state import full_state_dict, gather, restore
 from grmoe.train.step import train_step
 from grmoe.train.validate import Validation, validate
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grmoe.parallel.world import start
-from grmoe.train.config import TrainConfig
+from grmoe.runs.config import TrainConfig
 from grmoe.train.setup import Session, open_session
 from grmoe.train.validate import validate
 

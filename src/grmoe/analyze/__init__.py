@@ -2,6 +2,6 @@
 
 from grmoe.analyze.results import Analysis
 from grmoe.analyze.study import analyze
-from grmoe.analyze.types import token_types
+from grmoe.probe.token_types import token_types
 
 __all__ = ["Analysis", "analyze", "token_types"]

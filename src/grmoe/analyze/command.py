@@ -13,9 +13,9 @@ from transformers.utils import logging
 from grmoe.analyze.figures import draw
 from grmoe.analyze.report import correlation_lines, rich_tables, write_markdown
 from grmoe.analyze.study import analyze
+from grmoe.runs.checkpoint import CheckpointError
+from grmoe.runs.open import open_model
 from grmoe.terminal import fail
-from grmoe.train.checkpoint import CheckpointError
-from grmoe.train.loading import open_model
 
 
 def run(

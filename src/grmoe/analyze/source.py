@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from grmoe.analyze.pieces import Pieces
 from grmoe.checks import positive_int, require
 from grmoe.data import TokenDataset
 from grmoe.data.documents import Document, Position, Reader
 from grmoe.data.sources import find_units
+from grmoe.probe.pieces import Pieces
 
 CONTEXT = 64  # tokens before and after a window that help to type it: its first piece may end a word
 

@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 
 import grmoe
 from grmoe.analyze.layers import LEAST_TOKENS, describe
-from grmoe.analyze.pieces import Pieces
 from grmoe.analyze.record import LayerTally, leading_expert, recorded
 from grmoe.analyze.results import FORMAT, Analysis, Excerpt, Layer, Training
 from grmoe.analyze.source import Prepared, Stream, Texts, Window, starts, windows
 from grmoe.analyze.statistics import Correlation, pearson
-from grmoe.analyze.words import TYPES
 from grmoe.checks import positive_int, require
+from grmoe.probe.pieces import Pieces
+from grmoe.probe.words import TYPES
 from grmoe.routing import Routing, routers
-from grmoe.train.loading import Opened
-from grmoe.train.record import CONFIG, read_log, saved_config
+from grmoe.runs.folder import CONFIG, read_log, saved_config
+from grmoe.runs.open import LoadedModel
 
 BATCH = 8192  # tokens of a forward pass
 EXCERPTS, EXCERPT_TOKENS = 4, 96
@@ -36,7 +36,7 @@ Watch = Callable[[str, int, int], None]
 
 
 def analyze(
-    opened: Opened,
+    opened: LoadedModel,
     texts: Sequence[str | Path] = (),
     tokens: int = 50_000,
     watch: Watch = lambda _label, _step, _steps: None,
@@ -108,7 +108,7 @@ def analyze(
     )
 
 
-def sequence_length(opened: Opened) -> int:
+def sequence_length(opened: LoadedModel) -> int:
     """As trained; of an exported folder the model's longest."""
     longest: int = opened.model.config.max_position_embeddings
     if (opened.path / CONFIG).is_file():
@@ -171,7 +171,7 @@ def _batches(found: Iterator[Window], size: int) -> Iterator[list[Window]]:
 
 
 @torch.no_grad()
-def _forward(opened: Opened, batch: list[Window]) -> None:
+def _forward(opened: LoadedModel, batch: list[Window]) -> None:
     ids_BS = torch.from_numpy(np.stack([w.ids_S for w in batch])).to(opened.model.device)
     size = opened.model.config.vocab_size
     require(

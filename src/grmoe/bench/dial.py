@@ -22,7 +22,7 @@ from grmoe.bench.blocks import CHECKED_TOKENS, Block, Setting, as_reference, rou
 from grmoe.bench.measure import Contender, Result, Row, Runs, relative_error
 from grmoe.bench.plot import COLORS, canvas, curve
 from grmoe.bench.shapes import DialShape, LayerShape, default_rank
-from grmoe.bench.timing import time_ratio
+from grmoe.probe.timing import time_ratio
 from grmoe.routing import GrassmannRouter, Mass
 
 CUDA_SHAPES = (DialShape(16384, 2048, 16, 2752),)

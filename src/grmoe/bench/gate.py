@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from grmoe.bench.blocks import as_reference, softmax_gate
 from grmoe.bench.measure import SEED, Contender, Result, Row, Runs, relative_error
 from grmoe.bench.shapes import TOP_K, GateShape
-from grmoe.bench.timing import Ratio, time_ratio
+from grmoe.probe.timing import Ratio, time_ratio
 from grmoe.routing import GrassmannRouter, Router, Routing, SoftmaxRouter, TopK
 
 CUDA_SHAPES = (GateShape(16384, 768, 8, 48), GateShape(16384, 2048, 16, 64), GateShape(16384, 2560, 32, 64))

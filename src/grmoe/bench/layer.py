@@ -12,8 +12,8 @@ from torch import Tensor
 from grmoe.bench.blocks import Block, Setting
 from grmoe.bench.measure import Contender, Result, Row, Runs
 from grmoe.bench.shapes import LayerShape, default_rank
-from grmoe.bench.timing import Ratio, Times, time_ratio
 from grmoe.experts import BACKENDS
+from grmoe.probe.timing import Ratio, Times, time_ratio
 
 CUDA_SHAPES = (
     LayerShape(16384, 768, 8, 1536, 2),

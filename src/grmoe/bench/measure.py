@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grmoe.bench.shapes import Shape
-from grmoe.bench.timing import Ratio, Timer, Times, peak_bytes
+from grmoe.probe.timing import Ratio, Timer, Times, peak_bytes
 
 SEED = 0
 WARM_UPS = {"cpu": 1, "cuda": 3}  # the first may compile or tune, the second may still allocate

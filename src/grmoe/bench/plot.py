@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grmoe.bench.measure import Kind, Result, Row
-from grmoe.bench.timing import three_figures
+from grmoe.probe.timing import three_figures
 
 INK = "#22303c"
 COLORS: dict[Kind, str] = {"ours": "#1b6ca8", "peer": "#d1495b", "ceiling": "#9aa5b1"}

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from grmoe import checks
 from grmoe.bench.measure import SEED, Contender, Result, Row, Runs
-from grmoe.bench.timing import Ratio, quantile
 from grmoe.bench.train_model import FORMS, ModelShape
 from grmoe.model import GrmoeForCausalLM, count
+from grmoe.probe.timing import Ratio, quantile
 from grmoe.routing import routers
 
 MODE = "prefill"

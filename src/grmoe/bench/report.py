@@ -17,8 +17,8 @@ from rich.table import Table
 
 from grmoe import __version__
 from grmoe.bench.measure import SEED, Result, Row
-from grmoe.bench.timing import Times, figure_digits
 from grmoe.kernels import runtime
+from grmoe.probe.timing import Times, figure_digits
 
 LIBRARIES = ("torch", "triton", "transformers", "liger_kernel", "scattermoe")
 

@@ -35,11 +35,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from grmoe import checks
 from grmoe.bench.measure import SEED, WARM_UPS, Contender, Result, Row, Runs, Watch
 from grmoe.bench.shapes import Shape
-from grmoe.bench.timing import Times, time_ratio
 from grmoe.bench.train_step import RATE, STEP, optimizers
 from grmoe.experts import ExpertWeights
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM, count, preset
 from grmoe.model.modeling_grmoe import GrmoeMLP
+from grmoe.probe.timing import Times, time_ratio
 
 OURS, SOFTMAX = "ours", "ours, softmax top-2"
 HUGGING_FACE, NO_MASK = "Hugging Face Olmoe", "Hugging Face Olmoe, no mask"

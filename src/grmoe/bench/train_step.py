@@ -13,9 +13,9 @@ from grmoe.bench.blocks import Block, Setting
 from grmoe.bench.layer import CPU_SHAPES, CUDA_SHAPES, HUGGING_FACE, OURS, SOFTMAX
 from grmoe.bench.measure import Contender, Result, Row, Runs
 from grmoe.bench.shapes import LayerShape, default_rank
-from grmoe.bench.timing import Ratio, time_ratio
 from grmoe.layer import MoE
 from grmoe.optim import GrassmannAdam, split_parameters
+from grmoe.probe.timing import Ratio, time_ratio
 
 __all__ = ["CPU_SHAPES", "CUDA_SHAPES", "compare", "contenders"]
 

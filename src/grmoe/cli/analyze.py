@@ -37,7 +37,7 @@ def analyze(
     need("transformers", "yaml", extra="lm")
     need("scipy", "matplotlib")
     from grmoe.analyze.command import run
-    from grmoe.train.record import results_folder
+    from grmoe.runs.folder import results_folder
 
     place = out or results_folder(model, "analysis")
     with progress() as bar:

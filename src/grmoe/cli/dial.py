@@ -65,7 +65,7 @@ def dial(
     from grmoe.dial.command import command
     from grmoe.dial.run import Plan
     from grmoe.dial.target import parse_target
-    from grmoe.train.checkpoint import CheckpointError
+    from grmoe.runs.checkpoint import CheckpointError
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()

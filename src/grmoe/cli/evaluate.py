@@ -83,8 +83,8 @@ def evaluate(
 
     from grmoe.evaluate.command import Settings, run
     from grmoe.evaluate.report import domains, summary
-    from grmoe.train.checkpoint import CheckpointError
-    from grmoe.train.record import results_folder
+    from grmoe.runs.checkpoint import CheckpointError
+    from grmoe.runs.folder import results_folder
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -36,8 +36,8 @@ def export(
     import torch
     from transformers.utils import logging
 
-    from grmoe.train.checkpoint import CheckpointError
-    from grmoe.train.export import export as write
+    from grmoe.runs.checkpoint import CheckpointError
+    from grmoe.runs.export import export as write
 
     logging.disable_progress_bar()
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -132,8 +132,8 @@ def generate(
     from transformers.utils import logging
 
     from grmoe.model.generation import stream
-    from grmoe.train.checkpoint import CheckpointError
-    from grmoe.train.loading import open_model
+    from grmoe.runs.checkpoint import CheckpointError
+    from grmoe.runs.open import open_model
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()

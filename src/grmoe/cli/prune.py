@@ -54,7 +54,7 @@ def prune(
     from grmoe.dial.target import parse_target
     from grmoe.prune.command import command
     from grmoe.prune.run import Plan
-    from grmoe.train.checkpoint import CheckpointError
+    from grmoe.runs.checkpoint import CheckpointError
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()

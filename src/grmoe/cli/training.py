@@ -46,8 +46,8 @@ def train(
     """
     need("transformers", "yaml", extra="lm")
     from grmoe.config import ConfigError, load, to_yaml
-    from grmoe.train.config import TrainConfig
-    from grmoe.train.record import CONFIG
+    from grmoe.runs.config import TrainConfig
+    from grmoe.runs.folder import CONFIG
 
     path, given = _split(settings)
     try:
@@ -89,8 +89,8 @@ def quality(
     need("transformers", "yaml", extra="lm")
     need("scipy", "matplotlib")
     from grmoe.config import ConfigError, load
+    from grmoe.runs.config import TrainConfig
     from grmoe.studies import quality as compare
-    from grmoe.train.config import TrainConfig
     from grmoe.train.curves import draw_curves
 
     path, given = _split(settings)

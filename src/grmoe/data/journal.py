@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
-from grmoe.data.shards import INDEX, PARTIAL, write_durably
+from grmoe.data.shards import INDEX
+from grmoe.files import PARTIAL, write_file
 
 JOURNAL = "journal.jsonl"
 
@@ -26,7 +27,7 @@ class Journal:
         if overwrite and self.path.exists():
             _lock(self.path).close()  # refuses where somebody is at work
         if overwrite or not self.path.exists():
-            write_durably(self.path, _line({"recipe": recipe}))
+            write_file(self.path, _line({"recipe": recipe}))
         self.file = _lock(self.path)
         lines, valid = _read(self.path)
         self.file.truncate(valid)

@@ -27,10 +27,10 @@ from grmoe.data.shards import (
     check_shard,
     remove_unlisted,
     token_dtype,
-    write_durably,
     write_shard,
 )
 from grmoe.data.sources import STDLIB, Unit, find_units, fingerprints, is_compressed
+from grmoe.files import write_file
 
 SHARD_TOKENS = 2**25
 VALIDATION = 0.01
@@ -241,7 +241,7 @@ class _Run:
 
     def finish(self) -> dict[str, Any]:
         index = _index(self.journal)
-        write_durably(self.out / INDEX, json.dumps(index, indent=1, ensure_ascii=False).encode())
+        write_file(self.out / INDEX, json.dumps(index, indent=1, ensure_ascii=False).encode())
         self.journal.remove()
         return index
 

@@ -1,4 +1,4 @@
-"""The files of a prepared folder: their layout, and writing that is whole or not at all.
+"""The files of a prepared folder: their layout, how they are written and checked.
 
 `NAME.bin` holds the tokens of a shard and nothing else, little endian. `NAME.idx` is little-endian int64 throughout:
 
@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -20,44 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grmoe.data.packing import Shard
+from grmoe.files import PARTIAL, write_file
 
 VERSION = 1
 INDEX = "index.json"
 TOKENIZER = "tokenizer"
 MAGIC = int.from_bytes(b"grmoeidx", "little")
 HEADER = 5  # int64 values
-PARTIAL = ".partial"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
     """The smallest unsigned integer that holds every id: two bytes up to 65536 tokens, four beyond."""
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
-
-
-def write_durably(path: Path, content: bytes | memoryview) -> None:
-    """Whole or not at all, even if the machine stops: a temporary name, to the disk, then the name."""
-    partial = path.with_name(path.name + PARTIAL)
-    try:
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        sync_folder(path.parent)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OSError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def sync_folder(folder: Path) -> None:
-    """A rename is on the disk when its folder is."""
-    if os.name == "nt":  # folders cannot be opened there
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_shard(folder: Path, name: str, shard: Shard, dtype: np.dtype[np.unsignedinteger]) -> dict[str, Any]:
@@ -75,7 +48,7 @@ def write_shard(folder: Path, name: str, shard: Shard, dtype: np.dtype[np.unsign
     }
     for suffix, array in ((".bin", tokens), (".idx", index)):
         content = array.tobytes()
-        write_durably(folder / (name + suffix), content)
+        write_file(folder / (name + suffix), content)
         record["sha256" + suffix] = hashlib.sha256(content).hexdigest()
     return record
 

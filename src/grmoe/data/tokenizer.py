@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-import os
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from grmoe.checks import require
 from grmoe.data.documents import Document
-from grmoe.data.shards import PARTIAL, sync_folder, write_durably
 from grmoe.data.sources import optional
+from grmoe.files import replace_folder, write_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -185,20 +183,15 @@ def sample(documents: Iterable[Document], budget: int) -> list[str]:
 
 def save(named: Named, folder: Path) -> dict[str, Any]:
     """Write the folder, whole or not at all; returns what index.json says about it."""
-    partial = folder.with_name(folder.name + PARTIAL)
-    for stale in (partial, folder):
-        shutil.rmtree(stale, ignore_errors=True)
-    partial.mkdir(parents=True)
     content = named.tokenizer.to_str().encode()
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **dict(sorted(named.special.items())),
     }
-    write_durably(partial / "tokenizer.json", content)
-    write_durably(partial / "tokenizer_config.json", json.dumps(config, indent=1).encode())
-    os.replace(partial, folder)
-    sync_folder(folder.parent)
+    with replace_folder(folder) as writing:
+        write_file(writing / "tokenizer.json", content)
+        write_file(writing / "tokenizer_config.json", json.dumps(config, indent=1).encode())
     return {
         "vocab_size": max(named.tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
         "end_of_text": named.tokenizer.token_to_id(named.special["eos_token"]),

@@ -10,8 +10,8 @@ from grmoe.dial.figure import FIGURE, draw
 from grmoe.dial.report import alpha_table, certificate_table, frontier_table, summary, write_results
 from grmoe.dial.run import Plan, Result, run_dial
 from grmoe.dial.write import check_place, write_model
+from grmoe.runs.folder import results_folder
 from grmoe.terminal import console, measuring, say_where
-from grmoe.train.record import results_folder
 
 
 def command(model: Path, plan: Plan, out: Path | None, write: bool) -> Result:

@@ -18,7 +18,7 @@ from grmoe.dial.speed import ROUNDS, Speed, time_points
 from grmoe.dial.target import REFINED, Target, choose, refine
 from grmoe.dial.text import Text, default_tokens, read_text, window_length
 from grmoe.model.configuration_grmoe import OWN_CHOICE
-from grmoe.train.loading import Opened, open_model
+from grmoe.runs.open import LoadedModel, open_model
 
 TABLE_TAU = 0.9  # of the table, where the chosen setting has no τ of its own
 TIMED = 16  # points of the frontiers at most
@@ -50,7 +50,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    opened: Opened
+    opened: LoadedModel
     target: Target
     text: Text
     trained: Point
@@ -120,7 +120,7 @@ def run_dial(
     )
 
 
-def _open(path: str | Path, plan: Plan) -> Opened:
+def _open(path: str | Path, plan: Plan) -> LoadedModel:
     opened = open_model(path, plan.checkpoint)
     # A run is saved in fp32 and served in bf16; on a GPU its speed in fp32 would be nobody's.
     if opened.step is not None and opened.model.device.type == "cuda":

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from grmoe.bench.timing import Timer, Times, quantile
 from grmoe.dial.measure import Point
 from grmoe.dial.setting import apply
 from grmoe.dial.text import Text
 from grmoe.model import GrmoeForCausalLM
+from grmoe.probe.timing import Timer, Times, quantile
 
 TOKENS = {"cuda": 16384, "cpu": 1024}  # of the batch
 ROUNDS = 9

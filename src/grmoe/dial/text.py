@@ -16,8 +16,8 @@ from grmoe.data import TokenDataset
 from grmoe.data.documents import Document, Position, Reader
 from grmoe.data.shards import INDEX
 from grmoe.data.sources import find_units
-from grmoe.train.loading import Opened
-from grmoe.train.record import CONFIG, saved_config
+from grmoe.runs.folder import CONFIG, saved_config
+from grmoe.runs.open import LoadedModel
 
 LEAST = 8  # windows: a standard error of fewer says nothing
 
@@ -32,7 +32,7 @@ class Text:
         return len(self.rows_WS) * (self.rows_WS.shape[1] - 1)
 
 
-def window_length(opened: Opened) -> int:
+def window_length(opened: LoadedModel) -> int:
     """What a run was trained on; of an exported folder, as much as its positions allow."""
     longest = opened.model.config.max_position_embeddings
     if not (opened.path / CONFIG).is_file():
@@ -45,7 +45,7 @@ def default_tokens(length: int, on_gpu: bool) -> int:
     return max(2**17 if on_gpu else 2**13, LEAST * length)
 
 
-def read_text(source: str | None, opened: Opened, length: int, tokens: int) -> Text:
+def read_text(source: str | None, opened: LoadedModel, length: int, tokens: int) -> Text:
     """At most `tokens` tokens of `source`; None is the validation text of a run.
 
     Of a prepared folder the held-out split (of one without, all of it), as windows spread evenly over it. Of files
@@ -83,7 +83,7 @@ def _prepared(source: str) -> TokenDataset | None:
     return held_out if held_out.tokens else TokenDataset(source, "train")
 
 
-def _same_tokenizer(data: TokenDataset, opened: Opened) -> None:
+def _same_tokenizer(data: TokenDataset, opened: LoadedModel) -> None:
     theirs = PreTrainedTokenizerFast.from_pretrained(data.tokenizer_folder)
     checks.require(
         theirs.get_vocab() == opened.tokenizer.get_vocab(),
@@ -100,7 +100,7 @@ def _spread(data: TokenDataset, length: int, count: int) -> NDArray[np.int64]:
     return np.stack(rows) if rows else np.empty((0, length + 1), dtype=np.int64)
 
 
-def _first(source: str, opened: Opened, length: int, count: int) -> NDArray[np.int64]:
+def _first(source: str, opened: LoadedModel, length: int, count: int) -> NDArray[np.int64]:
     units = find_units([source])
     ids: list[int] = []
     reader = Reader(units, [None] * len(units), 0.0, "text", "domain", strict=False)

@@ -13,10 +13,10 @@ from grmoe import checks
 from grmoe.dial.report import as_json
 from grmoe.dial.run import Result
 from grmoe.dial.setting import Setting
-from grmoe.train.card import MODEL_CARD, dial_section, put_section
-from grmoe.train.export import export
-from grmoe.train.loading import Opened
-from grmoe.train.record import CONFIG
+from grmoe.runs.card import MODEL_CARD, dial_section, put_section
+from grmoe.runs.export import export
+from grmoe.runs.folder import CONFIG
+from grmoe.runs.open import LoadedModel
 
 
 def write_model(result: Result, out: Path) -> Path:
@@ -49,7 +49,7 @@ def replacing(out: Path) -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def copy_model(opened: Opened, out: Path) -> None:
+def copy_model(opened: LoadedModel, out: Path) -> None:
     """A run's checkpoint exported in the dtype it is in, or an exported folder again."""
     if (opened.path / CONFIG).is_file():
         export(opened.path, out, str(opened.step), dtype=opened.model.dtype)

@@ -14,9 +14,9 @@ from grmoe.evaluate.perplexity import count_windows, measure
 from grmoe.evaluate.points import Point, points_of, routing, show
 from grmoe.evaluate.report import write_results
 from grmoe.evaluate.texts import VALIDATION, Stream, from_files, from_run
+from grmoe.runs.folder import CONFIG, saved_config
+from grmoe.runs.open import LoadedModel, open_model
 from grmoe.terminal import Watch
-from grmoe.train.loading import Opened, open_model
-from grmoe.train.record import CONFIG, saved_config
 
 Say = Callable[[str], None]
 
@@ -79,12 +79,14 @@ def run(settings: Settings, progress: Callable[[], Progress], say: Say) -> Resul
     return Result(points, length, stride, numbers)
 
 
-def _turn(opened: Opened, point: Point) -> None:
+def _turn(opened: LoadedModel, point: Point) -> None:
     opened.model.set_alpha(point.alpha)
     opened.model.reset_routing_metrics()
 
 
-def window_length(opened: Opened, length: int | None = None, stride: int | None = None) -> tuple[int, int]:
+def window_length(
+    opened: LoadedModel, length: int | None = None, stride: int | None = None
+) -> tuple[int, int]:
     """(length, stride): by default the length a run was trained on, or the model's longest, without overlap."""
     longest = opened.model.config.max_position_embeddings
     trained = saved_config(opened.path).data.sequence_length if (opened.path / CONFIG).is_file() else None
@@ -95,7 +97,7 @@ def window_length(opened: Opened, length: int | None = None, stride: int | None 
     return length, stride
 
 
-def gather(opened: Opened, texts: Sequence[str], most: int | None, say: Say) -> list[Stream]:
+def gather(opened: LoadedModel, texts: Sequence[str], most: int | None, say: Say) -> list[Stream]:
     """The streams of all texts; "validation" is the split a run was validated on."""
     streams = []
     for name in dict.fromkeys(texts):
@@ -109,7 +111,7 @@ def gather(opened: Opened, texts: Sequence[str], most: int | None, say: Say) -> 
 
 
 def measure_texts(
-    opened: Opened,
+    opened: LoadedModel,
     streams: Sequence[Stream],
     point: Point,
     length: int,

@@ -86,7 +86,7 @@ def mean(world: World, tensor: Tensor) -> Tensor:
     return tensor if world.mesh is None else total(world, tensor) / world.size
 
 
-def agree(world: World, flag: bool) -> bool:
+def any_process(world: World, flag: bool) -> bool:
     """Whether any process says yes."""
     return bool(total(world, torch.tensor(int(flag))))
 

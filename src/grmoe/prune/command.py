@@ -11,8 +11,8 @@ from grmoe.prune.figure import FIGURE, draw
 from grmoe.prune.report import card_section, methods_table, summary, write_results
 from grmoe.prune.run import Plan, Result, run_prune
 from grmoe.prune.write import write_model
+from grmoe.runs.folder import results_folder
 from grmoe.terminal import console, measuring, say_where
-from grmoe.train.record import results_folder
 
 
 def command(model: Path, plan: Plan, out: Path | None, write: bool) -> Result:

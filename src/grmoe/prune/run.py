@@ -17,7 +17,7 @@ from grmoe.prune.gates import check_router, similarity
 from grmoe.prune.measure import Divergence
 from grmoe.prune.site import Layout, Site, install, sites, whole
 from grmoe.prune.write import Size, size
-from grmoe.train.loading import Opened, open_model
+from grmoe.runs.open import LoadedModel, open_model
 
 DRAWS = 10  # of each random baseline
 
@@ -67,7 +67,7 @@ class Overlaps:
 
 @dataclass(frozen=True)
 class Result:
-    opened: Opened  # the model is left as `chosen` says, its configuration as it was
+    opened: LoadedModel  # the model is left as `chosen` says, its configuration as it was
     plan: Plan
     text: Text
     others: list[Text]
@@ -169,7 +169,7 @@ def _asked(experts: int, config: GrmoeConfig) -> int:
     return experts
 
 
-def _open(path: str | Path, plan: Plan) -> Opened:
+def _open(path: str | Path, plan: Plan) -> LoadedModel:
     opened = open_model(path, plan.checkpoint)
     # A run is saved in fp32 and served in bf16; on a GPU it is measured as it will be used.
     if opened.step is not None and opened.model.device.type == "cuda":

@@ -13,10 +13,10 @@ from grmoe.dial.write import check_place, copy_model, replacing
 from grmoe.model import GrmoeForCausalLM, export_remote_code
 from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.routing import Threshold
-from grmoe.train.card import MODEL_CARD, put_section
-from grmoe.train.loading import Opened
+from grmoe.runs.card import MODEL_CARD, put_section
+from grmoe.runs.open import LoadedModel
 
-MEASURED = ("## The dial", "## Measured")  # sections of `grmoe.train.card`
+MEASURED = ("## The dial", "## Measured")  # sections of `grmoe.runs.card`
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
@@ -60,7 +60,7 @@ def small_model(model: GrmoeForCausalLM, experts: int) -> GrmoeForCausalLM:
     return small.eval()
 
 
-def write_model(opened: Opened, experts: int, out: Path, section: str) -> Path:
+def write_model(opened: LoadedModel, experts: int, out: Path, section: str) -> Path:
     """Save an operated model with tokenizer, code and card, `section` in it; its source stays as it was."""
     check_place(opened.path, out)
     with replacing(out) as writing:

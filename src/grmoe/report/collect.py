@@ -16,9 +16,9 @@ from grmoe.analyze.source import Prepared, Texts
 from grmoe.model.configuration_grmoe import OWN_CHOICE
 from grmoe.report.facts import curves, model_facts, training_facts
 from grmoe.report.sample import take
-from grmoe.train.checkpoint import CheckpointError
-from grmoe.train.loading import Opened, open_model
-from grmoe.train.record import CONFIG, results_folder
+from grmoe.runs.checkpoint import CheckpointError
+from grmoe.runs.folder import CONFIG, results_folder
+from grmoe.runs.open import LoadedModel, open_model
 
 RESULTS = "results.json"
 
@@ -74,7 +74,7 @@ def collect(
     A run whose checkpoint or text cannot be read any more is shown as far as its log goes.
     """
     content = Content(name, str(folder), exported=not (folder / CONFIG).is_file())
-    opened: Opened | None = None
+    opened: LoadedModel | None = None
     watch("opening", 0, 1)
     try:
         opened = open_model(folder, checkpoint)
@@ -95,7 +95,7 @@ def collect(
     return content
 
 
-def _frontier(content: Content, folder: Path, opened: Opened | None) -> None:
+def _frontier(content: Content, folder: Path, opened: LoadedModel | None) -> None:
     found = _read(results_folder(folder, "dial") / RESULTS)
     if found is not None and (opened is None or found.get("step") == opened.step):
         content.dial = {key: value for key, value in found.items() if key != "sensitivities"}
@@ -116,7 +116,7 @@ def _frontier(content: Content, folder: Path, opened: Opened | None) -> None:
 def _experts(
     content: Content,
     folder: Path,
-    opened: Opened,
+    opened: LoadedModel,
     texts: Sequence[str],
     tokens: int,
     share: int,
@@ -153,7 +153,7 @@ def _experts(
         content.notes.append(Note("experts", f"No text could be routed: {error}."))
 
 
-def _of_this_model(found: dict[str, Any], opened: Opened) -> bool:
+def _of_this_model(found: dict[str, Any], opened: LoadedModel) -> bool:
     """Whether an analysis is of this checkpoint with its experts, at the α saved with it."""
     config = opened.model.config
     if (found.get("step"), found.get("experts")) != (opened.step, config.num_experts):

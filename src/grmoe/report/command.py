@@ -12,9 +12,9 @@ from transformers.utils import logging
 
 from grmoe.report.collect import Content, collect
 from grmoe.report.page import render
+from grmoe.runs.checkpoint import CheckpointError
+from grmoe.runs.folder import results_folder
 from grmoe.terminal import fail
-from grmoe.train.checkpoint import CheckpointError
-from grmoe.train.record import results_folder
 
 
 def run(

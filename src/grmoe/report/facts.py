@@ -9,8 +9,8 @@ from typing import Any
 from grmoe.data import unigram_perplexity
 from grmoe.model.configuration_grmoe import OWN_CHOICE, GrmoeConfig
 from grmoe.model.count import count
-from grmoe.train.loading import Opened
-from grmoe.train.record import ENVIRONMENT, read_log, saved_config
+from grmoe.runs.folder import ENVIRONMENT, read_log, saved_config
+from grmoe.runs.open import LoadedModel
 
 MOST_STEPS = 400  # of a curve: more are closer together than pixels
 OF_VALIDATION = (
@@ -20,7 +20,7 @@ OF_VALIDATION = (
 Line = dict[str, Any]
 
 
-def model_facts(opened: Opened) -> dict[str, Any]:
+def model_facts(opened: LoadedModel) -> dict[str, Any]:
     config: GrmoeConfig = opened.model.config
     cost = count(config)
     return {
@@ -48,7 +48,7 @@ def _selection(config: GrmoeConfig) -> dict[str, Any]:
     return {"kind": kind, "tau": config.selection_tau, "k": k}
 
 
-def training_facts(folder: Path, opened: Opened | None) -> dict[str, Any]:
+def training_facts(folder: Path, opened: LoadedModel | None) -> dict[str, Any]:
     """How a run was trained, and its last validation up to the checkpoint that is shown."""
     config, lines = saved_config(folder), read_log(folder)
     reached = opened.step if opened is not None and opened.step is not None else config.steps
@@ -78,7 +78,7 @@ def _device(folder: Path) -> str | None:
     return device
 
 
-def _unigram(opened: Opened) -> float | None:
+def _unigram(opened: LoadedModel) -> float | None:
     assert opened.data is not None
     return unigram_perplexity(opened.data) if opened.data.tokens else None
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grmoe.analyze.pieces import Pieces
 from grmoe.analyze.record import recorded
 from grmoe.analyze.source import Stream, Window, windows
 from grmoe.analyze.study import sequence_length
@@ -26,7 +25,8 @@ from grmoe.dial.gates import layer_inputs, moe_layers
 from grmoe.dial.text import Text
 from grmoe.model import GrmoeForCausalLM
 from grmoe.model.configuration_grmoe import OWN_CHOICE
-from grmoe.train.loading import Opened
+from grmoe.probe.pieces import Pieces
+from grmoe.runs.open import LoadedModel
 
 TOKENS = 4096  # a mean of so many is known to about a percent
 NUMBERS = 600_000  # of all layers, tokens and experts: 1.6 MB of the page
@@ -74,7 +74,7 @@ class Sample:
         }
 
 
-def take(opened: Opened, stream: Stream, share: int = 1) -> Sample:
+def take(opened: LoadedModel, stream: Stream, share: int = 1) -> Sample:
     """Windows at even distances over the stream, routed at the setting the model has now.
 
     share: of how many runs in one page this is one.

@@ -14,12 +14,12 @@ import torch
 import uvicorn
 
 from grmoe import checks
+from grmoe.runs.folder import CONFIG
+from grmoe.runs.open import open_model
 from grmoe.serve.app import Service, build, log, model_name
 from grmoe.serve.compute import Compute, can_batch
 from grmoe.serve.engine import Engine
 from grmoe.serve.settings import Dial, Limits
-from grmoe.train.loading import open_model
-from grmoe.train.record import CONFIG
 
 
 @dataclass(frozen=True)

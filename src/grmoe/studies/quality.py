@@ -21,8 +21,8 @@ from typing import Any
 from rich.table import Table
 
 from grmoe.config import to_yaml
-from grmoe.train.config import TrainConfig
-from grmoe.train.record import read_log
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.folder import read_log
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from rich.markup import escape
 
 from grmoe.data import unigram_perplexity
 from grmoe.data.dataset import TokenDataset
+from grmoe.runs.checkpoint import CheckpointError
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.folder import LOG, checkpoints_of, read_log
 from grmoe.terminal import console
-from grmoe.train.checkpoint import CheckpointError
-from grmoe.train.config import TrainConfig
 from grmoe.train.loop import Outcome, TrainingStopped, train
-from grmoe.train.record import LOG, checkpoints_of, read_log
 
 
 def run(config: TrainConfig, resume: bool) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from grmoe.data import TokenDataset, unigram_perplexity
-from grmoe.train.record import read_log, saved_config
+from grmoe.runs.folder import read_log, saved_config
 
 INK = "#22303c"
 COLORS = ("#1b6ca8", "#d1495b", "#e07a1f", "#3a8f5c", "#7a5195", "#9aa5b1")

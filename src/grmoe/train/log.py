@@ -18,8 +18,8 @@ from grmoe.config import to_dict
 from grmoe.model.count import count, short
 from grmoe.routing import RoutingMetrics
 from grmoe.routing.metrics import COLLAPSE_SHARE
-from grmoe.train.config import TrainConfig
-from grmoe.train.record import LOG, first_start
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.folder import LOG, first_start
 from grmoe.train.setup import Session, uses_bf16
 
 

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from grmoe.parallel.shard import sync_metrics
-from grmoe.parallel.world import World, agree, start, stop
-from grmoe.train.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from grmoe.train.config import TrainConfig
-from grmoe.train.lock import alone_in
+from grmoe.parallel.world import World, any_process, start, stop
+from grmoe.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.folder import checkpoints_of, data_checksum, find_start, open_folder
+from grmoe.runs.lock import lock_folder
+from grmoe.runs.state import gather, restore
 from grmoe.train.log import Logger, open_logger, routing_line
-from grmoe.train.record import checkpoints_of, data_checksum, find_start, open_folder
 from grmoe.train.schedule import rates
 from grmoe.train.setup import Session, open_session
-from grmoe.train.state import gather, restore
 from grmoe.train.step import NonFiniteError, Pending, StepResult, settle, train_step
 from grmoe.train.validate import Validation, validate
 
@@ -49,7 +49,7 @@ def train(config: TrainConfig, resume: bool = False) -> Outcome:
     """Train from the configuration, or go on from the run's last checkpoint, to the bit where it would have been."""
     world = start(config.parallel, config.device)
     try:
-        with alone_in(Path(config.out), world):
+        with lock_folder(Path(config.out), world):
             return _train(config, resume, world)
     finally:
         stop()
@@ -103,7 +103,7 @@ def _run(
             logs = done % config.log.every == 0 or due
             try:
                 pending = train_step(session, step, next(batches))
-                stopping = agree(world, signals.caught is not None)
+                stopping = any_process(world, signals.caught is not None)
                 saves = stopping or last or _due(config.checkpoint.every, done)
                 # A step's numbers are read while the device computes the next one, unless they are needed at once.
                 if waiting is not None:
@@ -125,7 +125,7 @@ def _run(
                 validation = validate(session) if due else None
                 if validation is not None and world.first:
                     logger.write(_validation_line(done, validation))
-                if config.checkpoint.background and agree(world, checkpoints.failed):
+                if config.checkpoint.background and any_process(world, checkpoints.failed):
                     checkpoints.wait()  # raises, on all processes at the same step
                 if saves:
                     kept = save(done, config.checkpoint.background and not (stopping or last))

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from grmoe.runs.config import KINDS, TrainConfig
+
 
 def cosine_factor(step: int, steps: int, warmup: int, floor: float) -> float:
     """What multiplies the peak rate at a step, counted from zero.
@@ -18,6 +20,11 @@ def cosine_factor(step: int, steps: int, warmup: int, floor: float) -> float:
         return (step + 1) / warmup
     t = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
     return floor + (1 - floor) * (1 + math.cos(math.pi * t)) / 2
+
+
+def rate_factors(config: TrainConfig, step: int) -> dict[str, float]:
+    """The factor on the peak rate of each kind of parameters at a step, counted from zero."""
+    return {kind: cosine_factor(step, config.steps, *config.schedule(kind)) for kind in KINDS}
 
 
 def remember_peaks(optimizers: Iterable[Optimizer]) -> None:

@@ -19,7 +19,7 @@ from grmoe.optim import GrassmannAdam, split_parameters
 from grmoe.parallel.build import build_model
 from grmoe.parallel.shard import split_by_mesh
 from grmoe.parallel.world import World
-from grmoe.train.config import OptimConfig, TrainConfig
+from grmoe.runs.config import OptimConfig, TrainConfig
 from grmoe.train.schedule import remember_peaks
 
 

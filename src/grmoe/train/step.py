@@ -18,8 +18,8 @@ from grmoe.optim import GrassmannAdam
 from grmoe.parallel.shard import accumulate, clip_gradients, finish_gradients, sync_routers
 from grmoe.parallel.world import mean, smallest
 from grmoe.routing import set_alpha
-from grmoe.train.config import TrainConfig
-from grmoe.train.schedule import set_rates
+from grmoe.runs.config import TrainConfig
+from grmoe.train.schedule import rate_factors, set_rates
 from grmoe.train.setup import Session
 
 
@@ -57,7 +57,7 @@ def train_step(session: Session, step: int, batch_BS: Tensor) -> Pending:
     it computes the next step; otherwise the host looks before anything is updated.
     """
     s, config, model = session, session.config, session.model
-    factors = config.rate_factors(step)
+    factors = rate_factors(config, step)
     set_rates(s.optimizers, factors)
     if config.alpha.schedule != "constant":
         set_alpha(model, step_alpha(config, model.config.alphas, step))

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from grmoe.parallel.world import World
-from grmoe.train.config import TrainConfig
-from grmoe.train.record import checkpoints_of, read_log
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.folder import checkpoints_of, read_log
+from grmoe.runs.state import gather
 from grmoe.train.setup import open_session
-from grmoe.train.state import gather
 
 TIMES = ("tokens_per_second", "mfu", "memory_gb", "seconds_left")
 

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from grmoe.parallel.world import World, agree
+from grmoe.parallel.world import World, any_process
 
 LOCK = ".lock"
 # Some network file systems have no locks; a run there is as safe as it was without.
@@ -21,12 +21,12 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path, world: World) -> Iterator[None]:
+def lock_folder(folder: Path, world: World) -> Iterator[None]:
     """Hold the folder for this run; raises on all of its processes if another run does. Creates the folder."""
     path = folder / LOCK
     with contextlib.ExitStack() as held:
         taken = held.enter_context(_locked(path)) if world.first else True
-        if agree(world, not taken):
+        if any_process(world, not taken):
             raise ValueError(
                 f"{folder} is being trained by {_holder(path)}: wait for it, stop it, or give this run another "
                 "folder (out=…)"

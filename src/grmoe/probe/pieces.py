@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grmoe.analyze.types import token_types
+from grmoe.probe.token_types import token_types
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

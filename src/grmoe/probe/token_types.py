@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from grmoe.analyze.words import (
+from grmoe.probe.words import (
     CODE,
     COMMON,
     FUNCTION,

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from grmoe.model import GrmoeForCausalLM, export_remote_code
-from grmoe.train.card import MODEL_CARD, run_card
-from grmoe.train.checkpoint import Checkpoint
-from grmoe.train.config import TrainConfig
-from grmoe.train.record import checkpoints_of, saved_config, tokenizer_of, vocabulary
-from grmoe.train.state import gather
+from grmoe.runs.card import MODEL_CARD, run_card
+from grmoe.runs.checkpoint import Checkpoint
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.folder import checkpoints_of, saved_config, tokenizer_of, vocabulary
+from grmoe.runs.state import gather
 
 
 def find_checkpoint(folder: Path, which: str = "best") -> tuple[TrainConfig, Checkpoint]:

@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from grmoe import MoE
 from grmoe.optim import GrassmannAdam, split_parameters
-from grmoe.train.state import gather, restore
+from grmoe.runs.state import gather, restore
 
 
 def build(groups: int = 1) -> tuple[nn.Module, list[Optimizer]]:

@@ -1,7 +1,7 @@
 """A run's folder: what was asked for, what it ran on, and what happened.
 
 config.yaml        the resolved configuration       environment.json   revision, versions, device, command
-log.jsonl          one line for each logged step    checkpoints/       see `grmoe.train.checkpoint`
+log.jsonl          one line for each logged step    checkpoints/       see `grmoe.runs.checkpoint`
 tokenizer/         a copy, so that a run can be used where its data are not
 """
 
@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -25,10 +24,11 @@ import torch
 import grmoe
 from grmoe.config import differences, load, to_dict, to_yaml
 from grmoe.data import TokenDataset
-from grmoe.data.shards import INDEX, write_durably
+from grmoe.data.shards import INDEX
 from grmoe.data.tokenizer import load as load_tokenizer
-from grmoe.train.checkpoint import Checkpoint, Checkpoints
-from grmoe.train.config import TrainConfig, is_free
+from grmoe.files import replace_folder, write_file
+from grmoe.runs.checkpoint import Checkpoint, Checkpoints
+from grmoe.runs.config import TrainConfig, may_change_on_resume
 
 CONFIG, ENVIRONMENT, LOG, CHECKPOINTS = "config.yaml", "environment.json", "log.jsonl", "checkpoints"
 TOKENIZER = "tokenizer"
@@ -64,7 +64,9 @@ def find_start(config: TrainConfig, resume: bool) -> Checkpoint | None:
             f"{folder} holds a run at step {latest.step}: go on with it (--resume), or give this one another folder "
             "(out=…)"
         )
-    changed = [d for d in differences(to_dict(saved_config(folder)), to_dict(config)) if not is_free(d)]
+    changed = [
+        d for d in differences(to_dict(saved_config(folder)), to_dict(config)) if not may_change_on_resume(d)
+    ]
     if changed:
         raise ValueError(
             f"{folder} was trained with other settings, and going on with these would be another run: "
@@ -79,27 +81,23 @@ def open_folder(config: TrainConfig, start: Checkpoint | None, data: TokenDatase
     folder.mkdir(parents=True, exist_ok=True)
     if start is None or not (folder / TOKENIZER).is_dir():
         _copy_tokenizer(data.tokenizer_folder, folder)
-    write_durably(folder / CONFIG, to_yaml(config).encode())
+    write_file(folder / CONFIG, to_yaml(config).encode())
     described = environment()
     previous = folder / ENVIRONMENT
     if start is not None and previous.is_file():
         earlier = json.loads(previous.read_text())
         described["resumed_from"] = [*earlier.pop("resumed_from", []), earlier]
-    write_durably(previous, json.dumps(described, indent=1).encode() + b"\n")
+    write_file(previous, json.dumps(described, indent=1).encode() + b"\n")
     log = folder / LOG
     done = 0 if start is None else start.step
     kept = [line for line in read_log(folder) if line["step"] <= done and start is not None]
-    write_durably(log, "".join(json.dumps(line) + "\n" for line in kept).encode())
+    write_file(log, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
-    writing = folder / f".writing-{TOKENIZER}"
-    for stale in (writing, folder / TOKENIZER):
-        shutil.rmtree(stale, ignore_errors=True)
-    writing.mkdir()
-    for file in sorted(source.iterdir()):
-        write_durably(writing / file.name, file.read_bytes())
-    os.rename(writing, folder / TOKENIZER)
+    with replace_folder(folder / TOKENIZER) as writing:
+        for file in sorted(source.iterdir()):
+            write_file(writing / file.name, file.read_bytes())
 
 
 def tokenizer_of(folder: Path, config: TrainConfig) -> Path:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmoe.bench.timing import Ratio, Timer, Times, peak_bytes, quantile, three_figures, time_ratio
+from grmoe.probe.timing import Ratio, Timer, Times, peak_bytes, quantile, three_figures, time_ratio
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from grmoe.cli import app
 from grmoe.config import to_yaml
 from grmoe.parallel.world import World
-from grmoe.train.config import TrainConfig
-from grmoe.train.lock import alone_in
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.lock import lock_folder
 from grmoe.train.loop import train
 
 Settings = Callable[..., TrainConfig]
@@ -85,7 +85,7 @@ def _refused(config: TrainConfig) -> str:
 
 def test_all_processes_of_a_group_are_told_and_one_of_them_holds_it(settings: Settings) -> None:
     config = settings(steps=2, parallel={"fsdp": 2})
-    with alone_in(Path(config.out), ALONE):
+    with lock_folder(Path(config.out), ALONE):
         first, second = Processes(2, _refused, config).answers()
     assert first == second
     assert f"is being trained by process {os.getpid()} on " in first
@@ -94,6 +94,6 @@ def test_all_processes_of_a_group_are_told_and_one_of_them_holds_it(settings: Se
 
 def test_it_is_free_after_an_error(settings: Settings) -> None:
     config = settings(steps=2)
-    with pytest.raises(KeyError), alone_in(Path(config.out), ALONE):
+    with pytest.raises(KeyError), lock_folder(Path(config.out), ALONE):
         raise KeyError
     train(config)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from grmoe.routing import routers
-from grmoe.train.config import TrainConfig
-from grmoe.train.export import export
-from grmoe.train.loading import open_model
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.export import export
+from grmoe.runs.open import open_model
 from grmoe.train.loop import train
 
 

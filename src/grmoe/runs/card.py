@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grmoe.train.checkpoint import Checkpoint
-from grmoe.train.record import read_log
+from grmoe.runs.checkpoint import Checkpoint
+from grmoe.runs.folder import read_log
 
 MODEL_CARD = "README.md"
 FRONTIER = 3  # points of the frontier that are shown

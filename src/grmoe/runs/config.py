@@ -13,7 +13,6 @@ from typing import Any, Literal
 from grmoe.checks import finite, positive_int, require
 from grmoe.model import PRESETS, GrmoeConfig, preset
 from grmoe.parallel.world import ParallelConfig
-from grmoe.train.schedule import cosine_factor
 
 Kind = Literal[
     "weights", "kappa", "frames"
@@ -174,10 +173,6 @@ class TrainConfig:
         floor = floors[kind]
         return next(w for w in given if w is not None), o.floor if floor is None else floor
 
-    def rate_factors(self, step: int) -> dict[str, float]:
-        """What multiplies the peak rate of each kind of parameters at a step, counted from zero."""
-        return {kind: cosine_factor(step, self.steps, *self.schedule(kind)) for kind in KINDS}
-
     def model_config(self, vocab_size: int, end_of_text: int) -> GrmoeConfig:
         """The model's configuration for a tokenizer; a vocabulary that is too small for it is refused."""
         changes = {k: v for k, v in self.model.items() if k != "preset"}
@@ -195,16 +190,16 @@ class TrainConfig:
 
 # A run goes on with another value of these: they change what is shown, kept or where it runs, not what is trained. Data
 # may lie elsewhere, for a checkpoint knows their checksum.
-FREE = (
+MAY_CHANGE_ON_RESUME = (
     "out", "device", "compile", "activation_checkpointing", "data.path", "data.micro_batch_size", "validation", "log",
     "checkpoint", "parallel",
 )  # fmt: skip
 
 
-def is_free(difference: str) -> bool:
+def may_change_on_resume(difference: str) -> bool:
     """Whether a line of `grmoe.config.differences` may change when a run is resumed."""
     name = difference.partition(":")[0]
-    return any(name == key or name.startswith(f"{key}.") for key in FREE)
+    return any(name == key or name.startswith(f"{key}.") for key in MAY_CHANGE_ON_RESUME)
 
 
 def _model_fields() -> list[str]:

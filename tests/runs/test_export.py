@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grmoe.routing import routers
-from grmoe.train.config import TrainConfig
-from grmoe.train.export import export, load_model
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.export import export, load_model
 from grmoe.train.loop import train
 
 Settings = Callable[..., TrainConfig]

@@ -10,8 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from grmoe.analyze import token_types
-from grmoe.analyze.pieces import Pieces
-from grmoe.analyze.words import (
+from grmoe.probe.pieces import Pieces
+from grmoe.probe.words import (
     AUXILIARIES,
     CONJUNCTIONS,
     DETERMINERS,

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from grmoe.cli import app
-from grmoe.train.config import TrainConfig
-from grmoe.train.export import export, load_model
-from grmoe.train.loading import open_model
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.export import export, load_model
+from grmoe.runs.folder import vocabulary
+from grmoe.runs.open import open_model
 from grmoe.train.loop import train
-from grmoe.train.record import vocabulary
 
 TEXT = "one two three four five six seven eight nine zero " * 100
 

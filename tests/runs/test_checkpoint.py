@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from grmoe.train import checkpoint as checkpoint_module
-from grmoe.train.checkpoint import META, TEMPORARY, CheckpointError, Checkpoints
+from grmoe.runs import checkpoint as checkpoint_module
+from grmoe.runs.checkpoint import META, TEMPORARY, CheckpointError, Checkpoints
 
 
 def state(value: float) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
 WRITER = """
 import sys, torch
 from pathlib import Path
-from grmoe.train.checkpoint import Checkpoints
+from grmoe.runs.checkpoint import Checkpoints
 checkpoints = Checkpoints(Path(sys.argv[1]), keep_last=2)
 print("ready", flush=True)
 latest = checkpoints.latest()

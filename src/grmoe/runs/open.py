@@ -13,13 +13,13 @@ from transformers import PreTrainedTokenizerFast
 from grmoe.data import TokenDataset
 from grmoe.model import GrmoeForCausalLM
 from grmoe.model.generation import load
-from grmoe.train.checkpoint import Checkpoint
-from grmoe.train.export import load_model
-from grmoe.train.record import CONFIG, data_checksum, saved_config
+from grmoe.runs.checkpoint import Checkpoint
+from grmoe.runs.export import load_model
+from grmoe.runs.folder import CONFIG, data_checksum, saved_config
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadedModel:
     path: Path
     model: GrmoeForCausalLM  # in eval mode, on `device`
     tokenizer: Any
@@ -42,7 +42,7 @@ def open_model(
     alpha: float | Sequence[float] | None = None,
     device: str | None = None,
     dtype: torch.dtype | None = None,
-) -> Opened:
+) -> LoadedModel:
     """A run's checkpoint ("best", "last" or a step) in fp32, or an exported folder as it was saved.
 
     alpha: in place of the dial saved with it. device: by default the GPU, where there is one. dtype: of everything but
@@ -62,12 +62,12 @@ def open_model(
         raise ValueError(f"{path} is neither a run of `grmoe train` nor an exported model")
     torch.nn.Module.to(model, device=place, dtype=dtype)  # routers stay in fp32
     if found is None:
-        return Opened(path, model.eval(), tokenizer, None, None)
+        return LoadedModel(path, model.eval(), tokenizer, None, None)
     try:
         data, why = _held_out(path, found), ""
     except ValueError as error:
         data, why = None, str(error)
-    return Opened(path, model.eval(), tokenizer, data, found.step, why)
+    return LoadedModel(path, model.eval(), tokenizer, data, found.step, why)
 
 
 def _held_out(run: Path, checkpoint: Checkpoint) -> TokenDataset:

@@ -1,0 +1,59 @@
+"""Writing files and folders so that they are whole or not there, whatever happens in between."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PARTIAL = ".partial"  # suffix of what is still being written
+
+
+def write_file(path: Path, content: bytes | memoryview) -> None:
+    """Write a file under a temporary name, flush it to disk, then rename it.
+
+    After a crash the old content is there, or the new one: never half of it.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder to disk. A rename is durable only after this."""
+    if os.name == "nt":  # Windows cannot open folders
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def replace_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder of the same name; at the end it replaces `out`. An error leaves `out` as it was.
+
+    The name is the same because a model card begins with the folder's name.
+    """
+    place = out.with_name(out.name + PARTIAL)
+    shutil.rmtree(place, ignore_errors=True)
+    new = place / out.name
+    new.mkdir(parents=True)
+    try:
+        yield new
+        shutil.rmtree(out, ignore_errors=True)
+        os.rename(new, out)
+        sync_folder(out.parent)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)

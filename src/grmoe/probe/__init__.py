@@ -1,0 +1,1 @@
+"""Measuring any model on any text: text, windows, losses, routing, speed."""
