@@ -1,85 +1,36 @@
-"""What all commands say and how: tables on stdout, progress and mistakes on stderr."""
+"""What all commands share on screen: tables on stdout, progress and errors on stderr."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Protocol
 
-import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
-# Tables are wider than the 80 columns rich assumes where there is no terminal.
+# Without a terminal rich assumes 80 columns; our tables are wider.
 console = Console(width=None if sys.stdout.isatty() else 200)
 
 
-def fail(message: str) -> NoReturn:
-    """A mistake of the caller: one line on stderr, exit status 2."""
-    Console(stderr=True).print(f"[bold red]error:[/] {message}", highlight=False, soft_wrap=True)
-    raise typer.Exit(2)
+class Progress(Protocol):
+    """How long work reports where it is: the stage, and how much of the whole is done."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None: ...
 
 
-def need(*modules: str, extra: str = "studies") -> None:
-    """Stop with the install line when an optional dependency is missing."""
-    missing = [m for m in modules if importlib.util.find_spec(m) is None]
-    if missing:
-        fail(f"this command needs {' and '.join(missing)}; install with: pip install 'grmoe\\[{extra}]'")
-
-
-class Watch:
-    """Shows a study's progress: a bar on a terminal, a line for each finished part elsewhere."""
-
-    def __init__(self, bar: Progress, total: int) -> None:
-        self.bar, self.total, self.done = bar, total, 0
-        self.task = bar.add_task("starting", total=total)
-
-    def __call__(self, label: str, step: int, steps: int) -> None:
-        self.bar.update(self.task, description=label, completed=self.done + step)
-        if step < steps:
-            return
-        self.done += steps
-        if not self.bar.console.is_terminal:
-            elapsed = self.bar.tasks[0].elapsed or 0
-            print(
-                f"{label} done, {self.done / self.total:.0%} after {elapsed:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+def silent(stage: str, done: int, total: int) -> None:
+    """A `Progress` that shows nothing."""
 
 
 @contextmanager
-def measuring() -> Iterator[Callable[[str, int], None]]:
-    """Called after each measurement with what was measured and how many there are about to be.
-
-    A bar on a terminal, a line for each new stage elsewhere.
-    """
-    with progress() as bar:
-        task = bar.add_task("opening", total=None)
-        stage = ""
-
-        def tick(label: str, total: int) -> None:
-            nonlocal stage
-            bar.update(task, description=label, total=total, advance=1)
-            if label != stage and not bar.console.is_terminal:
-                print(f"measuring: {label}", file=sys.stderr, flush=True)
-            stage = label
-
-        yield tick
-
-
-def say_where(**places: Path) -> None:
-    """What was written, a line each."""
-    for name, path in places.items():
-        console.print(f"{name + ':':<9}[bold]{escape(str(path))}[/]", highlight=False, soft_wrap=True)
-
-
-def progress() -> Progress:
-    """A bar on a terminal; elsewhere it stays silent."""
+def show_progress() -> Iterator[Progress]:
+    """A bar on a terminal. Elsewhere one line on stderr per stage."""
+    stderr = Console(stderr=True)
     columns = (
         TextColumn("{task.description:<32}"),
         BarColumn(),
@@ -88,5 +39,43 @@ def progress() -> Progress:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    stderr = Console(stderr=True)
-    return Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal)
+    with Bar(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task("opening", total=None)
+        current = ""
+
+        def report(stage: str, done: int, total: int) -> None:
+            nonlocal current
+            bar.update(task, description=escape(stage), completed=done, total=total)
+            if stage != current and not stderr.is_terminal:
+                share = f" ({done / total:.0%} done)" if total else ""
+                print(f"{stage}{share}", file=sys.stderr, flush=True)
+            current = stage
+
+        yield report
+
+
+class Steps:
+    """Counts measurements of a known number and reports each to a `Progress`."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self.progress, self.total, self.done = progress, total, 0
+
+    def __call__(self, stage: str) -> None:
+        self.done += 1
+        self.progress(stage, self.done, max(self.total, self.done))
+
+
+def note(text: str) -> None:
+    """One line on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+    """Print plain text to stdout. Brackets are not markup, long lines are not wrapped."""
+    console.print(escape(text), highlight=False, soft_wrap=True)
+
+
+def say_written(**places: Path) -> None:
+    """List what was written, one line per file."""
+    for name, path in places.items():
+        console.print(f"{name + ':':<9}[bold]{escape(str(path))}[/]", highlight=False, soft_wrap=True)

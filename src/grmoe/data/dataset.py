@@ -58,6 +58,11 @@ class TokenDataset:
         self._starts = np.cumsum([0, *(shard["tokens"] for shard in self._shards)])
         self._maps: dict[int, np.memmap[tuple[int], np.dtype[np.unsignedinteger]]] = {}
 
+    @property
+    def domain_names(self) -> list[str]:
+        """Names of the numbers that `domains_of` returns: all domains of the folder, in either split."""
+        return list(self.index["domains"])
+
     def verify(self) -> None:
         """Compare every shard with its checksum; a damaged one is refused by name."""
         for shard in self._shards:

@@ -3,30 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast, TextStreamer
-
-from grmoe.model import GrmoeForCausalLM
-from grmoe.model.presets import find_config
-
-
-def load(folder: str | Path, alpha: float | Sequence[float] | None = None) -> tuple[Any, Any]:
-    """(model, tokenizer) of a folder, on the GPU where there is one; `alpha` in place of the dial saved with it."""
-    folder = Path(folder)
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            raise ValueError(
-                f"folder must hold a saved model with its tokenizer, got {folder} without {name}"
-            )
-    find_config(folder)
-    dial: dict[str, Any] = {} if alpha is None else {"alpha": alpha}
-    model: Any = GrmoeForCausalLM.from_pretrained(folder, dtype="auto", **dial)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(device), PreTrainedTokenizerFast.from_pretrained(folder)
+from transformers import TextStreamer
 
 
 def stream(model: Any, tokenizer: Any, prompt: str, *, max_new_tokens: int, temperature: float) -> None:

@@ -1,50 +1,23 @@
-"""From a run's checkpoint, written by any number of processes, to a folder everything in Hugging Face's world loads."""
+"""Write a model in memory as a folder that everything in the Hugging Face world loads."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from grmoe.model import GrmoeForCausalLM, export_remote_code
-from grmoe.runs.card import MODEL_CARD, run_card
+from grmoe import checks
+from grmoe.files import replace_folder
+from grmoe.model import export_remote_code
+from grmoe.runs.card import MODEL_CARD, model_card
 from grmoe.runs.checkpoint import Checkpoint
-from grmoe.runs.config import TrainConfig
-from grmoe.runs.folder import checkpoints_of, saved_config, tokenizer_of, vocabulary
-from grmoe.runs.state import gather
+from grmoe.runs.folder import saved_config
+from grmoe.runs.open import LoadedModel, open_model
 
-
-def find_checkpoint(folder: Path, which: str = "best") -> tuple[TrainConfig, Checkpoint]:
-    """A run's configuration and one of its checkpoints: "best", "last" or a step."""
-    config = saved_config(folder)
-    checkpoints = checkpoints_of(folder, config)
-    found = checkpoints.all()
-    if not found:
-        raise ValueError(f"{folder} has no checkpoint yet")
-    if which == "best":
-        return config, checkpoints.best() or found[-1]
-    if which == "last":
-        return config, found[-1]
-    for checkpoint in found:
-        if str(checkpoint.step) == which:
-            return config, checkpoint
-    kept = ", ".join(str(c.step) for c in found)
-    raise ValueError(f"checkpoint must be best, last or one of the steps {kept}, got {which!r}")
-
-
-def load_model(folder: Path, which: str = "best") -> tuple[GrmoeForCausalLM, Path, Checkpoint]:
-    """The model of a checkpoint, in one process on the CPU, and the folder of its tokenizer. Needs no data."""
-    config, checkpoint = find_checkpoint(folder, which)
-    tokenizer = tokenizer_of(folder, config)
-    model = GrmoeForCausalLM(config.model_config(*vocabulary(tokenizer)))
-    weights = gather(model, [])["model"]  # the live tensors, filled in place
-    checkpoints_of(folder, config).load(checkpoint, {"model": weights})
-    return model.eval(), tokenizer, checkpoint
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
 def export(
@@ -54,33 +27,53 @@ def export(
     alpha: float | Sequence[float] | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Checkpoint:
-    """Write safetensors, configuration, tokenizer, remote code and a model card; the folder is whole or not there."""
-    if out.exists() and not _is_export(out):
-        raise ValueError(f"{out} exists and is no exported model; give another folder (--out)")
-    model, tokenizer, checkpoint = load_model(run, which)
-    if alpha is not None:
-        model.set_alpha(alpha)
-    writing = out.with_name(f".writing-{out.name}")
-    shutil.rmtree(writing, ignore_errors=True)
-    try:
-        nn.Module.to(model, dtype)  # routers stay in fp32
-        model.save_pretrained(writing)
-        for file in sorted(tokenizer.iterdir()):
-            shutil.copyfile(file, writing / file.name)
+    """Export a run's checkpoint ("best", "last" or a step). Returns the checkpoint."""
+    check_place(run, out)
+    saved_config(run)  # an exported folder is no run
+    loaded = open_model(run, which, alpha, device="cpu", dtype=dtype)
+    write_model(loaded, out, model_card(loaded, out.name))
+    assert loaded.checkpoint is not None
+    return loaded.checkpoint
+
+
+def write_model(loaded: LoadedModel, out: Path, card: str) -> Path:
+    """Write safetensors, configuration, tokenizer, remote code and the card: the whole folder or nothing.
+
+    Weights, dtype and dial are those in memory. The run or folder the model came from does not change. Other files
+    of an exported folder (a licence, say) come along.
+    """
+    check_place(loaded.path, out)
+    with replace_folder(out) as writing:
+        loaded.model.save_pretrained(writing)
+        if loaded.is_run:
+            for file in sorted(loaded.tokenizer_folder.iterdir()):
+                shutil.copyfile(file, writing / file.name)
+        else:
+            # Copies, also where the folder holds links into a cache of downloads.
+            skipped = shutil.ignore_patterns(*WEIGHTS, *(p.name for p in writing.iterdir()))
+            shutil.copytree(loaded.path, writing, ignore=skipped, dirs_exist_ok=True)
         export_remote_code(writing)
-        saved = "the trained setting" if alpha is None else f"the trained setting but for α = {alpha}"
-        card = run_card(run, checkpoint, out.name, model.config.router, saved)
         (writing / MODEL_CARD).write_text(card, encoding="utf-8")
-        shutil.rmtree(out, ignore_errors=True)
-        os.rename(writing, out)
-    except BaseException:
-        shutil.rmtree(writing, ignore_errors=True)
-        raise
-    return checkpoint
+    return out
+
+
+def check_place(source: Path, out: Path) -> None:
+    """Refuse to overwrite anything but an exported model. Ask this before minutes are spent."""
+    place = out.resolve()
+    checks.require(
+        not (source / "config.json").is_file() or source.resolve() not in (place, *place.parents),
+        f"out must lie outside the model's own folder {source}, got {out}",
+    )
+    checks.require(
+        not out.exists() or _is_export(out),
+        f"{out} exists and is no exported model; give another folder (--out)",
+    )
 
 
 def _is_export(folder: Path) -> bool:
+    """Whether a folder holds a model of grmoe, or nothing at all."""
     try:
-        return json.loads((folder / "config.json").read_text()).get("model_type") == "grmoe"
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError):
-        return not any(folder.iterdir()) if folder.is_dir() else False
+        return folder.is_dir() and not any(folder.iterdir())
+    return bool(kind == "grmoe")

@@ -48,9 +48,22 @@ def saved_config(folder: Path) -> TrainConfig:
     return load(TrainConfig, path)
 
 
-def results_folder(model: Path, name: str) -> Path:
-    """Where what is measured of a model goes: into a run's folder, beside an exported one, which is passed on."""
-    return model / name if (model / CONFIG).is_file() else model.with_name(f"{model.name}-{name}")
+def find_checkpoint(folder: Path, which: str = "best") -> tuple[TrainConfig, Checkpoint]:
+    """A run's configuration and one of its checkpoints: "best", "last" or a step."""
+    config = saved_config(folder)
+    checkpoints = checkpoints_of(folder, config)
+    found = checkpoints.all()
+    if not found:
+        raise ValueError(f"{folder} has no checkpoint yet")
+    if which == "best":
+        return config, checkpoints.best() or found[-1]
+    if which == "last":
+        return config, found[-1]
+    for checkpoint in found:
+        if str(checkpoint.step) == which:
+            return config, checkpoint
+    kept = ", ".join(str(c.step) for c in found)
+    raise ValueError(f"checkpoint must be best, last or one of the steps {kept}, got {which!r}")
 
 
 def find_start(config: TrainConfig, resume: bool) -> Checkpoint | None:

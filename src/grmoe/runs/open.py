@@ -1,38 +1,61 @@
-"""A model to look at, from wherever it lies: the folder of a run, or an exported one."""
+"""Open a model to look at, wherever it lies: the folder of a run, or an exported one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
 from grmoe.data import TokenDataset
 from grmoe.model import GrmoeForCausalLM
-from grmoe.model.generation import load
+from grmoe.model.presets import find_config
 from grmoe.runs.checkpoint import Checkpoint
-from grmoe.runs.export import load_model
-from grmoe.runs.folder import CONFIG, data_checksum, saved_config
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.folder import (
+    CONFIG,
+    checkpoints_of,
+    data_checksum,
+    find_checkpoint,
+    tokenizer_of,
+    vocabulary,
+)
+from grmoe.runs.state import gather
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadedModel:
+    """A model in eval mode on its device, with what belongs to it."""
+
     path: Path
-    model: GrmoeForCausalLM  # in eval mode, on `device`
+    """Folder of the run or of the exported model."""
+    model: GrmoeForCausalLM
     tokenizer: Any
-    data: TokenDataset | None  # the validation split a run was measured on; None where there is none
-    step: int | None  # of a run's checkpoint
-    missing: str = "an exported model has none"  # why `data` is None
+    tokenizer_folder: Path
+    length: int
+    """Tokens per window: what the run was trained on; for an exported model, its longest context."""
+    checkpoint: Checkpoint | None = None
+    """Checkpoint of a run; None for an exported model."""
+    data: TokenDataset | None = None
+    """Validation split the run was measured on; None where there is none."""
+    no_data: str = "an exported model has none"
+    """Why `data` is None."""
+
+    @property
+    def step(self) -> int | None:
+        return None if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def is_run(self) -> bool:
+        return self.checkpoint is not None
 
     def held_out(self, give: str = "--text FILE") -> TokenDataset:
         """The validation split, or an error that says why there is none and what to give instead."""
         if self.data is None:
-            raise ValueError(
-                f"{self.path} comes without held-out text ({self.missing}): give some with {give}"
-            )
+            raise ValueError(f"{self.path} has no held-out text ({self.no_data}): give {give}")
         return self.data
 
 
@@ -41,38 +64,72 @@ def open_model(
     checkpoint: str = "best",
     alpha: float | Sequence[float] | None = None,
     device: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["served"] | None = None,
 ) -> LoadedModel:
-    """A run's checkpoint ("best", "last" or a step) in fp32, or an exported folder as it was saved.
+    """Open a run's checkpoint ("best", "last" or a step) or an exported folder.
 
-    alpha: in place of the dial saved with it. device: by default the GPU, where there is one. dtype: of everything but
-    the routers. Where a run's data have moved, vanished or changed, its model opens all the same, without text.
+    alpha: replaces the dial saved with the model.
+    device: default is the GPU, if there is one.
+    dtype: of everything but the routers, which stay in fp32. None keeps the saved one, which is fp32 for a run.
+        "served" turns a run into bf16 on a GPU: that is how it will be used.
+    A run whose data moved, vanished or changed opens all the same, without text.
     """
     path = Path(path)
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if (path / CONFIG).is_file():
-        model, tokenizer_folder, found = load_model(path, checkpoint)
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
-        if alpha is not None:
-            model.set_alpha(alpha)
+        loaded = _open_run(path, checkpoint)
     elif (path / "config.json").is_file():
-        found = None
-        model, tokenizer = load(path, alpha)
+        loaded = _open_export(path)
     else:
         raise ValueError(f"{path} is neither a run of `grmoe train` nor an exported model")
-    torch.nn.Module.to(model, device=place, dtype=dtype)  # routers stay in fp32
-    if found is None:
-        return LoadedModel(path, model.eval(), tokenizer, None, None)
+    if dtype == "served":
+        dtype = torch.bfloat16 if loaded.is_run and place.type == "cuda" else None
+    torch.nn.Module.to(loaded.model, device=place, dtype=dtype)
+    if alpha is not None:
+        loaded.model.set_alpha(alpha)
+    return loaded
+
+
+def _open_run(run: Path, which: str) -> LoadedModel:
+    config, checkpoint = find_checkpoint(run, which)
+    tokenizer_folder = tokenizer_of(run, config)
+    model = GrmoeForCausalLM(config.model_config(*vocabulary(tokenizer_folder)))
+    weights = gather(model, [])["model"]  # the live tensors, filled in place
+    checkpoints_of(run, config).load(checkpoint, {"model": weights})
     try:
-        data, why = _held_out(path, found), ""
+        data, why = _held_out(config, checkpoint), ""
     except ValueError as error:
         data, why = None, str(error)
-    return LoadedModel(path, model.eval(), tokenizer, data, found.step, why)
+    return LoadedModel(
+        path=run,
+        model=model.eval(),
+        tokenizer=PreTrainedTokenizerFast.from_pretrained(tokenizer_folder),
+        tokenizer_folder=tokenizer_folder,
+        length=config.data.sequence_length or model.config.max_position_embeddings,
+        checkpoint=checkpoint,
+        data=data,
+        no_data=why,
+    )
 
 
-def _held_out(run: Path, checkpoint: Checkpoint) -> TokenDataset:
-    place = saved_config(run).data.path
-    data = TokenDataset(place, "validation")
+def _open_export(folder: Path) -> LoadedModel:
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"{folder} must hold a saved model with its tokenizer, got one without tokenizer.json"
+        )
+    find_config(folder)  # a model of another kind is refused by name
+    model: Any = GrmoeForCausalLM.from_pretrained(folder, dtype="auto")
+    return LoadedModel(
+        path=folder,
+        model=model.eval(),
+        tokenizer=PreTrainedTokenizerFast.from_pretrained(folder),
+        tokenizer_folder=folder,
+        length=model.config.max_position_embeddings,
+    )
+
+
+def _held_out(config: TrainConfig, checkpoint: Checkpoint) -> TokenDataset:
+    data = TokenDataset(config.data.path, "validation")
     if checkpoint.meta["data"] != data_checksum(data.folder):
-        raise ValueError(f"{place} is not the data it was trained on")
+        raise ValueError(f"{config.data.path} is not the data it was trained on")
     return data

@@ -1,0 +1,67 @@
+"""What every command does around its work: check extras, quiet libraries, turn errors into one line.
+
+with shell("lm", "studies"):
+    from grmoe.dial import Plan, run      # heavy imports happen in here
+    ...
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+# What each extra of pyproject.toml brings, as modules to look for.
+EXTRAS = {
+    "lm": ("transformers", "yaml", "tokenizers", "safetensors"),
+    "studies": ("scipy", "matplotlib"),
+    "eval": ("lm_eval", "accelerate"),
+    "serve": ("uvicorn", "starlette", "pydantic"),
+}
+
+
+def fail(message: str, status: int = 2) -> NoReturn:
+    """Print one line on stderr and exit. Status 2: the caller's mistake. Status 1: the machine's trouble."""
+    text = f"[bold red]error:[/] {escape(message)}"
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+    raise typer.Exit(status)
+
+
+def need(*extras: str) -> None:
+    """Stop with one install line where optional dependencies are missing."""
+    missing = {extra: [m for m in EXTRAS[extra] if importlib.util.find_spec(m) is None] for extra in extras}
+    modules = [m for found in missing.values() for m in found]
+    if modules:
+        wanted = ",".join(extra for extra, found in missing.items() if found)
+        fail(f"this command needs {' and '.join(modules)}; install with: pip install 'grmoe[{wanted}]'")
+
+
+@contextmanager
+def shell(*extras: str) -> Iterator[None]:
+    """Run a command's work. Expected errors end it with one line; anything else is a bug and keeps its traceback."""
+    need(*extras)
+    if "lm" in extras:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+    try:
+        yield
+    except (ValueError, ModuleNotFoundError) as error:
+        fail(str(error))
+    except OSError as error:
+        fail(str(error), status=1)
+    except RuntimeError as error:
+        if not _expected(error):
+            raise
+        fail(str(error))
+
+
+def _expected(error: RuntimeError) -> bool:
+    """Whether a RuntimeError is one of ours, raised with a message for the user."""
+    return type(error).__module__.startswith("grmoe.")

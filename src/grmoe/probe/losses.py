@@ -1,0 +1,106 @@
+"""What a model costs and does on a text: loss per window, experts per token, entropy; and how two models compare.
+
+Legend: W windows, S tokens per window, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from grmoe.head import next_token_loss
+from grmoe.model import GrmoeForCausalLM
+from grmoe.probe.windows import Text
+from grmoe.routing import routers
+
+ONE_SIDED = 1.645  # standard errors: 95 % of a normal distribution lie below
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Measurement:
+    """A model on a text. Routing figures are means over MoE layers."""
+
+    losses_W: Tensor
+    """Nats per token of each window, fp64 on the CPU."""
+    layer_experts: tuple[float, ...]
+    """Experts computed per token, by layer."""
+    entropy: float
+    """Of the gate, nats."""
+    effective_experts_entropy: float
+    """exp(H) per layer, then the mean."""
+    effective_experts_inverse: float
+    """1/Σg² per token, then the mean."""
+
+    @property
+    def experts_per_token(self) -> float:
+        return fmean(self.layer_experts)
+
+    @property
+    def loss(self) -> float:
+        return float(self.losses_W.mean())
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+@torch.no_grad()
+def measure(model: GrmoeForCausalLM, text: Text) -> Measurement:
+    """The model at its present setting. Its routing metrics are reset."""
+    model.reset_routing_metrics()
+    parts = [window_losses(model, rows_WS.to(model.device)) for rows_WS in text.batches(model.device)]
+    routing = [router.metrics.read() for router in routers(model)]  # without the costly figures about frames
+    model.reset_routing_metrics()
+    losses_W = torch.cat(parts).double().cpu()
+    if not bool(torch.isfinite(losses_W).all()):
+        raise ValueError(f"the loss on {text.name} is NaN or Inf: nothing can be compared")
+    return Measurement(
+        losses_W=losses_W,
+        layer_experts=tuple(m.experts_computed for m in routing),
+        entropy=fmean(m.entropy for m in routing),
+        effective_experts_entropy=fmean(m.effective_experts_entropy for m in routing),
+        effective_experts_inverse=fmean(m.effective_experts_inverse for m in routing),
+    )
+
+
+def window_losses(model: GrmoeForCausalLM, rows_WS: Tensor) -> Tensor:
+    """Mean loss of each window, (W,)."""
+    x_WSD = model.model(input_ids=rows_WS[:, :-1].contiguous(), use_cache=False).last_hidden_state
+    count = torch.tensor(x_WSD.shape[1], device=x_WSD.device)
+    weight = model.lm_head.weight
+    # One window at a time, so that the logits of only one exist.
+    return torch.stack(
+        [next_token_loss(x, weight, row[1:], count) for x, row in zip(x_WSD, rows_WS, strict=True)]
+    )
+
+
+@dataclass(frozen=True)
+class Increase:
+    """Relative change of perplexity, with a band of 1.645 paired standard errors (90 %)."""
+
+    value: float
+    low: float
+    high: float
+
+
+def increase(measured: Measurement, base: Measurement) -> Increase:
+    """exp(Δ) − 1 with Δ = mean_w(ℓ_w − ℓ⁰_w), both on the same windows.
+
+    Paired: windows differ far more from each other than two settings do on one window.
+    """
+    delta_W = measured.losses_W - base.losses_W
+    mean = float(delta_W.mean())
+    error = ONE_SIDED * float(delta_W.std()) / math.sqrt(len(delta_W))
+    return Increase(math.expm1(mean), math.expm1(mean - error), math.expm1(mean + error))
+
+
+def verdict(grown: Increase, limit: float) -> str:
+    """Whether a promise about perplexity held: "kept", or by how much it was missed, and whether noise decides."""
+    if grown.value <= limit:
+        return "kept" + ("" if grown.high <= limit else ", but the interval reaches past the limit")
+    doubt = ", within its noise" if grown.low <= limit else ""
+    return f"missed by {100 * (grown.value - limit):.2f} points{doubt}"

@@ -1,0 +1,69 @@
+"""What the routers of a model see and decide, taken from its forward passes by hooks.
+
+Legend: T tokens, N experts, D model width, W windows, S tokens per window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from grmoe.layer import MoE
+from grmoe.model import GrmoeForCausalLM
+from grmoe.routing import Routing, routers
+
+DROPPED = -1  # the leading expert of a token that no expert computes
+
+
+def moe_layers(model: nn.Module) -> list[MoE]:
+    """All MoE layers of a model, in the order of its blocks."""
+    return [m for m in model.modules() if isinstance(m, MoE)]
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[list[Routing]]:
+    """Yield a list that holds the `Routing` of every MoE layer after a forward pass; clear it before the next.
+
+    The routers' metrics stay as they were.
+    """
+    seen: list[Routing] = []
+    found = routers(model)
+    hooks = [router.register_forward_hook(lambda _m, _x, out: seen.append(out)) for router in found]
+    kept = [router.record for router in found]
+    try:
+        for router in found:
+            router.record = False
+        yield seen
+    finally:
+        for router, was in zip(found, kept, strict=True):
+            router.record = was
+        for hook in hooks:
+            hook.remove()
+
+
+def leading_expert(routing: Routing) -> Tensor:
+    """The expert of the largest combine weight, (...); DROPPED where none computes the token (paper: top-1)."""
+    weights = torch.where(routing.selected, routing.weights, -1.0)
+    return torch.where(routing.selected.any(-1), weights.argmax(-1), DROPPED)
+
+
+@torch.no_grad()
+def layer_inputs(model: GrmoeForCausalLM, ids_WS: Tensor) -> list[Tensor]:
+    """What each MoE layer sees for these tokens at the model's present setting: (T, D) per layer."""
+    layers = moe_layers(model)
+    seen: list[list[Tensor]] = [[] for _ in layers]
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args, kept=kept: kept.append(args[0].detach()))
+        for layer, kept in zip(layers, seen, strict=True)
+    ]
+    try:
+        for row_S in ids_WS:
+            model.model(input_ids=row_S[None].to(model.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.reset_routing_metrics()
+    return [torch.cat([x.flatten(0, -2) for x in kept]) for kept in seen]

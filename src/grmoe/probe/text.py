@@ -1,0 +1,141 @@
+"""Text to measure a model on. Every command reads and tokenises a text here, with the rule of `grmoe prepare`.
+
+A text is named by a string: "validation" is the split a run was validated on; a folder of `grmoe prepare` is its
+held-out split; anything else is a source of `grmoe prepare` (.txt, .jsonl, .parquet), tokenised on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
+
+from grmoe.checks import positive_int, require
+from grmoe.data import TokenDataset
+from grmoe.data.documents import Document, Position, Reader
+from grmoe.data.encoding import DocumentEncoder
+from grmoe.data.shards import INDEX
+from grmoe.data.sources import Unit, find_units
+from grmoe.runs.open import LoadedModel
+
+VALIDATION = "validation"
+
+
+@dataclass(frozen=True)
+class TokenDocument:
+    domain: str
+    ids: NDArray[np.int64]
+    """End-of-text is the last token."""
+    text: str | None
+    """None for prepared tokens, which come without their text."""
+
+
+class Stream(Protocol):
+    """Tokens of documents one after another, each with its domain. `TokenDataset` is one."""
+
+    @property
+    def domain_names(self) -> list[str]: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]: ...
+    def domains_of(self, start: int, stop: int) -> NDArray[np.int64]: ...
+
+
+class MemoryStream:
+    """A `Stream` of documents held in memory."""
+
+    def __init__(self, documents: Sequence[TokenDocument]) -> None:
+        names: dict[str, int] = {}
+        domains = [np.full(len(d.ids), names.setdefault(d.domain, len(names))) for d in documents]
+        self._ids = np.concatenate([d.ids for d in documents])
+        self._domains = np.concatenate(domains).astype(np.int64)
+        self.domain_names, self.tokens = list(names), len(self._ids)
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        return self._ids[start:stop]
+
+    def domains_of(self, start: int, stop: int) -> NDArray[np.int64]:
+        return self._domains[start:stop]
+
+
+def document_encoder(loaded: LoadedModel) -> DocumentEncoder:
+    """The rule of `grmoe prepare` with the model's own tokenizer."""
+    end = loaded.tokenizer.eos_token_id
+    require(end is not None, f"the tokenizer of {loaded.path} has no end-of-text token (eos_token)")
+    return DocumentEncoder(loaded.tokenizer.backend_tokenizer, int(end))
+
+
+def prepared_split(source: str | None, loaded: LoadedModel, give: str = "--text FILE") -> TokenDataset | None:
+    """Prepared tokens that `source` names; None where it names files to be tokenised.
+
+    Of a prepared folder this is the held-out split, or all of it where nothing was held out.
+    """
+    if source is None or source == VALIDATION:
+        data = loaded.held_out(give)
+        require(data.tokens > 0, f"the data of {loaded.path} has no validation split: give {give}")
+        return data
+    if not (Path(source) / INDEX).is_file():
+        return None
+    held_out = TokenDataset(source, "validation")
+    data = held_out if held_out.tokens else TokenDataset(source, "train")
+    theirs = PreTrainedTokenizerFast.from_pretrained(data.tokenizer_folder)
+    require(
+        theirs.get_vocab() == loaded.tokenizer.get_vocab(),
+        f"{source} was prepared with another tokenizer than the model's: give the text files themselves",
+    )
+    return data
+
+
+def read_documents(
+    source: str | None, loaded: LoadedModel, skipped: Callable[[str], None] = lambda reason: None
+) -> Iterator[TokenDocument]:
+    """Every document of a text, in order. skipped: told why a row of a file is no document."""
+    data = prepared_split(source, loaded)
+    if data is not None:
+        for domain, ids in data.iter_documents():
+            yield TokenDocument(domain, ids, None)
+        return
+    assert source is not None
+    yield from _read_units(find_units([source]), loaded, skipped)
+
+
+def open_stream(sources: Sequence[str], loaded: LoadedModel, tokens: int) -> Stream:
+    """Texts as one stream. No source means the validation split.
+
+    Files are read up to about `tokens` tokens, an equal share of each file, so that no file crowds out the others.
+    """
+    positive_int("tokens", tokens)
+    if len(sources) <= 1:
+        data = prepared_split(sources[0] if sources else None, loaded)
+        if data is not None:
+            return data
+    units = find_units(list(sources))
+    documents = []
+    for unit in units:
+        found = 0
+        for document in _read_units([unit], loaded):
+            documents.append(document)
+            found += len(document.ids)
+            if found * len(units) >= tokens:
+                break
+    require(bool(documents), f"text must hold a document, got none in {', '.join(sources)}")
+    return MemoryStream(documents)
+
+
+def _read_units(
+    units: list[Unit], loaded: LoadedModel, skipped: Callable[[str], None] = lambda reason: None
+) -> Iterator[TokenDocument]:
+    encode = document_encoder(loaded)
+    reader = Reader(units, [None] * len(units), 0.0, "text", "domain", strict=False)
+    for row in reader.read(Position()):
+        if isinstance(row, Document):
+            yield TokenDocument(row.domain, encode(row.text), row.text)
+        else:
+            skipped(row.reason)

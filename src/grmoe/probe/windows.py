@@ -1,0 +1,88 @@
+"""A text as windows of one length.
+
+Legend: W windows, S tokens per window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grmoe.checks import positive_int, require
+from grmoe.probe.text import VALIDATION, Stream, open_stream
+from grmoe.runs.open import LoadedModel
+
+MIN_WINDOWS = 8  # the standard error of fewer windows says nothing
+
+
+@dataclass(frozen=True)
+class Text:
+    """Windows of a text. Inputs are `rows_WS[:, :-1]`, targets `rows_WS[:, 1:]`."""
+
+    name: str
+    rows_WS: Tensor
+    """int64, (windows, length + 1)."""
+
+    @property
+    def length(self) -> int:
+        """Predicted tokens per window."""
+        return self.rows_WS.shape[1] - 1
+
+    @property
+    def tokens(self) -> int:
+        return len(self.rows_WS) * self.length
+
+    def batches(self, device: torch.device) -> list[Tensor]:
+        """Rows in batches that fit the device, still on the CPU."""
+        return list(self.rows_WS.split(batch_rows(self.length, device)))
+
+
+def batch_rows(length: int, device: torch.device) -> int:
+    """Windows per forward pass: about 2,000 tokens on a CPU, 16,000 on a GPU."""
+    return max(1, (16384 if device.type == "cuda" else 2048) // (length + 1))
+
+
+def window_length(loaded: LoadedModel, length: int | None = None) -> int:
+    """The length asked for, or the one the model was trained on. Never above the model's context."""
+    longest = loaded.model.config.max_position_embeddings
+    length = loaded.length if length is None else positive_int("length", length)
+    require(length <= longest, f"length must be at most the model's {longest}, got {length}")
+    return length
+
+
+def default_tokens(length: int, device: torch.device) -> int:
+    """Tokens of each text: 8,192 on a CPU, 131,072 on a GPU, or eight windows where that is more."""
+    return max(2**17 if device.type == "cuda" else 2**13, MIN_WINDOWS * length)
+
+
+def window_starts(total: int, count: int, length: int) -> list[int]:
+    """Where `count` windows begin, at even distances over `total` tokens; all there are where there are fewer.
+
+    Neighbouring windows are alike: windows far apart say more about the text.
+    """
+    places = total // length
+    count = min(count, places)
+    return [i * places // count * length for i in range(count)]
+
+
+def read_windows(source: str | None, loaded: LoadedModel, length: int, tokens: int) -> Text:
+    """At most `tokens` tokens of a text, as windows spread evenly over it. None is the validation split."""
+    count = positive_int("tokens", tokens) // length
+    name = source or VALIDATION
+    stream = open_stream([] if source is None else [source], loaded, tokens + 1)
+    starts = window_starts(stream.tokens - 1, count, length) if count else []
+    cure = "give more --tokens" if count < MIN_WINDOWS else "give more text"
+    require(
+        len(starts) >= MIN_WINDOWS,
+        f"text must hold at least {MIN_WINDOWS} windows of {length} tokens, got {len(starts)} from {name}: "
+        f"{cure}, or a shorter --length",
+    )
+    return Text(name, cut_windows(stream, starts, length))
+
+
+def cut_windows(stream: Stream, starts: list[int], length: int) -> Tensor:
+    """Rows (W, length + 1) that begin at `starts`."""
+    return torch.from_numpy(np.stack([stream.read(start, start + length + 1) for start in starts]))

@@ -1,0 +1,141 @@
+"""One envelope for the results.json of every command: what was measured, of which model, on which machine.
+
+`grmoe dial`, `eval`, `analyze` and `prune` write it beside the model they measured. `grmoe report` and the model card
+read it. Each command owns the `body` and, in `card`, its Markdown section of the model card, so nobody has to know
+the keys of another command's body.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import grmoe
+from grmoe.files import write_file
+from grmoe.runs.folder import CONFIG
+from grmoe.runs.open import LoadedModel
+
+FORMAT = 2  # raised whenever a body changes its meaning; older files are refused
+RESULTS = "results.json"
+# The command that makes each kind of results, and the folder they go to.
+COMMANDS = {"dial": "dial", "eval": "eval", "analysis": "analyze", "prune": "prune"}
+
+
+class ResultsError(ValueError):
+    """A results.json that is damaged or of another version; the message names the command that makes a new one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    kind: str
+    """"dial", "eval", "analysis" or "prune"."""
+    model: str
+    """Folder of the run or of the exported model."""
+    step: int | None
+    """Checkpoint of the run; None for an exported model."""
+    device: str
+    """Name of the GPU, or "CPU"."""
+    dtype: str
+    threads: int
+    grmoe: str
+    """Version that wrote the file."""
+    created: str
+    command: list[str]
+    body: dict[str, Any]
+    card: str = ""
+    """Section of the model card, Markdown; empty for none."""
+    format: int = FORMAT
+
+
+def results_folder(model: Path, kind: str) -> Path:
+    """Inside a run's folder; beside an exported one, which is passed on and must not change."""
+    return model / kind if (model / CONFIG).is_file() else model.with_name(f"{model.name}-{kind}")
+
+
+def save_results(loaded: LoadedModel, kind: str, body: Any, out: Path, card: str = "") -> Path:
+    """Write OUT/results.json, whole or not at all. body: a dataclass, or plain data."""
+    model = loaded.model
+    results = Results(
+        kind=kind,
+        model=str(loaded.path),
+        step=loaded.step,
+        device=device_name(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        grmoe=grmoe.__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+        body=plain(body),
+        card=card,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(asdict(results), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    write_file(out / RESULTS, f"{text}\n".encode())
+    return out / RESULTS
+
+
+def load_results(path: Path, kind: str) -> Results:
+    """Read a results.json of this version, or raise `ResultsError` with the command that makes a new one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ResultsError(f"{path} is damaged ({error}); {_again(path, kind)}") from error
+    if not isinstance(found, Mapping) or found.get("format") != FORMAT or found.get("kind") != kind:
+        raise ResultsError(f"{path} was written by another version of grmoe; {_again(path, kind)}")
+    missing = [f.name for f in fields(Results) if f.name not in found]
+    if missing:
+        raise ResultsError(f"{path} is damaged (without {', '.join(missing)}); {_again(path, kind)}")
+    return Results(**{f.name: found[f.name] for f in fields(Results)})
+
+
+def find_results(model: Path, kind: str) -> Results | None:
+    """What a command left for a model; None where it was never run."""
+    path = results_folder(model, kind) / RESULTS
+    return load_results(path, kind) if path.is_file() else None
+
+
+def remake(model: Path | str, kind: str) -> str:
+    """The command that makes these results."""
+    return f"grmoe {COMMANDS[kind]} {shlex.quote(str(model))}"
+
+
+def _again(path: Path, kind: str) -> str:
+    model = path.parent.parent
+    if not (model / CONFIG).is_file():
+        model = path.parent.with_name(path.parent.name.removesuffix(f"-{kind}"))
+    return f"make it again with: {remake(model, kind)}"
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def plain(value: Any, digits: int | None = None) -> Any:
+    """Data that JSON knows: dataclasses become dicts, arrays lists, NaN and Inf null.
+
+    digits: significant digits of every float; None keeps all of them.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name), digits) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(v, digits) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v, digits) for v in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        return value if digits is None else float(f"{value:.{digits}g}")
+    if hasattr(value, "tolist"):  # tensors, NumPy arrays and scalars
+        return plain(value.tolist(), digits)
+    return value

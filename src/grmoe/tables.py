@@ -1,0 +1,72 @@
+"""One table type: built once, shown in a terminal or written as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+
+class Table:
+    """Headings and rows of plain text. The first `left` columns are aligned left, numbers right.
+
+    table = Table("Held-out text", ["text", "perplexity"])
+    table.add("books", "12.3")
+    console.print(table)            # rich calls __rich__
+    path.write_text(table.markdown())
+    """
+
+    def __init__(self, title: str, headings: Sequence[str], left: int = 1) -> None:
+        self.title, self.headings, self.left = title, tuple(headings), left
+        self.sections: list[list[tuple[str, ...]]] = [[]]
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        return [row for section in self.sections for row in section]
+
+    def add(self, *cells: str) -> None:
+        """Append a row, one cell per heading."""
+        if len(cells) != len(self.headings):
+            raise ValueError(f"a row must have {len(self.headings)} cells, got {len(cells)}: {cells}")
+        self.sections[-1].append(cells)
+
+    def end_section(self) -> None:
+        """Draw a line below the rows so far. Markdown has no such line."""
+        if self.sections[-1]:
+            self.sections.append([])
+
+    def __rich__(self) -> RichTable:
+        table = RichTable(title=escape(self.title) or None, title_justify="left")
+        for place, heading in enumerate(self.headings):
+            table.add_column(escape(heading), justify="left" if place < self.left else "right")
+        for section in self.sections:
+            for row in section:
+                table.add_row(*map(escape, row))
+            table.add_section()
+        return table
+
+    def markdown(self) -> str:
+        """A GitHub table without the title. Cells keep their text: `|` is escaped."""
+        lines = [_line(self.headings), f"|{'---|' * len(self.headings)}"]
+        return "\n".join([*lines, *map(_line, self.rows)])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def percent(share: float) -> str:
+    """+0.73 % for 0.0073."""
+    return f"{100 * share:+.2f} %"
+
+
+def span(interval: tuple[float, float], digits: int = 2) -> str:
+    """0.89 to 1.11."""
+    return f"{interval[0]:.{digits}f} to {interval[1]:.{digits}f}"
+
+
+def with_error(value: float, error: Any) -> str:
+    """0.4312 ± 0.01, or the value alone where there is no error."""
+    return f"{value:.4g} ± {error:.2g}" if isinstance(error, float) else f"{value:.4g}"
