@@ -13,7 +13,7 @@ import torch
 from grmoe.config import from_dict
 from grmoe.data import prepare
 from grmoe.runs.config import TrainConfig
-from grmoe.runs.export import load_model
+from grmoe.runs.open import open_model
 from grmoe.runs.folder import read_log
 from grmoe.train import loop, step
 from grmoe.train.loop import TrainingStopped, train
@@ -78,6 +78,6 @@ def test_a_nan_found_late_leaves_the_last_good_step(
     monkeypatch.setattr(loop, "train_step", train_step)
     with pytest.raises(TrainingStopped, match="at step 7"):
         train(config)
-    saved = load_model(tmp_path / "run", "last")
-    assert saved[2].step == 6
-    assert all(torch.equal(good[name], t) for name, t in saved[0].state_dict().items())
+    saved = open_model(tmp_path / "run", "last", device="cpu")
+    assert saved.step == 6
+    assert all(torch.equal(good[name], t) for name, t in saved.model.state_dict().items())

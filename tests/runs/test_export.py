@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grmoe.routing import routers
 from grmoe.runs.config import TrainConfig
-from grmoe.runs.export import export, load_model
+from grmoe.runs.export import export
+from grmoe.runs.open import open_model
 from grmoe.train.loop import train
 
 Settings = Callable[..., TrainConfig]
@@ -30,7 +31,7 @@ def test_the_folder_is_the_checkpoint(run: Path, tmp_path: Path) -> None:
     used = export(run, out, "last", alpha=2.0, dtype=torch.float32)
     assert used.step == 8
     model = AutoModelForCausalLM.from_pretrained(out)
-    ours = load_model(run, "last")[0]
+    ours = open_model(run, "last").model
     ours.set_alpha(2.0)
     tokenizer = AutoTokenizer.from_pretrained(out)
     ids = tokenizer("three four five", return_tensors="pt").input_ids
@@ -47,7 +48,7 @@ def test_bf16_leaves_routers_alone(run: Path, tmp_path: Path) -> None:
     export(run, tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert model.lm_head.weight.dtype == torch.bfloat16
-    ours = load_model(run)[0]
+    ours = open_model(run).model
     for a, b in zip(routers(model), routers(ours), strict=True):
         assert torch.equal(a.frames, b.frames)
         assert torch.equal(a.log_prior, b.log_prior)

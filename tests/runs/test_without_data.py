@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from grmoe.cli import app
 from grmoe.runs.config import TrainConfig
-from grmoe.runs.export import export, load_model
+from grmoe.runs.export import export
 from grmoe.runs.folder import vocabulary
 from grmoe.runs.open import open_model
 from grmoe.train.loop import train
@@ -70,7 +70,7 @@ def test_what_needs_text_asks_for_it_and_takes_it(run: Path, data: Path, tmp_pat
         status, said = call(command, run, "--out", tmp_path / command)
         assert status == 2
         assert f"{run} comes without held-out text ({data}/index.json is missing" in said
-        assert "give some with --text FILE" in said
+        assert "give --text FILE" in said
     (tmp_path / "text.txt").write_text(TEXT)
     for command in ("dial", "analyze", "eval"):
         options = ["--tokens", 512, "--out", tmp_path / command]
@@ -83,16 +83,16 @@ def test_other_data_in_the_same_place_are_not_taken_for_its_own(run: Path, data:
     (data / "index.json").write_text(json.dumps(index | {"note": "prepared anew"}))
     opened = open_model(run)
     assert opened.data is None
-    with pytest.raises(ValueError, match=r"is not the data it was trained on\): give some with --text FILE"):
+    with pytest.raises(ValueError, match=r"is not the data it was trained on\): give --text FILE"):
         opened.held_out()
 
 
 def test_a_run_begun_without_a_tokenizer_of_its_own(run: Path, data: Path, tmp_path: Path) -> None:
-    weights = load_model(run)[0].state_dict()
+    weights = open_model(run).model.state_dict()
     shutil.rmtree(run / "tokenizer")
-    model, tokenizer, _ = load_model(run)
-    assert tokenizer == data / "tokenizer"
-    assert all(torch.equal(t, model.state_dict()[name]) for name, t in weights.items())
+    loaded = open_model(run)
+    assert loaded.tokenizer_folder == data / "tokenizer"
+    assert all(torch.equal(t, loaded.model.state_dict()[name]) for name, t in weights.items())
     data.rename(tmp_path / "elsewhere")
     status, said = call("export", run, "--out", tmp_path / "model")
     assert status == 2
@@ -112,5 +112,5 @@ def test_a_resumed_run_gets_its_tokenizer_and_a_wider_vocabulary_stays(
     shutil.rmtree(run / "checkpoints" / "step-00000004")
     train(config, resume=True)
     shutil.rmtree(data)
-    assert load_model(run, "last")[0].config.vocab_size == 320
+    assert open_model(run, "last").model.config.vocab_size == 320
     assert not list(run.glob(".writing*"))

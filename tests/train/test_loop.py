@@ -20,7 +20,7 @@ from grmoe.model import GrmoeForCausalLM
 from grmoe.parallel.world import ParallelConfig, start
 from grmoe.routing import routers
 from grmoe.runs.config import TrainConfig
-from grmoe.runs.export import load_model
+from grmoe.runs.open import open_model
 from grmoe.runs.folder import read_log
 from grmoe.runs.state import gather
 from grmoe.train import loop, step
@@ -32,7 +32,7 @@ Settings = Callable[..., TrainConfig]
 
 
 def weights(config: TrainConfig, which: str = "last") -> dict[str, Tensor]:
-    return load_model(Path(config.out), which)[0].state_dict()
+    return open_model(Path(config.out), which).model.state_dict()
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -67,7 +67,7 @@ def test_learns_more_than_word_counts(settings: Settings, prepared: Path) -> Non
     last = [t for t in lines if t["kind"] == "train"][-1]
     assert last["experts_per_token"] == 2
     assert last["tokens"] == 120 * 8 * 32
-    model = load_model(Path(config.out))[0]
+    model = open_model(Path(config.out)).model
     for router in routers(model):
         assert float(orthonormality_error(router.frames.detach()).max()) < 1e-5
         assert float(router.log_prior.abs().max()) > 0  # the balanced prior moves
@@ -253,7 +253,7 @@ def test_the_best_checkpoint_is_kept(settings: Settings, monkeypatch: pytest.Mon
     assert min(held_out, key=lambda s: held_out[s]) == 20
     kept = sorted(int(p.name.removeprefix("step-")) for p in (Path(config.out) / "checkpoints").iterdir())
     assert kept == [20, 40]
-    assert load_model(Path(config.out), "best")[2].step == 20
+    assert open_model(Path(config.out), "best").step == 20
 
 
 def test_on_a_gpu_a_bad_step_and_those_queued_behind_it_change_nothing(settings: Settings) -> None:
