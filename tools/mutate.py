@@ -172,10 +172,10 @@ def covering(data: Path, path: Path, line: int) -> list[str]:
             "join file f on f.id = l.file_id where f.path = ?",
             (str(path),),
         ).fetchall()
-    names = {
-        name.split("|")[0] for name, bits in rows if len(bits) > line // 8 and bits[line // 8] >> line % 8 & 1
-    }
-    return sorted(name for name in names if name)
+    here = {name for name, bits in rows if len(bits) > line // 8 and bits[line // 8] >> line % 8 & 1}
+    if here == {""}:
+        here = {name for name, _ in rows}
+    return sorted({name.split("|")[0] for name in here if name})
 
 
 def judge(
