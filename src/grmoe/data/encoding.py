@@ -1,7 +1,8 @@
-"""Documents to tokens, in several processes, in order.
+"""From documents to tokens: the one rule that every command uses, and its parallel form for `grmoe prepare`.
 
-Batches go out to the workers and come back in the order they were read, so the number of workers changes nothing but
-the time. A few batches are under way at once, never the whole corpus.
+`DocumentEncoder` is the rule. `encode_documents` applies it in several processes. Batches return in the order they
+were read, so the number of workers changes the time and nothing else. Only a few batches are in flight at once, so a
+large corpus never has to fit into memory.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from grmoe.data.documents import Document, Skipped
 from grmoe.data.packing import Tokens
@@ -28,36 +29,99 @@ from grmoe.data.packing import Tokens
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BATCH_BYTES = 2**19  # large enough to hide the trip between processes
+BATCH_BYTES = 2**19  # large enough to hide the cost of moving a batch between processes
 Row = Document | Skipped
 
 
+class DocumentEncoder:
+    """Turns the text of a document into tokens, and appends the end-of-text token.
+
+    Special tokens inside the text are plain text: a document that quotes "<|endoftext|>" does not end there.
+
+        encode = DocumentEncoder(tokenizer, end_of_text)
+        ids = encode("Some text.")
+
+    `tokenizer` is a `tokenizers.Tokenizer` (`.backend_tokenizer` of a fast tokenizer of transformers). It stays as it
+    is: the encoder works on a copy.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, end_of_text: int, dtype: DTypeLike = np.int64) -> None:
+        self.tokenizer = type(tokenizer).from_str(tokenizer.to_str())
+        self.tokenizer.encode_special_tokens = True
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.end_of_text = end_of_text
+        self.dtype = np.dtype(dtype)
+
+    def __call__(self, text: str) -> NDArray[Any]:
+        return self.batch([text])[0]
+
+    def batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """The tokens of each text. Faster than one call per text."""
+        encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array([*e.ids, self.end_of_text], dtype=self.dtype) for e in encoded]
+
+
 @dataclass(frozen=True)
-class Encoding:
-    """How texts become tokens."""
+class EncoderFile:
+    """What a worker process needs to build its own `DocumentEncoder`."""
 
     tokenizer_file: Path
     end_of_text: int
     dtype: np.dtype[np.unsignedinteger]
 
-    def open(self) -> Tokenizer:
+    def open(self) -> DocumentEncoder:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(self.tokenizer_file))
-        # A document that quotes "<|endoftext|>" does not end there.
-        tokenizer.encode_special_tokens = True
-        return tokenizer
-
-    def encode(self, tokenizer: Tokenizer, texts: list[str]) -> tuple[Tokens, NDArray[np.int64]]:
-        """All tokens, each document closed by the end-of-text token, and the documents' lengths."""
-        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        end = np.array([self.end_of_text], dtype=self.dtype)
-        pieces = [piece for e in encoded for piece in (np.array(e.ids, dtype=self.dtype), end)]
-        lengths = np.array([len(e.ids) + 1 for e in encoded], dtype=np.int64)
-        return np.concatenate(pieces), lengths
+        return DocumentEncoder(tokenizer, self.end_of_text, self.dtype)
 
 
-def batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
+@dataclass(frozen=True)
+class _InFlight:
+    """A batch that a worker is encoding. `tokens` is None if the batch has no document."""
+
+    rows: list[Row]
+    tokens: Future[list[Tokens]] | None
+
+    def result(self) -> Iterator[tuple[Row, Tokens | None]]:
+        return _pair(self.rows, [] if self.tokens is None else self.tokens.result())
+
+
+def encode_documents(
+    rows: Iterable[Row], encoder_file: EncoderFile, workers: int
+) -> Iterator[tuple[Row, Tokens | None]]:
+    """Yield every row with its tokens, in the order of `rows`. Skipped rows have no tokens (None)."""
+    if workers == 1:
+        encoder = encoder_file.open()
+        for batch in _batches(rows):
+            yield from _pair(batch, encoder.batch(_texts(batch)))
+        return
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(encoder_file,),
+    )
+    in_flight: deque[_InFlight] = deque()
+    try:
+        for batch in _batches(rows):
+            texts = _texts(batch)
+            in_flight.append(_InFlight(batch, pool.submit(_encode_in_worker, texts) if texts else None))
+            if len(in_flight) > 3 * workers:
+                yield from in_flight.popleft().result()
+        while in_flight:
+            yield from in_flight.popleft().result()
+    except BrokenProcessPool as error:
+        raise OSError(
+            "a worker process died (killed, or out of memory); run the same command again to continue, "
+            "with fewer --workers if memory is short"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
     batch: list[Row] = []
     size = 0
     for row in rows:
@@ -70,83 +134,36 @@ def batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-def encoded(rows: Iterable[Row], encoding: Encoding, workers: int) -> Iterator[tuple[Row, Tokens | None]]:
-    """Every row with its tokens, None for those that are no documents, in the order of `rows`."""
-    if workers == 1:
-        tokenizer = encoding.open()
-        for batch in batched(rows):
-            texts = _texts(batch)
-            yield from _unpack(batch, encoding.encode(tokenizer, texts) if texts else None)
-        return
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(encoding,),
-    )
-    under_way: deque[tuple[list[Row], Future[tuple[Tokens, NDArray[np.int64]]] | None]] = deque()
-    try:
-        for batch in batched(rows):
-            texts = _texts(batch)
-            under_way.append((batch, pool.submit(_work, texts) if texts else None))
-            if len(under_way) > 3 * workers:
-                yield from _next(under_way)
-        while under_way:
-            yield from _next(under_way)
-    except BrokenProcessPool as error:
-        raise OSError(
-            "a worker process died (killed by hand, or for want of memory); the same command goes on from here, "
-            "perhaps with fewer --workers"
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _next(
-    under_way: deque[tuple[list[Row], Future[tuple[Tokens, NDArray[np.int64]]] | None]],
-) -> Iterator[tuple[Row, Tokens | None]]:
-    batch, future = under_way.popleft()
-    yield from _unpack(batch, None if future is None else future.result())
-
-
 def _texts(batch: list[Row]) -> list[str]:
     return [row.text for row in batch if isinstance(row, Document)]
 
 
-def _unpack(
-    batch: list[Row], result: tuple[Tokens, NDArray[np.int64]] | None
-) -> Iterator[tuple[Row, Tokens | None]]:
-    starts = iter(()) if result is None else iter(np.cumsum(result[1]) - result[1])
-    lengths = iter(()) if result is None else iter(result[1])
+def _pair(batch: list[Row], tokens: list[Tokens]) -> Iterator[tuple[Row, Tokens | None]]:
+    remaining = iter(tokens)
     for row in batch:
-        if isinstance(row, Skipped) or result is None:
-            yield row, None
-        else:
-            start = next(starts)
-            yield row, result[0][start : start + next(lengths)]
+        yield row, next(remaining) if isinstance(row, Document) else None
 
 
-# What a worker process keeps between batches.
-_worker: tuple[Encoding, Tokenizer] | None = None
+# Each worker process builds its encoder once and keeps it between batches.
+_worker_encoder: DocumentEncoder | None = None
 
 
-def _start_worker(encoding: Encoding) -> None:
-    global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core is parallel enough
+def _start_worker(encoder_file: EncoderFile) -> None:
+    global _worker_encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already one process per core
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process stops the workers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker = encoding, encoding.open()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _worker_encoder = encoder_file.open()
 
 
-def _end_with_parent() -> None:
-    """A main process that is killed cannot stop its workers: they watch for it."""
+def _exit_with_parent() -> None:
+    """Exit when the main process dies: a killed process cannot stop its workers."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
     os._exit(1)
 
 
-def _work(texts: list[str]) -> tuple[Tokens, NDArray[np.int64]]:
-    assert _worker is not None
-    encoding, tokenizer = _worker
-    return encoding.encode(tokenizer, texts)
+def _encode_in_worker(texts: list[str]) -> list[Tokens]:
+    assert _worker_encoder is not None
+    return _worker_encoder.batch(texts)

@@ -17,7 +17,7 @@ from typing import Any
 from grmoe.checks import finite, positive_int, require
 from grmoe.data import tokenizer as tokenizers
 from grmoe.data.documents import Document, Position, Reader
-from grmoe.data.encoding import Encoding, encoded
+from grmoe.data.encoding import EncoderFile, encode_documents
 from grmoe.data.journal import JOURNAL, Journal, changes, recipe_of
 from grmoe.data.packing import SPLITS, Packer, Range, Tally
 from grmoe.data.shards import (
@@ -208,11 +208,11 @@ class _Run:
                 return
             start = Position(*ranges[-1]["end"])
         self.dtype = token_dtype(tokenizer["vocab_size"])
-        encoding = Encoding(self.out / TOKENIZER / "tokenizer.json", tokenizer["end_of_text"], self.dtype)
+        encoder = EncoderFile(self.out / TOKENIZER / "tokenizer.json", tokenizer["end_of_text"], self.dtype)
         packer = Packer(shard_tokens, ranges[-1]["domains"] if ranges else [])
         earlier = [Tally(**t) for r in ranges for s in r["shards"].values() for t in s["domains"].values()]
         documents, tokens = sum(t.documents for t in earlier), sum(t.tokens for t in earlier)
-        for row, ids in encoded(self.reader.read(start), encoding, workers):
+        for row, ids in encode_documents(self.reader.read(start), encoder, workers):
             if isinstance(row, Document):
                 assert ids is not None
                 first = start.token if row.at == start._replace(token=0) else 0
