@@ -109,7 +109,7 @@ def settle(session: Session, pending: Pending, queued: int) -> StepResult:
     if session.guarded:
         for optimizer in session.optimizers:
             if isinstance(optimizer, GrassmannAdam):
-                optimizer.take_back(queued - pending.step + 1)
+                optimizer.uncount_steps(queued - pending.step + 1)
     where = find_nonfinite(session, pending.batch_BS)
     zero_grad(session)
     text = f"loss {result.loss:g}, gradient norm {result.norm:g} at step {pending.step + 1}: {where}"
