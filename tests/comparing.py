@@ -12,17 +12,17 @@ from grmoe.parallel.world import World
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import checkpoints_of, read_log
 from grmoe.runs.state import gather
-from grmoe.train.setup import open_session
+from grmoe.train.setup import build_trainer
 
 TIMES = ("tokens_per_second", "mfu", "memory_gb", "seconds_left")
 
 
 def state_of(config: TrainConfig, step: int) -> dict[str, Any]:
     """Weights, both optimisers' moments and their options in a checkpoint of any number of processes."""
-    session = open_session(config, World(0, 1, 0, torch.device("cpu"), None))
+    trainer = build_trainer(config, World(0, 1, 0, torch.device("cpu"), None))
     checkpoints = checkpoints_of(Path(config.out), config)
     checkpoint = next(c for c in checkpoints.all() if c.step == step)
-    return checkpoints.load(checkpoint, gather(session.model, session.optimizers))
+    return checkpoints.load(checkpoint, gather(trainer.model, trainer.optimizers))
 
 
 def story(config: TrainConfig) -> list[dict[str, Any]]:

@@ -63,7 +63,7 @@ def test_optimizer_never_waits_and_does_not_drift() -> None:
     for step in range(300):
         for p in params:
             p.grad = torch.randn(p.shape, device="cuda", generator=generator)
-        if step in (1, 2, 3):  # not the first look at the frames, not a polishing
+        if step > 0:  # the first step checks the frames
             with no_sync():
                 optimizer.step()
         else:

@@ -64,13 +64,13 @@ def test_a_nan_found_late_leaves_the_last_good_step(
     config = settings(prepared, tmp_path / "run", compile=False)
     good: dict[str, torch.Tensor] = {}
 
-    def train_step(session: step.Session, number: int, batch: torch.Tensor) -> step.Pending:
+    def train_step(trainer: step.Trainer, number: int, batch: torch.Tensor) -> step.InFlightStep:
         hook = None
         if number == 6:
-            good.update({name: t.detach().clone().cpu() for name, t in session.model.state_dict().items()})
-            attention = session.model.model.layers[1].self_attn
+            good.update({name: t.detach().clone().cpu() for name, t in trainer.model.state_dict().items()})
+            attention = trainer.model.model.layers[1].self_attn
             hook = attention.register_forward_hook(lambda m, i, o: (o[0] * math.nan, *o[1:]))
-        pending = step.train_step(session, number, batch)
+        pending = step.train_step(trainer, number, batch)
         if hook is not None:
             hook.remove()
         return pending

@@ -114,11 +114,15 @@ def test_loss_is_cross_entropy_plus_the_routers_own_losses(build: Build, ids: to
         expected += 0.1 * balance + 0.01 * logits.logsumexp(-1).square().mean()
     torch.testing.assert_close(out.aux_loss, expected)
     torch.testing.assert_close(out.loss, language + expected)
+    torch.testing.assert_close(out.cross_entropy, language)
+    torch.testing.assert_close(out.router_loss, expected)
     # Evaluation without asking for it measures language alone; training always has the whole objective.
     torch.testing.assert_close(model(ids, labels=ids).loss, language)
     torch.testing.assert_close(model.train()(ids, labels=ids).loss, language + expected)
-    model.config.router_aux_loss_coef = 0.0
-    torch.testing.assert_close(model(ids, labels=ids).loss, language)
+    model.config.router_aux_loss_coef = 0.5
+    halved = model(ids, labels=ids)
+    torch.testing.assert_close(halved.loss, language + expected / 2)
+    torch.testing.assert_close(halved.router_loss, expected / 2)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -23,7 +23,7 @@ from grmoe.parallel.memory import memory
 from grmoe.parallel.shard import shard
 from grmoe.parallel.world import ParallelConfig, World
 from grmoe.runs.config import TrainConfig
-from grmoe.train.setup import open_session
+from grmoe.train.setup import build_trainer
 
 WORLDS = {
     "fsdp": (ParallelConfig(), 2),
@@ -165,7 +165,7 @@ def test_no_process_holds_the_whole_model(arrangement: str) -> None:
 
 def opened(world: World, config: TrainConfig) -> int:
     with Allocated() as allocated:
-        open_session(config, world)
+        build_trainer(config, world)
     return allocated.most
 
 

@@ -21,7 +21,7 @@ from grmoe.parallel.shard import shard
 from grmoe.parallel.world import World, any_process
 from grmoe.routing import routers
 from grmoe.runs.config import TrainConfig
-from grmoe.train.setup import Session, build_optimizers
+from grmoe.train.setup import Trainer, build_optimizers
 from grmoe.train.step import train_step
 
 OPS = {
@@ -83,7 +83,7 @@ def step(world: World, name: str, changes: dict[str, Any], plan: Plan) -> Step:
         model.gradient_checkpointing_enable()
     shard(model, world, bf16=plan.bf16)
     optimizers = build_optimizers(model, config.optim)
-    session = Session(
+    trainer = Trainer(
         config=config,
         world=world,
         data=cast(Any, None),
@@ -96,17 +96,17 @@ def step(world: World, name: str, changes: dict[str, Any], plan: Plan) -> Step:
         micro_rows=plan.sequences // plan.micro_batches,
         flops_per_token=0.0,
         peak_flops=None,
-        guarded=False,
-        bad=torch.zeros(()),
+        guards_on_device=False,
+        found_inf=torch.zeros(()),
     )
     seed = torch.Generator().manual_seed(world.rank)
     batch = torch.randint(model.config.vocab_size, (plan.sequences, plan.length + 1), generator=seed)
-    train_step(session, 0, batch)
+    train_step(trainer, 0, batch)
     held: dict[str, int] = {}
     # The last one to step; gradients are still there.
     optimizers[-1].register_step_post_hook(lambda *_: held.update(held_bytes(model, optimizers)))
     with Collectives() as collectives:
-        train_step(session, 1, batch)
+        train_step(trainer, 1, batch)
         any_process(world, False)
     return Step(collectives.seen, held)
 

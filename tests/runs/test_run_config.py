@@ -8,7 +8,7 @@ import pytest
 
 from grmoe.config import ConfigError, differences, from_dict, load, to_dict
 from grmoe.runs.config import TrainConfig, may_change_on_resume
-from grmoe.train.step import step_alpha
+from grmoe.train.schedule import alphas_at
 
 
 def config(*overrides: str) -> TrainConfig:
@@ -86,13 +86,13 @@ def test_only_what_trains_nothing_may_change() -> None:
 
 
 def test_the_dial_while_training() -> None:
-    assert step_alpha(config(), [1.0, 2.0], 5) == [1.0, 2.0]
+    assert alphas_at(config(), [1.0, 2.0], 5) == [1.0, 2.0]
     rising = config("alpha.schedule=anneal", "alpha.low=0.5", "steps=11")
-    assert step_alpha(rising, [2.0], 0) == [0.5]
-    assert math.isclose(step_alpha(rising, [2.0], 5)[0], 1.0)  # the geometric mean in the middle
-    assert step_alpha(rising, [2.0], 10) == [2.0]
-    drawn = [step_alpha(config("alpha.schedule=sample"), [1.0], i)[0] for i in range(2000)]
+    assert alphas_at(rising, [2.0], 0) == [0.5]
+    assert math.isclose(alphas_at(rising, [2.0], 5)[0], 1.0)  # the geometric mean in the middle
+    assert alphas_at(rising, [2.0], 10) == [2.0]
+    drawn = [alphas_at(config("alpha.schedule=sample"), [1.0], i)[0] for i in range(2000)]
     assert all(0.5 <= a <= 4 for a in drawn)
     # log α is uniform on [log ½, log 4]: mean ½ log 2, and 2000 draws know it to 0.04.
     assert abs(sum(map(math.log, drawn)) / len(drawn) - 0.5 * math.log(2)) < 0.06
-    assert step_alpha(config("alpha.schedule=sample"), [1.0], 7)[0] == drawn[7]
+    assert alphas_at(config("alpha.schedule=sample"), [1.0], 7)[0] == drawn[7]

@@ -39,7 +39,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 
 @pytest.mark.parametrize("steps", [0, 1, 40])
 def test_goes_on_to_the_bit(steps: int) -> None:
-    """Also from before the first step, and past a polishing of the frames."""
+    """Also from before the first step."""
     model, optimizers = build()
     for seed in range(steps):
         step(model, optimizers, seed)

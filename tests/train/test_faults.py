@@ -39,20 +39,20 @@ from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import checkpoints_of
 from grmoe.train import loop
 from grmoe.train.loop import TrainingStopped, train
-from grmoe.train.setup import Session
+from grmoe.train.setup import Trainer
 from grmoe.train.step import train_step
 
 Settings = Callable[..., TrainConfig]
-Fault = Callable[[Session], None]
+Fault = Callable[[Trainer], None]
 
 
 def at_step(number: int, fault: Fault) -> None:
     """In this process, something happens before a step; the first is 0."""
 
-    def watched(session: Session, step: int, batch_BS: Tensor) -> Any:
+    def watched(trainer: Trainer, step: int, batch_BS: Tensor) -> Any:
         if step == number:
-            fault(session)
-        return train_step(session, step, batch_BS)
+            fault(trainer)
+        return train_step(trainer, step, batch_BS)
 
     loop.train_step = watched
 
@@ -91,9 +91,9 @@ def grmoe_train(
 def _train_telling(config: TrainConfig, steps: Connection) -> None:
     """Go on with the run; says when it begins a step."""
 
-    def telling(session: Session, step: int, batch_BS: Tensor) -> Any:
+    def telling(trainer: Trainer, step: int, batch_BS: Tensor) -> Any:
         steps.send(step)
-        return train_step(session, step, batch_BS)
+        return train_step(trainer, step, batch_BS)
 
     loop.train_step = telling
     train(config, resume=True)
@@ -161,7 +161,7 @@ class SmallDisk:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def fill(self, room: int, session: Session) -> None:
+    def fill(self, room: int, trainer: Trainer) -> None:
         self.finish()
         status = os.statvfs(self.folder)
         (self.folder / "filler").write_bytes(bytes(status.f_bavail * status.f_frsize - room))
@@ -181,7 +181,7 @@ class SmallFiles(SmallDisk):
     number, error = errno.EFBIG, "File too large"
     log_room = 12_000  # it has 10 kB after ten lines
 
-    def fill(self, room: int, session: Session) -> None:
+    def fill(self, room: int, trainer: Trainer) -> None:
         self.finish()
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
@@ -256,10 +256,10 @@ def _full_for_one(config: TrainConfig) -> tuple[str, int]:
             time.sleep(0.1)  # the first process notices some steps later
         return latest(self)
 
-    def watched(session: Session, step: int, batch_BS: Tensor) -> Any:
+    def watched(trainer: Trainer, step: int, batch_BS: Tensor) -> Any:
         nonlocal last
         last = step
-        return train_step(session, step, batch_BS)
+        return train_step(trainer, step, batch_BS)
 
     FileSystemWriter.write_data = full  # type: ignore[method-assign]
     Checkpoints.latest = slow  # type: ignore[method-assign]
@@ -285,7 +285,7 @@ def test_a_disk_full_for_one_of_two_in_the_background(settings: Settings) -> Non
 # -- data and settings -----------------------------------------------------------------------------------------
 
 
-def _stop(session: Session) -> None:
+def _stop(trainer: Trainer) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -316,7 +316,7 @@ def test_a_shard_that_is_broken_between_runs(settings: Settings, prepared: Path,
     assert_same(config, straight)
 
 
-def _truncate(path: Path, size: int, session: Session) -> None:
+def _truncate(path: Path, size: int, trainer: Trainer) -> None:
     os.truncate(path, size)
 
 
@@ -335,18 +335,18 @@ def test_a_shard_that_breaks_while_training(settings: Settings, prepared: Path, 
 # -- NaN -------------------------------------------------------------------------------------------------------
 
 
-def _poison_output(session: Session) -> None:
-    attention = session.model.model.layers[1].self_attn
+def _poison_output(trainer: Trainer) -> None:
+    attention = trainer.model.model.layers[1].self_attn
     attention.register_forward_hook(lambda m, i, o: (o[0] * math.inf, *o[1:]))
 
 
-def _poison_gradient(session: Session) -> None:
-    router = session.model.model.layers[1].mlp.router
+def _poison_gradient(trainer: Trainer) -> None:
+    router = trainer.model.model.layers[1].mlp.router
     router.frames.register_hook(lambda g: g * math.nan)
 
 
-def _poison_weights(session: Session) -> None:
-    weight = session.model.model.layers[1].self_attn.q_proj.weight
+def _poison_weights(trainer: Trainer) -> None:
+    weight = trainer.model.model.layers[1].self_attn.q_proj.weight
     assert isinstance(weight, DTensor)
     with torch.no_grad():
         weight.to_local()[0, 0] = math.nan
@@ -363,7 +363,7 @@ POISONS = {
 
 
 def _train_poisoned(config: TrainConfig, kind: str) -> tuple[str, int]:
-    at_step(6, lambda session: POISONS[kind][0](session) if session.world.rank == 1 else None)
+    at_step(6, lambda trainer: POISONS[kind][0](trainer) if trainer.world.rank == 1 else None)
     try:
         train(config)
     except TrainingStopped as stopped:
@@ -394,6 +394,6 @@ def test_nan_on_the_command_line(settings: Settings) -> None:
     assert said == [
         f"loss nan, gradient norm nan at step 7: {POISONS['output'][1]}. "
         f"The last good step is saved: {config.out}/checkpoints/step-00000006",
-        "It would meet the same step again; a smaller optim.lr is another run (out=…). "
-        f"All the same: grmoe train --resume out={config.out}",
+        "Resuming repeats the same step. To train with a smaller optim.lr, start a new run (another out=…). "
+        f"To resume anyway: grmoe train --resume out={config.out}",
     ]

@@ -27,7 +27,7 @@ from grmoe.runs.folder import read_log
 from grmoe.train import log
 from grmoe.train.curves import draw_curves, summary
 from grmoe.train.loop import train
-from grmoe.train.setup import open_session
+from grmoe.train.setup import build_trainer
 
 Settings = Callable[..., TrainConfig]
 
@@ -63,7 +63,7 @@ def test_what_begins_is_said_before_the_first_step(
     config = settings(steps=2, log={"every": 1}, model={"router": "softmax"})
     train(config)
     said = capsys.readouterr().err
-    cost = count(open_session(config, World(0, 1, 0, torch.device("cpu"), None)).model.config)
+    cost = count(build_trainer(config, World(0, 1, 0, torch.device("cpu"), None)).model.config)
     begins = (
         f"step 0 of 2: trains a model of its own with router softmax, {short(cost.total)} parameters, "
         f"{short(cost.active)} active a token, on CPU, fp32, not compiled; 256 tokens a step; to {config.out}\n"
@@ -73,8 +73,8 @@ def test_what_begins_is_said_before_the_first_step(
 
 
 def test_the_first_line_warns_of_compiling_and_counts_on(settings: Settings) -> None:
-    session = open_session(settings(compile=True), World(0, 1, 0, torch.device("cpu"), None))
-    said = log.describe_start(session, 10)
+    trainer = build_trainer(settings(compile=True), World(0, 1, 0, torch.device("cpu"), None))
+    said = log.describe_start(trainer, 10)
     assert said.startswith("step 10 of 20: ")
     assert "compiled: the first step compiles, this may take minutes" in said
 

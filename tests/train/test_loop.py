@@ -25,7 +25,7 @@ from grmoe.runs.folder import read_log
 from grmoe.runs.state import gather
 from grmoe.train import loop, step
 from grmoe.train.loop import TrainingStopped, train
-from grmoe.train.setup import open_session
+from grmoe.train.setup import build_trainer
 from grmoe.train.step import NonFiniteError
 
 Settings = Callable[..., TrainConfig]
@@ -46,10 +46,10 @@ def losses(config: TrainConfig) -> dict[int, float]:
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[GrmoeForCausalLM], None]) -> None:
     """Do something to the model before a step."""
 
-    def train_step(session: Any, step_number: int, batch: Tensor) -> Any:
+    def train_step(trainer: Any, step_number: int, batch: Tensor) -> Any:
         if step_number == number:
-            action(session.model)
-        return step.train_step(session, step_number, batch)
+            action(trainer.model)
+        return step.train_step(trainer, step_number, batch)
 
     monkeypatch.setattr(loop, "train_step", train_step)
 
@@ -223,7 +223,7 @@ def test_other_data_is_refused(settings: Settings, prepared: Path, tmp_path: Pat
     train(config)
     index = copy / "index.json"
     index.write_text(index.read_text() + "\n")
-    with pytest.raises(ValueError, match="is not the data"):
+    with pytest.raises(ValueError, match="must be the data that"):
         train(config, resume=True)
 
 
@@ -258,24 +258,24 @@ def test_the_best_checkpoint_is_kept(settings: Settings, monkeypatch: pytest.Mon
 
 def test_on_a_gpu_a_bad_step_and_those_queued_behind_it_change_nothing(settings: Settings) -> None:
     """The device's guard, here on the CPU, whose fused AdamW has it too: weights, moments, counts and priors."""
-    session = open_session(settings(), start(ParallelConfig(), "cpu"))
-    session.guarded = True
-    for group in session.optimizers[0].param_groups:
+    trainer = build_trainer(settings(), start(ParallelConfig(), "cpu"))
+    trainer.guards_on_device = True
+    for group in trainer.optimizers[0].param_groups:
         group["fused"], group["foreach"] = True, False
-    batches = session.data.batches(session.rows, session.length)
+    batches = trainer.data.batches(trainer.rows, trainer.length)
     for number in range(3):
-        step.settle(session, step.train_step(session, number, next(batches)), number)
-    good = copy.deepcopy(gather(session.model, session.optimizers))
-    norm = session.model.model.norm
+        step.resolve(trainer, step.train_step(trainer, number, next(batches)), number)
+    good = copy.deepcopy(gather(trainer.model, trainer.optimizers))
+    norm = trainer.model.model.norm
     hook = norm.register_forward_hook(lambda module, inputs, output: output * math.nan)
-    bad = step.train_step(session, 3, next(batches))
+    bad = step.train_step(trainer, 3, next(batches))
     hook.remove()
-    behind = step.train_step(session, 4, next(batches))
+    behind = step.train_step(trainer, 4, next(batches))
     with pytest.raises(NonFiniteError, match="at step 4") as found:
-        step.settle(session, bad, 4)
+        step.resolve(trainer, bad, 4)
     assert found.value.step == 3
     assert math.isfinite(float(behind.numbers_4.sum()))  # good in itself, and still nothing
-    now = gather(session.model, session.optimizers)
+    now = gather(trainer.model, trainer.optimizers)
     for part in ("model", "moments"):
         flat = torch.utils._pytree.tree_leaves(good[part])
         assert all(map(torch.equal, flat, torch.utils._pytree.tree_leaves(now[part])))

@@ -19,7 +19,7 @@ from grmoe.config import to_yaml
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.open import open_model
 from grmoe.train import loop
-from grmoe.train.setup import Session
+from grmoe.train.setup import Trainer
 from grmoe.train.validate import Validation, validate
 
 Settings = Callable[..., TrainConfig]
@@ -52,7 +52,7 @@ def test_a_name_with_a_slip_does_not_pass_for_a_resumed_run(settings: Settings) 
     config = settings(steps=2)
     new = runner.invoke(app, ["train", written(config), "--resume"])
     assert new.exit_code == 0, new.output
-    assert f"{config.out} holds no checkpoint to go on from: a new run begins." in new.output
+    assert f"{config.out} holds no checkpoint to continue from: a new run begins." in new.output
     again = runner.invoke(app, ["train", written(config), "--resume"])
     assert "a new run begins" not in again.output
 
@@ -69,7 +69,7 @@ def test_from_text_to_a_model_folder(settings: Settings, tmp_path: Path) -> None
     assert "--resume" in again.output
     finished = runner.invoke(app, ["train", "--resume", f"out={config.out}"])  # its own config.yaml is enough
     assert finished.exit_code == 0, finished.output
-    assert "had reached its last step" in finished.output
+    assert "had already reached its last step" in finished.output
     exported = runner.invoke(app, ["export", config.out, "--dtype", "fp32"])
     assert exported.exit_code == 0, exported.output
     assert (Path(config.out) / "model" / "model.safetensors").is_file()
@@ -84,7 +84,7 @@ def test_a_run_that_lost_its_log_still_ends_well(settings: Settings) -> None:
     (Path(config.out) / "log.jsonl").unlink()
     again = runner.invoke(app, ["train", written(config), "--resume"])
     assert again.exit_code == 0, again.output
-    assert f"{config.out}/log.jsonl has lost its lines" in again.output
+    assert f"{config.out}/log.jsonl has no lines to draw" in again.output
     assert "grmoe export" in again.output
 
 
@@ -93,15 +93,15 @@ def test_a_run_that_loses_its_log_on_the_way_still_says_how_good_it_is(
 ) -> None:
     config = settings(steps=2)
 
-    def removing(session: Session) -> Validation:
+    def removing(trainer: Trainer) -> Validation:
         (Path(config.out) / "log.jsonl").unlink()
-        return validate(session)
+        return validate(trainer)
 
     monkeypatch.setattr(loop, "validate", removing)
     done = runner.invoke(app, ["train", written(config)])
     assert done.exit_code == 0, done.output
     assert "Validation perplexity" in done.output
-    assert "has lost its lines" in done.output
+    assert "has no lines to draw" in done.output
 
 
 @pytest.mark.parametrize(

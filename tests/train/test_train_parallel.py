@@ -27,7 +27,7 @@ from grmoe.runs.folder import checkpoints_of, read_log
 from grmoe.runs.state import full_state_dict, gather, restore
 from grmoe.train import loop
 from grmoe.train.loop import TrainingStopped, train
-from grmoe.train.setup import Session, open_session
+from grmoe.train.setup import Trainer, build_trainer
 from grmoe.train.step import train_step
 from grmoe.train.validate import Validation, validate
 
@@ -46,10 +46,10 @@ def train_and_keep(config: TrainConfig, resume: bool = False) -> dict[str, Tenso
     """The model as it is in training when it ends, from the first process."""
     kept: dict[str, Tensor] | None = None
 
-    def watch(session: Session) -> Validation:
+    def watch(trainer: Trainer) -> Validation:
         nonlocal kept
-        kept = full_state_dict(session.model, session.world)
-        return validate(session)
+        kept = full_state_dict(trainer.model, trainer.world)
+        return validate(trainer)
 
     loop.validate = watch
     train(config, resume)
@@ -59,10 +59,10 @@ def train_and_keep(config: TrainConfig, resume: bool = False) -> dict[str, Tenso
 def train_until(config: TrainConfig, step: int, number: int, ranks: tuple[int, ...]) -> tuple[str, int]:
     """A signal comes to some of the processes before a step."""
 
-    def signalled(session: Session, at: int, batch: Tensor) -> Any:
-        if at == step and session.world.rank in ranks:
+    def signalled(trainer: Trainer, at: int, batch: Tensor) -> Any:
+        if at == step and trainer.world.rank in ranks:
             os.kill(os.getpid(), number)
-        return train_step(session, at, batch)
+        return train_step(trainer, at, batch)
 
     loop.train_step = signalled
     try:
@@ -75,12 +75,12 @@ def train_until(config: TrainConfig, step: int, number: int, ranks: tuple[int, .
 def validated(config: TrainConfig, step: int) -> tuple[float, dict[str, float], int]:
     """Losses of a checkpoint on the validation text, and the tokens that were routed for them."""
     world = start(config.parallel, "cpu")
-    session = open_session(config, world)
+    trainer = build_trainer(config, world)
     checkpoints = checkpoints_of(Path(config.out), config)
     checkpoint = next(c for c in checkpoints.all() if c.step == step)
-    state = checkpoints.load(checkpoint, gather(session.model, session.optimizers))
-    restore(session.model, session.optimizers, state)
-    found = validate(session)
+    state = checkpoints.load(checkpoint, gather(trainer.model, trainer.optimizers))
+    restore(trainer.model, trainer.optimizers, state)
+    found = validate(trainer)
     stop()
     return found.loss, found.domains, found.routing[0].tokens
 
@@ -243,7 +243,7 @@ def test_torchrun(settings: Settings, tmp_path: Path) -> None:
     _, said = started.communicate(timeout=60)
     assert started.returncode != 0, "".join(seen) + said
     assert said.count("SIGTERM: stopped after step") == 1, "".join(seen) + said
-    assert f"Go on with: grmoe train --resume out={config.out}" in said
+    assert f"Continue with: grmoe train --resume out={config.out}" in said
     [kept] = checkpoints_of(Path(config.out), config).all()
     assert 3 <= kept.step < 60
     assert kept.meta["processes"] == 2

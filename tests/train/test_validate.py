@@ -9,19 +9,19 @@ import torch
 
 from grmoe.parallel.world import start
 from grmoe.runs.config import TrainConfig
-from grmoe.train.setup import Session, open_session
+from grmoe.train.setup import Trainer, build_trainer
 from grmoe.train.validate import validate
 
 Settings = Callable[..., TrainConfig]
 
 
-def session(config: TrainConfig) -> Session:
-    return open_session(config, start(config.parallel, "cpu"))
+def trainer(config: TrainConfig) -> Trainer:
+    return build_trainer(config, start(config.parallel, "cpu"))
 
 
 def test_the_loss_is_the_mean_over_tokens_of_each_domain(settings: Settings) -> None:
     """Against windows one at a time; batches change the order of sums, so fp32 agrees to about 1e-6."""
-    s = session(settings(validation={"tokens": 10**9, "batch_size": 3}))
+    s = trainer(settings(validation={"tokens": 10**9, "batch_size": 3}))
     found = validate(s)
     total = tokens = 0.0
     for domain in ("ones", "threes"):
@@ -38,7 +38,7 @@ def test_the_loss_is_the_mean_over_tokens_of_each_domain(settings: Settings) -> 
 
 
 def test_it_is_at_the_models_own_dial_and_leaves_no_trace(settings: Settings) -> None:
-    s = session(settings(model={"alpha": 3.0}))
+    s = trainer(settings(model={"alpha": 3.0}))
     with torch.no_grad():
         for router in (m for m in s.model.modules() if hasattr(m, "log_prior")):
             router.alpha = 0.1
@@ -53,12 +53,12 @@ def test_it_is_at_the_models_own_dial_and_leaves_no_trace(settings: Settings) ->
 @pytest.mark.parametrize("batch_size", [1, 2, 3, None])
 def test_a_limit_of_tokens_is_kept(settings: Settings, batch_size: int | None) -> None:
     """And the text is the same whatever the batch: two windows of 32 tokens from each of two domains."""
-    s = session(settings(validation={"tokens": 64, "batch_size": batch_size}))
+    s = trainer(settings(validation={"tokens": 64, "batch_size": batch_size}))
     assert validate(s).routing[0].tokens == 2 * 64
 
 
 def test_no_logits_are_kept(settings: Settings) -> None:
     """In full they are what needs most memory: a batch that trains must not end the run when it is validated."""
-    s = session(settings())
+    s = trainer(settings())
     s.model.lm_head.register_forward_hook(lambda *_: pytest.fail("the logits exist in full"))
     validate(s)

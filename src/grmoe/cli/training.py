@@ -60,9 +60,9 @@ def train(
     if show:
         print(to_yaml(config), end="")
         return
-    from grmoe.train.command import run
+    from grmoe.train.command import main
 
-    status = run(config, resume)
+    status = main(config, resume)
     if status:
         raise typer.Exit(status)
 

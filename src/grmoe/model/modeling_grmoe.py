@@ -221,6 +221,17 @@ class GrmoeModelOutput(MoeModelOutputWithPast):
     router_losses: tuple[Tensor, ...] | None = None  # one a MoE layer, coefficients included
 
 
+@dataclass
+class GrmoeCausalLMOutput(MoeCausalLMOutputWithPast):
+    """Where the routers' losses are part of it, `loss` = `cross_entropy` + `router_loss`.
+
+    `router_loss` is config.router_aux_loss_coef · `aux_loss`. The two parts are for logs: they carry no gradient.
+    """
+
+    cross_entropy: Tensor | None = None
+    router_loss: Tensor | None = None
+
+
 class GrmoePreTrainedModel(PreTrainedModel):
     config: GrmoeConfig
     config_class = GrmoeConfig
@@ -437,7 +448,7 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         skip_logits: bool = False,
         **kwargs: Any,
-    ) -> MoeCausalLMOutputWithPast:
+    ) -> GrmoeCausalLMOutput:
         """With labels the loss; the routers' own losses are in it while training, and with output_router_logits.
 
         skip_logits: the loss alone, in less memory and, on a GPU, in less time.
@@ -466,11 +477,15 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
             logits = self.lm_head(hidden)
             if labels is not None:
                 loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+        cross_entropy = router_loss = None
         if loss is not None and aux_loss is not None:
-            loss = loss + self.config.router_aux_loss_coef * aux_loss
-        return MoeCausalLMOutputWithPast(
+            cross_entropy, router_loss = loss, self.config.router_aux_loss_coef * aux_loss
+            loss = cross_entropy + router_loss
+        return GrmoeCausalLMOutput(
             loss=loss,  # type: ignore[arg-type]
             aux_loss=aux_loss,  # type: ignore[arg-type]
+            cross_entropy=None if cross_entropy is None else cross_entropy.detach(),
+            router_loss=None if router_loss is None else router_loss.detach(),
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,

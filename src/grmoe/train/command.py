@@ -1,4 +1,4 @@
-"""`grmoe train` behind its options: runs, says how it ended, and what to do next."""
+"""`grmoe train`: train, and say how it ended and what to do next."""
 
 from __future__ import annotations
 
@@ -20,44 +20,24 @@ from grmoe.terminal import console
 from grmoe.train.loop import Outcome, TrainingStopped, train
 
 
-def run(config: TrainConfig, resume: bool) -> int:
-    """Train; returns the exit status."""
-    errors = Console(stderr=True)
-    if resume and _first() and checkpoints_of(Path(config.out), config).latest() is None:
-        begins = f"{config.out} holds no checkpoint to go on from: a new run begins."
-        errors.print(escape(begins), highlight=False, soft_wrap=True)
-    try:
-        outcome = train(config, resume)
-    except TrainingStopped as stopped:
-        if _first():
-            # After a signal it goes on; what became NaN does so again, to the bit.
-            again = (
-                "It would meet the same step again; a smaller optim.lr is another run (out=…). All the same"
-            )
-            lead = "Go on with" if stopped.status > 128 else again
-            resumed = f"grmoe train --resume out={config.out}"
-            errors.print(escape(f"{stopped}\n{lead}: {resumed}"), highlight=False, soft_wrap=True)
-        return stopped.status
-    except (ValueError, CheckpointError, OSError) as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        return 2 if isinstance(error, ValueError) else 1
-    if _first():
-        _report(config, outcome)
-    return 0
+def run(config: TrainConfig, resume: bool) -> Outcome:
+    """Train, or continue training. Says so if there is nothing to continue."""
+    if resume and _is_first() and checkpoints_of(Path(config.out), config).latest() is None:
+        text = f"{config.out} holds no checkpoint to continue from: a new run begins."
+        Console(stderr=True).print(escape(text), highlight=False, soft_wrap=True)
+    return train(config, resume)
 
 
-def _first() -> bool:
-    """Whether this is the process that speaks; torchrun tells."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _report(config: TrainConfig, outcome: Outcome) -> None:
+def show(config: TrainConfig, outcome: Outcome) -> None:
+    """Print the last validation, draw the curves, and name the next command. Only on the first process."""
+    if not _is_first():
+        return
     lines = read_log(outcome.folder)
     held_out = [line for line in lines if line["kind"] == "validation"]
     last: dict[str, Any] | None = held_out[-1] if held_out else None
     if outcome.validation is None:
-        console.print(f"{escape(config.out)} had reached its last step already.", highlight=False)
-    else:  # known also where somebody has removed the log
+        console.print(f"{escape(config.out)} had already reached its last step.", highlight=False)
+    else:  # the log may have been removed
         last = {"perplexity": outcome.validation.perplexity, "domains": outcome.validation.domains}
     unigram = unigram_perplexity(TokenDataset(config.data.path, "validation"))
     if last is not None:
@@ -68,8 +48,8 @@ def _report(config: TrainConfig, outcome: Outcome) -> None:
             soft_wrap=True,
         )
     if not held_out or not any(line["kind"] == "train" for line in lines):
-        gone = f"{outcome.folder / LOG} has lost its lines: there is nothing to draw."
-        console.print(escape(gone), highlight=False, soft_wrap=True)
+        text = f"{outcome.folder / LOG} has no lines to draw."
+        console.print(escape(text), highlight=False, soft_wrap=True)
     elif importlib.util.find_spec("matplotlib") is not None:
         from grmoe.train.curves import draw_curves
 
@@ -77,3 +57,23 @@ def _report(config: TrainConfig, outcome: Outcome) -> None:
         console.print(f"Figure:     [bold]{escape(str(figure))}[/]", highlight=False, soft_wrap=True)
     console.print(f"Checkpoint: {escape(str(outcome.checkpoint.path))}", highlight=False, soft_wrap=True)
     console.print(f"Next:       grmoe export {escape(config.out)}", highlight=False, soft_wrap=True)
+
+
+def main(config: TrainConfig, resume: bool) -> int:
+    """Run and show. Returns the exit status."""
+    errors = Console(stderr=True)
+    try:
+        show(config, run(config, resume))
+    except TrainingStopped as stopped:
+        if _is_first():
+            errors.print(escape(str(stopped)), highlight=False, soft_wrap=True)
+        return stopped.status
+    except (ValueError, CheckpointError, OSError) as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return 2 if isinstance(error, ValueError) else 1
+    return 0
+
+
+def _is_first() -> bool:
+    """Whether this process prints: rank 0, as torchrun numbers them."""
+    return os.environ.get("RANK", "0") == "0"

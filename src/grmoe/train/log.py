@@ -20,7 +20,7 @@ from grmoe.routing import RoutingMetrics
 from grmoe.routing.metrics import COLLAPSE_SHARE
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import LOG, first_start
-from grmoe.train.setup import Session, uses_bf16
+from grmoe.train.setup import Trainer, uses_bf16
 
 
 class Sink(Protocol):
@@ -43,10 +43,10 @@ class Logger:
             sink.close()
 
 
-def open_logger(session: Session, first_step: int) -> Logger:
-    config = session.config
+def open_logger(trainer: Trainer, first_step: int) -> Logger:
+    config = trainer.config
     folder = Path(config.out)
-    screen = Screen(config.steps, first_step, describe_start(session, first_step))
+    screen = Screen(config.steps, first_step, describe_start(trainer, first_step))
     sinks: list[Sink] = [JsonLines(folder / LOG), screen]
     if config.log.tensorboard:
         _need("tensorboard", "log.tensorboard")
@@ -207,19 +207,19 @@ def routing_line(layers: list[RoutingMetrics]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def describe_start(session: Session, first_step: int) -> str:
+def describe_start(trainer: Trainer, first_step: int) -> str:
     """What is trained, on what, and where it goes: minutes may pass before the first step is logged."""
-    config, world = session.config, session.world
-    cost = count(session.model.config, session.length)
+    config, world = trainer.config, trainer.world
+    cost = count(trainer.model.config, trainer.length)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     processes = f"{world.size} × " if world.size > 1 else ""
     precision = "bf16 with fp32 weights" if uses_bf16(config, world) else "fp32"
-    compiled = session.forward is not session.model
+    compiled = trainer.forward is not trainer.model
     how = "compiled: the first step compiles, this may take minutes" if compiled else "not compiled"
     return (
         f"step {first_step} of {config.steps}: trains {config.preset or 'a model of its own'} with router "
-        f"{session.model.config.router}, {short(cost.total)} parameters, {short(cost.active)} active a token, on "
-        f"{processes}{device}, {precision}, {how}; {session.tokens_per_step:,} tokens a step; to {config.out}"
+        f"{trainer.model.config.router}, {short(cost.total)} parameters, {short(cost.active)} active a token, on "
+        f"{processes}{device}, {precision}, {how}; {trainer.tokens_per_step:,} tokens a step; to {config.out}"
     )
 
 

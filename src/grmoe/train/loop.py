@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import signal
 import sys
-import threading
-import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -23,30 +18,32 @@ from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import checkpoints_of, data_checksum, find_start, open_folder
 from grmoe.runs.lock import lock_folder
 from grmoe.runs.state import gather, restore
+from grmoe.train.interrupt import Clock, Signals
 from grmoe.train.log import Logger, open_logger, routing_line
 from grmoe.train.schedule import rates
-from grmoe.train.setup import Session, open_session
-from grmoe.train.step import NonFiniteError, Pending, StepResult, settle, train_step
+from grmoe.train.setup import Trainer, build_trainer
+from grmoe.train.step import InFlightStep, NonFiniteError, StepResult, resolve, train_step
 from grmoe.train.validate import Validation, validate
 
 
 class TrainingStopped(RuntimeError):
-    """The run ended before its last step and can go on from its last checkpoint."""
+    """The run ended before its last step. It can continue from its last checkpoint."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
-        self.status = status
+        self.status = status  # for the shell
 
 
 @dataclass(frozen=True)
 class Outcome:
     folder: Path
     checkpoint: Checkpoint
-    validation: Validation | None  # None where the run had ended before
+    validation: Validation | None
+    """None if the run was already finished."""
 
 
 def train(config: TrainConfig, resume: bool = False) -> Outcome:
-    """Train from the configuration, or go on from the run's last checkpoint, to the bit where it would have been."""
+    """Train from the configuration, or continue from the run's last checkpoint (bit for bit on a CPU)."""
     world = start(config.parallel, config.device)
     try:
         with lock_folder(Path(config.out), world):
@@ -56,107 +53,128 @@ def train(config: TrainConfig, resume: bool = False) -> Outcome:
 
 
 def _train(config: TrainConfig, resume: bool, world: World) -> Outcome:
+    """Build everything, restore the last checkpoint if there is one, and run the loop."""
     begin = find_start(config, resume)
-    session = open_session(config, world)
+    trainer = build_trainer(config, world)
     checkpoints = checkpoints_of(Path(config.out), config)
-    data = data_checksum(session.data.folder)
+    data = data_checksum(trainer.data.folder)
     if begin is not None:
         if begin.meta["data"] != data:
-            raise ValueError(f"{config.data.path} is not the data that {config.out} was trained on")
-        state = checkpoints.load(begin, gather(session.model, session.optimizers))
-        restore(session.model, session.optimizers, state)
-    if begin is not None and begin.step >= config.steps:
-        return Outcome(Path(config.out), begin, None)
+            raise ValueError(
+                f"data.path must be the data that {config.out} was trained on, got {config.data.path} "
+                "with other content"
+            )
+        state = checkpoints.load(begin, gather(trainer.model, trainer.optimizers))
+        restore(trainer.model, trainer.optimizers, state)
+        if begin.step >= config.steps:
+            return Outcome(Path(config.out), begin, None)
     first = 0 if begin is None else begin.step
     if world.first:
-        open_folder(config, begin, session.data)
-    logger = open_logger(session, first) if world.first else Logger([])
+        open_folder(config, begin, trainer.data)
+    logger = open_logger(trainer, first) if world.first else Logger([])
     try:
-        return _run(session, checkpoints, logger, first, {"data": data})
+        return _loop(trainer, checkpoints, logger, first, {"data": data})
     finally:
         logger.close()
-        # Processes part when it is written. If that fails too, the run has ended for another reason already.
+        # A process must not leave before its checkpoint is written. If writing fails too, the run has already ended
+        # for another reason.
         with contextlib.suppress(CheckpointError):
             checkpoints.wait()
 
 
-def _run(
-    session: Session, checkpoints: Checkpoints, logger: Logger, first: int, meta: dict[str, Any]
+def _loop(
+    trainer: Trainer, checkpoints: Checkpoints, logger: Logger, first: int, meta: dict[str, Any]
 ) -> Outcome:
-    config, world = session.config, session.world
-    batches = session.data.batches(
-        session.rows, session.length, config.seed, world.rank, world.size, start_step=first
+    config, model, world = trainer.config, trainer.model, trainer.world
+    batches = trainer.data.batches(
+        trainer.rows, trainer.length, config.seed, world.rank, world.size, start_step=first
     )
     clock = Clock()
     validation: Validation | None = None
+    previous: InFlightStep | None = None
 
     def save(step: int, background: bool = False) -> Checkpoint:
         about = {**meta, "metric": None if validation is None else validation.loss, "processes": world.size}
-        return checkpoints.save(step, gather(session.model, session.optimizers), about, background)
+        return checkpoints.save(step, gather(model, trainer.optimizers), about, background)
 
-    waiting: Pending | None = None
     with Signals() as signals:
         for step in range(first, config.steps):
             done = step + 1
             last = done == config.steps
-            due = _due(config.validation.every, done) or last
-            logs = done % config.log.every == 0 or due
+            validates = last or _every(config.validation.every, done)
+            logs = validates or _every(config.log.every, done)
+
+            # One step. The host reads its numbers while the device computes the next one, unless it needs them now.
             try:
-                pending = train_step(session, step, next(batches))
+                in_flight = train_step(trainer, step, next(batches))
                 stopping = any_process(world, signals.caught is not None)
-                saves = stopping or last or _due(config.checkpoint.every, done)
-                # A step's numbers are read while the device computes the next one, unless they are needed at once.
-                if waiting is not None:
-                    settle(session, waiting, step)
-                waiting = None if logs or saves else pending
-                if waiting is None:
-                    result = settle(session, pending, step)
+                saves = stopping or last or _every(config.checkpoint.every, done)
+                if previous is not None:
+                    resolve(trainer, previous, step)
+                previous = None if logs or saves else in_flight
+                if logs or saves:
+                    result = resolve(trainer, in_flight, step)
             except NonFiniteError as error:
                 kept = save(error.step)
-                raise TrainingStopped(f"{error}. The last good step is saved: {kept.path}") from error
-            clock.count(session.tokens_per_step)
+                raise TrainingStopped(_nonfinite_message(config, error, kept)) from error
+            clock.count(trainer.tokens_per_step)
+
             if logs:
-                sync_metrics(session.model, world)
+                sync_metrics(model, world)
                 if world.first:
-                    logger.write(_train_line(session, done, result, clock))
-                session.model.reset_routing_metrics()
+                    logger.write(_train_line(trainer, done, result, clock))
+                model.reset_routing_metrics()
                 clock.lap()
+
             with clock.paused():
-                validation = validate(session) if due else None
+                validation = validate(trainer) if validates else None
                 if validation is not None and world.first:
                     logger.write(_validation_line(done, validation))
                 if config.checkpoint.background and any_process(world, checkpoints.failed):
                     checkpoints.wait()  # raises, on all processes at the same step
                 if saves:
                     kept = save(done, config.checkpoint.background and not (stopping or last))
+
             if stopping and not last:
                 name, status = signals.describe()
-                raise TrainingStopped(f"{name}: stopped after step {done}, saved as {kept.path}", status)
+                raise TrainingStopped(
+                    f"{name}: stopped after step {done}, saved as {kept.path}\n"
+                    f"Continue with: grmoe train --resume out={config.out}",
+                    status,
+                )
     return Outcome(Path(config.out), kept, validation)
 
 
-def _due(every: int, step: int) -> bool:
-    return every > 0 and step % every == 0
+def _every(interval: int, done: int) -> bool:
+    """Whether something that happens every `interval` steps (0: never) happens now."""
+    return interval > 0 and done % interval == 0
 
 
-def _train_line(session: Session, step: int, result: StepResult, clock: Clock) -> dict[str, Any]:
-    rate, now = clock.rate(), rates(session.optimizers)
-    peak = session.peak_flops
-    left = (session.config.steps - step) * session.tokens_per_step / rate
+def _nonfinite_message(config: TrainConfig, error: NonFiniteError, kept: Checkpoint) -> str:
+    return (
+        f"{error}. The last good step is saved: {kept.path}\n"
+        "Resuming repeats the same step. To train with a smaller optim.lr, start a new run (another out=…). "
+        f"To resume anyway: grmoe train --resume out={config.out}"
+    )
+
+
+def _train_line(trainer: Trainer, step: int, result: StepResult, clock: Clock) -> dict[str, Any]:
+    rate, now = clock.rate(), rates(trainer.optimizers)
+    peak = trainer.peak_flops
     return {
         "kind": "train",
         "step": step,
-        "tokens": step * session.tokens_per_step,
+        "tokens": step * trainer.tokens_per_step,
         **asdict(result),
         "lr": now["weights"],
         "kappa_lr": now.get("kappa"),
         "frames_lr": now.get("frames"),
-        "alpha": session.model.alpha,
+        "alpha": trainer.model.alpha,
         "tokens_per_second": rate,
-        "mfu": None if peak is None else rate * session.flops_per_token / (peak * session.world.size),
-        "memory_gb": _memory_gb(session.world.device),
-        "seconds_left": left,
-        **routing_line(session.model.routing_metrics()),
+        "mfu": None if peak is None else rate * trainer.flops_per_token / (peak * trainer.world.size),
+        "memory_gb": _memory_gb(trainer.world.device),
+        "seconds_left": (trainer.config.steps - step) * trainer.tokens_per_step / rate,
+        **routing_line(trainer.model.routing_metrics()),
     }
 
 
@@ -172,57 +190,8 @@ def _validation_line(step: int, validation: Validation) -> dict[str, Any]:
 
 
 def _memory_gb(device: torch.device) -> float:
-    """The most this process has held: of the GPU's memory, or of the machine's."""
+    """The most memory this process has held: of the GPU, or of the machine."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
-class Clock:
-    """Tokens a second since the last lap, without what is paused."""
-
-    def __init__(self) -> None:
-        self.lap()
-
-    def lap(self) -> None:
-        self.since, self.tokens, self.away = time.perf_counter(), 0, 0.0
-
-    def count(self, tokens: int) -> None:
-        self.tokens += tokens
-
-    def rate(self) -> float:
-        return self.tokens / max(1e-9, time.perf_counter() - self.since - self.away)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.away += time.perf_counter() - began
-
-
-class Signals:
-    """SIGINT and SIGTERM are noted, and acted on after the step; the second one interrupts at once."""
-
-    def __init__(self) -> None:
-        self.caught: int | None = None
-
-    def __enter__(self) -> Signals:
-        self.before = {}
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python delivers none
-            self.before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.caught is not None:
-            raise KeyboardInterrupt
-        self.caught = number
-
-    def describe(self) -> tuple[str, int]:
-        """(its name, the exit status a shell gives it): a script must not take the run for finished."""
-        number = self.caught or signal.SIGTERM  # another process of the run caught it
-        return signal.Signals(number).name, 128 + number

@@ -1,9 +1,13 @@
-"""Learning rates over time: linear warm-up, then cosine decay to a floor."""
+"""Everything that follows the step number: learning rates, the rate of the balanced prior, and α.
+
+Learning rates: linear warm-up, then cosine decay to a floor. Steps count from zero.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -12,9 +16,9 @@ from grmoe.runs.config import KINDS, TrainConfig
 
 
 def cosine_factor(step: int, steps: int, warmup: int, floor: float) -> float:
-    """What multiplies the peak rate at a step, counted from zero.
+    """The factor on the peak rate.
 
-    (step+1)/warmup while warming up; then floor + (1−floor)·(1+cos πt)/2 with t from 0 to 1 at the last step.
+    (step+1)/warmup during the warm-up, then floor + (1−floor)·(1+cos πt)/2 with t from 0 to 1 at the last step.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -23,24 +27,41 @@ def cosine_factor(step: int, steps: int, warmup: int, floor: float) -> float:
 
 
 def rate_factors(config: TrainConfig, step: int) -> dict[str, float]:
-    """The factor on the peak rate of each kind of parameters at a step, counted from zero."""
+    """The factor on the peak rate of each kind of parameters."""
     return {kind: cosine_factor(step, config.steps, *config.schedule(kind)) for kind in KINDS}
 
 
+def prior_rate(config: TrainConfig, step: int) -> float:
+    """η of the balanced prior: it follows the schedule of the weights."""
+    return config.routing.prior_rate * rate_factors(config, step)["weights"]
+
+
+def alphas_at(config: TrainConfig, own: Sequence[float], step: int) -> list[float]:
+    """α of each MoE layer. `own` are the model's own values, which validation and the saved model use."""
+    low, high = config.alpha.low, config.alpha.high
+    if config.alpha.schedule == "anneal":
+        done = step / max(1, config.steps - 1)
+        return [low ** (1 - done) * a**done for a in own]
+    if config.alpha.schedule == "sample":
+        drawn = random.Random(f"{config.seed}/{step}").uniform(math.log(low), math.log(high))
+        return [math.exp(drawn)] * len(own)
+    return list(own)
+
+
 def remember_peaks(optimizers: Iterable[Optimizer]) -> None:
-    """Note each group's rate as its peak, once: a resumed optimiser brings its own."""
+    """Note each group's rate as its peak, once. A resumed optimiser has its peaks already."""
     for group in _groups(optimizers):
         group.setdefault("peak_lr", group["lr"])
 
 
 def set_rates(optimizers: Iterable[Optimizer], factors: Mapping[str, float]) -> None:
-    """Every group at its kind's share of its peak."""
+    """Set each group's rate to its peak times the factor of its kind."""
     for group in _groups(optimizers):
         group["lr"] = group["peak_lr"] * factors[group["kind"]]
 
 
 def rates(optimizers: Iterable[Optimizer]) -> dict[str, float]:
-    """The present rate of each kind of parameters."""
+    """The current rate of each kind of parameters."""
     return {group["kind"]: group["lr"] for group in _groups(optimizers)}
 
 

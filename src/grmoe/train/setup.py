@@ -1,4 +1,4 @@
-"""What a run works with: data, model, optimisers, and where they live."""
+"""What one process trains with: data, model, optimisers and their device."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from grmoe.parallel.build import build_model
 from grmoe.parallel.shard import split_by_mesh
 from grmoe.parallel.world import World
 from grmoe.runs.config import OptimConfig, TrainConfig
+from grmoe.train.objective import forward_loss
 from grmoe.train.schedule import remember_peaks
 
 
-@dataclass
-class Session:
+@dataclass(kw_only=True)
+class Trainer:
     """One process's part of a run."""
 
     config: TrainConfig
@@ -32,84 +33,100 @@ class Session:
     data: TokenDataset
     validation: TokenDataset
     model: GrmoeForCausalLM
-    forward: Callable[..., Any]  # the model, compiled or not
+    forward: Callable[..., Any]
+    """The model, compiled or not."""
     optimizers: list[Optimizer]
-    length: int  # tokens of a sequence
-    rows: int  # sequences of this process in a step
-    micro_rows: int  # computed at once
+    length: int
+    """Tokens per sequence."""
+    rows: int
+    """Sequences of this process per step."""
+    micro_rows: int
+    """Sequences per micro-batch."""
     flops_per_token: float
-    peak_flops: float | None  # of this process's device, where it is known
-    guarded: bool  # a bad step is undone on the device, without waiting for it
-    bad: Tensor  # 0-d: one from the first bad step on
+    peak_flops: float | None
+    """Of this process's device; None if unknown."""
+    guards_on_device: bool
+    """The device itself skips the update of a step with NaN or Inf, so the host need not wait for the step."""
+    found_inf: Tensor
+    """0-d: one from the first step with NaN or Inf on."""
 
     @property
     def tokens_per_step(self) -> int:
         return self.config.data.batch_size * self.length
 
     def autocast(self) -> AbstractContextManager[Any]:
-        # Shards are cast when they are gathered; a second cast would only cost time.
+        # Shards are cast when they are gathered. A second cast would only cost time.
         if not uses_bf16(self.config, self.world) or self.world.mesh is not None:
             return nullcontext()
         return torch.autocast(self.world.device.type, torch.bfloat16)
 
     def run(self, forward: Callable[..., Any], rows_BS: Tensor) -> Any:
-        """The model's output, loss without logits, for sequences (B, S + 1) on the device."""
-        targets = rows_BS[:, 1:].contiguous()
+        """The output of the model (`forward`: compiled or not) for sequences (B, S + 1) on the device."""
         with self.autocast():
-            return forward(
-                input_ids=rows_BS[:, :-1],
-                labels=targets,
-                shift_labels=targets,
-                use_cache=False,
-                skip_logits=True,
-            )
+            return forward_loss(forward, rows_BS)
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
 
 def uses_bf16(config: TrainConfig, world: World) -> bool:
     return config.precision == "bf16" or (config.precision == "auto" and world.device.type == "cuda")
 
 
-def open_session(config: TrainConfig, world: World) -> Session:
-    """Build everything from the configuration; the same seed gives the same start on any number of processes."""
+def build_trainer(config: TrainConfig, world: World) -> Trainer:
+    """Build everything from the configuration. The same seed gives the same start on any number of processes."""
     data, validation = (TokenDataset(config.data.path, split) for split in ("train", "validation"))
-    require(validation.tokens > 1, f"{config.data.path} holds no validation text; prepare some")
+    require(
+        validation.tokens > 1,
+        f"data.path must hold validation text, got {config.data.path} without any; "
+        "prepare it again with --validation 0.01",
+    )
     model_config = config.model_config(data.vocab_size, data.end_of_text)
     length = config.data.sequence_length or model_config.max_position_embeddings
     require(
         length <= model_config.max_position_embeddings,
         f"data.sequence_length must be at most the model's {model_config.max_position_embeddings}, got {length}",
     )
-    rows, micro_rows = _share(config, world)
-    data.batches(
-        rows, length, config.seed, world.rank, world.size
-    )  # refuses data that is too short for a batch
+    rows, micro_rows = _divide_batch(config, world)
+    # Raises now, and not after minutes of building, if the data is too short for one batch.
+    data.batches(rows, length, config.seed, world.rank, world.size)
 
     torch.manual_seed(config.seed)
     model = build_model(model_config, world, bf16=uses_bf16(config, world)).train()
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable()
-    cost = count(model_config, length)
-    optimizers = build_optimizers(model, config.optim)
     cuda = world.device.type == "cuda"
     forward: Callable[..., Any] = model
     if cuda if config.compile is None else config.compile:
-        # Launching kernel by kernel keeps the host busy longer than the device. Graphs own the memory of gradients,
-        # so nothing can be accumulated between two of them; FSDP's hooks allow none.
+        # CUDA graphs, because launching kernel by kernel keeps the host busy longer than the device. Graphs own the
+        # memory of gradients, so gradients cannot accumulate between two of them. FSDP's hooks rule graphs out.
         graphs = cuda and world.mesh is None and rows == micro_rows
         mode = "reduce-overhead" if graphs else "default"
         forward = torch.compile(model, dynamic=False, mode=mode)
-    return Session(
-        config, world, data, validation, model, forward, optimizers, length, rows, micro_rows,
-        cost.train_flops, peak_flops(world.device), cuda and world.mesh is None,
-        torch.zeros((), device=world.device),
-    )  # fmt: skip
+    return Trainer(
+        config=config,
+        world=world,
+        data=data,
+        validation=validation,
+        model=model,
+        forward=forward,
+        optimizers=build_optimizers(model, config.optim),
+        length=length,
+        rows=rows,
+        micro_rows=micro_rows,
+        flops_per_token=count(model_config, length).train_flops,
+        peak_flops=peak_flops(world.device),
+        guards_on_device=cuda and world.mesh is None,
+        found_inf=torch.zeros((), device=world.device),
+    )
 
 
 def build_optimizers(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
-    """AdamW for weights and κ, `GrassmannAdam` for subspaces, each with the rates of its own groups."""
+    """AdamW for weights and κ, `GrassmannAdam` for subspaces, each with its own learning rates."""
     split = split_parameters(model)
     matrices, vectors = [p for p in split.rest if p.ndim > 1], [p for p in split.rest if p.ndim <= 1]
-    kappa_lr = _or(config.kappa_lr, 5 * config.lr)
+    kappa_lr = 5 * config.lr if config.kappa_lr is None else config.kappa_lr
     groups: list[dict[str, Any]] = [
         {"kind": "weights", "params": matrices, "weight_decay": config.weight_decay},
         {"kind": "weights", "params": vectors, "weight_decay": 0.0},
@@ -121,14 +138,15 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     optimizers: list[Optimizer] = [AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)]
     if split.frame_groups:
         rank = split.frame_groups[0]["params"][0].shape[-1]
+        frames_lr = 0.003 * rank**0.5 if config.frames_lr is None else config.frames_lr
         frames = [{"kind": "frames", **group} for group in split.frame_groups]
-        optimizers.append(GrassmannAdam(frames, lr=_or(config.frames_lr, 0.003 * rank**0.5)))
+        optimizers.append(GrassmannAdam(frames, lr=frames_lr))
     remember_peaks(optimizers)
     return optimizers
 
 
-def _share(config: TrainConfig, world: World) -> tuple[int, int]:
-    """(sequences of this process in a step, sequences at once)."""
+def _divide_batch(config: TrainConfig, world: World) -> tuple[int, int]:
+    """(sequences of this process per step, sequences per micro-batch)."""
     total, micro = config.data.batch_size, config.data.micro_batch_size
     require(
         total % world.size == 0,
@@ -138,7 +156,3 @@ def _share(config: TrainConfig, world: World) -> tuple[int, int]:
     micro = rows if micro is None else min(micro, rows)
     require(rows % micro == 0, f"data.micro_batch_size must divide a process's {rows} sequences, got {micro}")
     return rows, micro
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value

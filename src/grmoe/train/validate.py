@@ -13,7 +13,7 @@ from torch import Tensor
 from grmoe.parallel.shard import sync_metrics
 from grmoe.parallel.world import total
 from grmoe.routing import RoutingMetrics, routers, set_alpha
-from grmoe.train.setup import Session
+from grmoe.train.setup import Trainer
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,20 @@ class Validation:
 
 
 @torch.no_grad()
-def validate(session: Session) -> Validation:
+def validate(trainer: Trainer) -> Validation:
     """At most `validation.tokens` of each domain, at the model's own α. All processes call it together."""
-    model, world = session.model, session.world
+    model, world = trainer.model, trainer.world
     set_alpha(model, model.config.alphas)
     model.reset_routing_metrics()
     model.eval()
     try:
         sums = {}
-        for domain in session.validation.domains:
+        for domain in trainer.validation.domains:
             sum_2 = torch.zeros(2, dtype=torch.float64, device=world.device)
-            for rows, counts in _own_share(session, domain):
+            for rows, counts in _own_share(trainer, domain):
                 for router in routers(model):
                     router.record = counts
-                loss = session.run(model, rows.to(world.device)).loss
+                loss = trainer.run(model, rows.to(world.device)).loss
                 if counts:
                     targets = rows[:, 1:].numel()
                     sum_2 += torch.stack([loss.double() * targets, loss.new_full((), targets)])
@@ -57,23 +57,23 @@ def validate(session: Session) -> Validation:
     return Validation(sum(s[0] for s in sums.values()) / sum(s[1] for s in sums.values()), domains, routing)
 
 
-def _own_share(session: Session, domain: str) -> Iterator[tuple[Tensor, bool]]:
+def _own_share(trainer: Trainer, domain: str) -> Iterator[tuple[Tensor, bool]]:
     """Every `size`-th batch of a domain; where others have one more, the last again and not counted.
 
     Sharded models need all processes in every forward.
     """
-    world = session.world
-    batches = _batches(session, domain)
+    world = trainer.world
+    batches = _batches(trainer, domain)
     while group := list(itertools.islice(batches, world.size)):
         counts = world.rank < len(group)
         yield group[world.rank if counts else -1], counts
 
 
-def _batches(session: Session, domain: str) -> Iterator[Tensor]:
+def _batches(trainer: Trainer, domain: str) -> Iterator[Tensor]:
     """The first windows of a domain: the same text whatever the batch and the number of processes."""
-    config, length = session.config.validation, session.length
+    config, length = trainer.config.validation, trainer.length
     left = max(1, config.tokens // length)
-    for rows in session.validation.windows(length, config.batch_size or session.micro_rows, domain):
+    for rows in trainer.validation.windows(length, config.batch_size or trainer.micro_rows, domain):
         yield rows[:left]
         left -= len(rows)
         if left <= 0:
