@@ -14,9 +14,9 @@ CalibrationText = Annotated[
     ),
 ]
 TextTokens = Annotated[
-    int | None, typer.Option(min=1, help="Of each text.", show_default="8192; 131072 on a GPU")
+    int | None, typer.Option(min=1, help="Tokens of each text.", show_default="8192; 131072 on a GPU")
 ]
-Window = Annotated[int | None, typer.Option(min=1, help="Tokens of a window.", show_default="as trained")]
+Window = Annotated[int | None, typer.Option(min=1, help="Tokens per window.", show_default="as trained")]
 RoutedText = Annotated[
     list[str] | None,
     typer.Option(
