@@ -9,9 +9,9 @@ import torch
 from counting import prepare_corpus
 
 from grmoe.config import from_dict
-from grmoe.dial.measure import Meter
+from grmoe.dial.meter import Meter
 from grmoe.dial.search import Sensitivity, search
-from grmoe.dial.text import Text, read_text
+from grmoe.probe.windows import Text, read_windows
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.open import LoadedModel, open_model
 from grmoe.train.loop import train
@@ -24,7 +24,7 @@ MODEL = {
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Training in a session's fixture comes before the one thread that every test has.
+    # A session fixture runs before the fixture that limits every test to one thread.
     torch.set_num_threads(1)
     return tmp_path_factory.mktemp("dial")
 
@@ -60,17 +60,17 @@ def softmax_run(folder: Path, data: Path) -> Path:
 
 
 @pytest.fixture
-def opened(run: Path) -> LoadedModel:
+def loaded(run: Path) -> LoadedModel:
     return open_model(run)
 
 
 @pytest.fixture
-def text(opened: LoadedModel) -> Text:
-    return read_text(None, opened, 32, 1024)
+def text(loaded: LoadedModel) -> Text:
+    return read_windows(None, loaded, 32, 1024)
 
 
 @pytest.fixture(scope="session")
 def searched(run: Path) -> tuple[Meter, list[Sensitivity]]:
-    opened = open_model(run)
-    meter = Meter(opened.model, read_text(None, opened, 32, 1024))
+    loaded = open_model(run)
+    meter = Meter(loaded.model, read_windows(None, loaded, 32, 1024))
     return meter, search(meter, 2)

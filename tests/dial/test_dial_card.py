@@ -1,4 +1,4 @@
-"""The card of a dialled run: every number of its tables is the one of results.json."""
+"""The model card after `grmoe dial`: every number in its tables comes from results.json."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from typer.testing import CliRunner
 
 from grmoe.cli import app
 from grmoe.runs.export import export
+from grmoe.runs.open import open_model
+from grmoe.runs.results import load_results, save_results
+
+MEASURED = "## Measured\n\nperplexity 12.3\n"  # a section of another command
 
 
 def call(*arguments: object) -> str:
@@ -23,16 +27,16 @@ def call(*arguments: object) -> str:
 
 @pytest.fixture(scope="module")
 def dialled(run: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the run, dialled, written and evaluated into its own folder."""
+    """A copy of the run with results of `grmoe dial` and `grmoe eval`."""
     copy = tmp_path_factory.mktemp("card") / "run"
     shutil.copytree(run, copy)
+    save_results(open_model(copy), "eval", {}, copy / "eval", card=MEASURED)
     call("dial", copy, "--target-experts", 1.5, "--tokens", 1024, "--check", data, "--write")
-    call("eval", copy, "--tokens", 500, "--alpha", 0.5, "--alpha", 2)
     return copy
 
 
-def results(run: Path, name: str) -> Any:
-    return json.loads((run / name / "results.json").read_text())
+def results(folder: Path) -> Any:
+    return load_results(folder / "results.json", "dial").body
 
 
 def tables(card: str, heading: str) -> list[list[list[str]]]:
@@ -50,19 +54,21 @@ def check_dial_tables(card: str, found: Any) -> None:
     points = {"as trained": found["trained"], "chosen": found["chosen"]}
     points |= {f"{row['alpha']:g}": row for row in found["table"]}
     assert [row[0] for row in alphas] == ["as trained", "0.5", "1", "2", "5", "chosen"]
-    for name, entropy, inverse, experts, perplexity, speed in alphas:
+    for name, entropy, inverse, experts, perplexity, relative, speed in alphas:
         p = points[name]
         assert float(entropy) == pytest.approx(p["effective_experts_entropy"], abs=0.0051)
         assert float(inverse) == pytest.approx(p["effective_experts_inverse"], abs=0.0051)
-        assert float(experts) == pytest.approx(p["experts"], abs=5.1e-4)
+        assert float(experts) == pytest.approx(p["experts_per_token"], abs=5.1e-4)
         assert float(perplexity) == pytest.approx(p["perplexity"], abs=5.1e-4)
-        assert float(speed) == pytest.approx(p["speed"]["relative"], abs=0.0051)
+        assert float(relative.split()[0]) == pytest.approx(p["speed"]["relative"], abs=0.0051)
+        assert float(speed.replace(",", "")) == pytest.approx(p["speed"]["tokens_per_second"], abs=0.51)
     best = [p for p in found["points"] if p["on_frontier"] and p["speed"]]
     assert 1 < len(frontier) <= 3
     for row, p in ((frontier[0], best[0]), (frontier[-1], best[-1])):
-        assert float(row[0]) == pytest.approx(p["experts"], abs=5.1e-4)
-        assert float(row[1]) == pytest.approx(p["perplexity"], abs=5.1e-4)
-        assert float(row[2].removesuffix(" %")) == pytest.approx(100 * p["increase"]["value"], abs=0.0051)
+        assert row[1] == p["name"]
+        assert float(row[2]) == pytest.approx(p["experts_per_token"], abs=5.1e-4)
+        assert float(row[3]) == pytest.approx(p["perplexity"], abs=5.1e-4)
+        assert float(row[4].removesuffix(" %")) == pytest.approx(100 * p["increase"]["value"], abs=0.0051)
     assert [row[0] for row in certificates] == [str(c["layer"]) for c in found["certificates"]]
     for row, c in zip(certificates, found["certificates"], strict=True):
         assert float(row[1]) == pytest.approx(c["dropped_mean"], abs=5.1e-4)
@@ -72,9 +78,10 @@ def check_dial_tables(card: str, found: Any) -> None:
 
 def test_the_written_model_has_the_tables_once_and_says_which_setting_it_has(dialled: Path) -> None:
     card = (dialled / "dial" / "model" / "README.md").read_text()
-    found = results(dialled, "dial")
-    assert card.count("## The dial") == 1
-    assert "This folder has the chosen setting." in card
+    found = results(dialled / "dial")
+    assert card.count("## The dial") == card.count("## Measured") == 1
+    tau = found["chosen"]["setting"]["selection_tau"]
+    assert f"the fewest experts per token that reach probability {tau}, at most 2." in card
     assert f"Asked: {found['asked']}." in card
     assert f"perplexity {found['chosen']['perplexity']:.3f}" in card
     assert "- Checked on data (" in card  # its name, not its place on this disk
@@ -85,37 +92,33 @@ def test_the_written_model_has_the_tables_once_and_says_which_setting_it_has(dia
 def test_the_exported_run_has_the_dial_and_the_evaluation(dialled: Path, tmp_path: Path) -> None:
     export(dialled, tmp_path / "model", "last")
     card = (tmp_path / "model" / "README.md").read_text()
-    assert "This folder has the trained setting." in card
-    check_dial_tables(card, results(dialled, "dial"))
-    ((experts, perplexity, bits),) = tables(card, "Measured")
-    for column, point in enumerate(results(dialled, "eval")["points"]):
-        total = point["totals"]["validation"]
-        assert experts[1 + column] == f"{point['experts_per_token']:.3f}"
-        assert perplexity[1 + column] == f"{total['perplexity']:.3f}"
-        assert bits[1 + column] == f"{total['bits_per_byte']:.4f}"
+    assert "Routing in this folder: α 1, the 2 most probable experts per token." in card  # as trained
+    assert MEASURED in card
+    check_dial_tables(card, results(dialled / "dial"))
 
 
-def test_dialled_again_from_its_folder_the_section_is_replaced(
-    dialled: Path, data: Path, tmp_path: Path
-) -> None:
+def test_dialling_an_exported_folder_replaces_the_section(dialled: Path, data: Path, tmp_path: Path) -> None:
     model, out = tmp_path / "model", tmp_path / "out"
     export(dialled, model, "last")
     call("dial", model, "--text", data, "--tokens", 1024, "--target-experts", 1.2, "--out", out, "--write")
     card = (out / "model" / "README.md").read_text()
     assert card.count("## The dial") == 1
-    assert card.count("## Measured") == 1  # what else stood in the card stays
-    assert "Asked: at most 1.2 experts a token." in card
-    check_dial_tables(card, json.loads((out / "results.json").read_text()))
+    assert card.count("## Measured") == 1  # other sections stay
+    assert card.count("Routing in this folder: ") == 1
+    assert "Asked: at most 1.2 experts per token." in card
+    check_dial_tables(card, results(out))
 
 
-def test_results_of_another_step_or_broken_ones_are_not_passed_on(dialled: Path, tmp_path: Path) -> None:
+def test_results_of_another_step_are_not_in_the_card_and_damaged_ones_are_refused(
+    dialled: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(dialled, run)
     path = run / "dial" / "results.json"
-    path.write_text(json.dumps(results(run, "dial") | {"step": 7}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 7}))
     export(run, tmp_path / "model", "last")
     assert "## The dial" not in (tmp_path / "model" / "README.md").read_text()
     path.write_text('{"step": 40}')
-    with pytest.raises(ValueError, match=r"dial/results\.json is damaged or of another version"):
+    with pytest.raises(ValueError, match=r"dial/results\.json was written by another version of grmoe"):
         export(run, tmp_path / "model", "last")
     assert "## Measured" in (tmp_path / "model" / "README.md").read_text()  # the earlier export is untouched

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,21 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import grmoe.runs.card
+import grmoe.runs.open
 from grmoe.cli import app
+from grmoe.dial import Plan, Target, apply, current, mass, save
+from grmoe.dial import run as run_dial
 from grmoe.dial.certify import certify
-from grmoe.dial.gates import layer_inputs, moe_layers
-from grmoe.dial.measure import Increase, Meter, Point
-from grmoe.dial.report import per_layer, verdict
-from grmoe.dial.run import Check
-from grmoe.dial.setting import apply, mass
-from grmoe.dial.target import Target
-from grmoe.dial.text import Text, default_tokens, read_text
-from grmoe.dial.write import replacing
+from grmoe.dial.frontier import Gain
+from grmoe.dial.results import Check
+from grmoe.dial.tables import check_line, gain_line
+from grmoe.probe.losses import Increase, measure
+from grmoe.probe.routing import layer_inputs, moe_layers
+from grmoe.probe.windows import Text, default_tokens, read_windows
 from grmoe.runs.export import export
 from grmoe.runs.open import LoadedModel, open_model
+from grmoe.runs.results import ResultsError, load_results
 
 
 def dial(*arguments: object) -> tuple[int, str]:
@@ -41,20 +44,59 @@ def written(run: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def results(folder: Path) -> Any:
-    return json.loads((folder / "results.json").read_text())
+    return load_results(folder / "results.json", "dial").body
 
 
-def test_the_written_model_has_the_measured_perplexity(written: tuple[Path, str]) -> None:
+def test_the_written_model_has_the_measured_perplexity(written: tuple[Path, str], run: Path) -> None:
     folder, _ = written
     chosen = results(folder)["chosen"]
-    assert chosen["experts"] <= 1.5
-    opened = open_model(folder / "model")
+    assert chosen["experts_per_token"] <= 1.5
+    again = open_model(folder / "model")
     for name, value in chosen["setting"].items():
-        assert getattr(opened.model.config, name) == value
-    run = open_model(results(folder)["model"])
-    point = Meter(opened.model, read_text(None, run, 32, 1024)).trained
-    assert point.perplexity == chosen["perplexity"]
-    assert point.experts == chosen["experts"]
+        assert getattr(again.model.config, name) == value
+    assert str(current(again.model.config)) == chosen["name"]
+    found = measure(again.model, read_windows(None, open_model(run), 32, 1024))
+    assert found.perplexity == chosen["perplexity"]  # to the last digit
+    assert found.experts_per_token == chosen["experts_per_token"]
+
+
+def test_writing_opens_the_checkpoint_once_and_renders_the_card_once(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, rendered = [], []
+
+    def count(module: Any, name: str, calls: list[str]) -> None:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: (calls.append(name), original(*args))[1])
+
+    count(grmoe.runs.open, "_open_run", opened)  # every way to open a run passes here
+    count(grmoe.runs.open, "_open_export", opened)
+    count(grmoe.runs.card, "describe_setting", rendered)  # once per card
+    status, said = dial(run, "--target-experts", 1.5, "--tokens", 512, "--out", tmp_path, "--write")
+    assert status == 0, said
+    assert opened == ["_open_run"]
+    assert rendered == ["describe_setting"]
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_the_model_in_the_result_has_the_chosen_setting(run: Path, tmp_path: Path) -> None:
+    """In Python, and with a target of speed: speeds are measured before the choice."""
+    stages: list[tuple[str, int, int]] = []
+    plan = Plan(model=run, target=Target("throughput", 0.2), tokens=512)
+    result = run_dial(plan, lambda stage, done, total: stages.append((stage, done, total)))
+    chosen = result.body.chosen
+    assert current(result.loaded.model.config).fields == chosen.setting
+    assert chosen.speed is not None
+    assert chosen.speed.relative >= 0.2
+    assert chosen.perplexity == min(p.perplexity for p in result.body.points if p.speed)
+    assert measure(result.loaded.model, read_windows(None, result.loaded, 32, 512)).loss == chosen.loss
+    places = save(result, tmp_path)
+    assert {name: path.name for name, path in places.items()} == {
+        "Numbers": "results.json",
+        "Figure": "pareto.png",
+    }
+    assert [done for _, done, _ in stages] == list(range(1, len(stages) + 1))
+    assert {stage for stage, _, _ in stages} == {"trained", "top-k", "uniform", "per layer", "speed"}
 
 
 def test_results_table_picture_and_card(written: tuple[Path, str]) -> None:
@@ -62,14 +104,18 @@ def test_results_table_picture_and_card(written: tuple[Path, str]) -> None:
     found = results(folder)
     assert [row["alpha"] for row in found["table"]] == [0.5, 1.0, 2.0, 5.0]
     entropies = [row["entropy"] for row in found["table"]]
-    assert entropies == sorted(
-        entropies, reverse=True
-    )  # dH/dα ≤ 0 of each gate; later layers' inputs hardly move
+    # dH/dα ≤ 0 of each gate; the inputs of later layers hardly move.
+    assert entropies == sorted(entropies, reverse=True)
     assert all(row["speed"]["tokens_per_second"] > 0 for row in found["table"])
     assert found["trained"]["speed"]["relative"] == 1.0
-    assert found["checks"][0]["missed_by"] is not None
+    assert found["trained"]["increase"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+    counts = [p["experts_per_token"] for p in found["points"]]
+    assert counts == sorted(counts)
+    best = [p["loss"] for p in found["points"] if p["on_frontier"]]
+    assert best == sorted(best, reverse=True)
+    assert found["checks"][0]["missed_by"] == found["checks"][0]["experts_per_token"] - 1.5
     assert (folder / "pareto.png").stat().st_size > 10_000
-    for words in ("exp(H)", "experts computed", "Certificates", "Chosen", "Check:"):
+    for words in ("exp(H)", "experts per token", "Certificates", "Chosen", "Check:"):
         assert words in said
     assert "## The dial" in (folder / "model" / "README.md").read_text()
 
@@ -85,7 +131,7 @@ def test_an_exported_folder_and_a_softmax_router_have_the_same_dial(
     assert "must lie outside" in said
     status, said = dial(model, "--out", out)
     assert status == 2
-    assert "give some with --text" in said
+    assert "give --text FILE" in said
     status, said = dial(
         model, "--text", data, "--tokens", 1024, "--max-ppl-increase", "5%", "--out", out, "--write"
     )
@@ -94,28 +140,25 @@ def test_an_exported_folder_and_a_softmax_router_have_the_same_dial(
     chosen = results(out)["chosen"]
     assert chosen["increase"]["high"] <= 0.05
     again = open_model(out / "model")
-    text = read_text(str(data), again, 32, 1024)
-    assert Meter(again.model, text).trained.perplexity == chosen["perplexity"]
+    text = read_windows(str(data), again, 32, 1024)
+    assert measure(again.model, text).perplexity == chosen["perplexity"]
 
 
-def test_the_largest_gain_that_is_told_is_one_beyond_its_noise() -> None:
-    rows = [
-        {"experts": 1.7, "gain": 0.0015, "error": 0.0028},
-        {"experts": 1.5, "gain": 0.0010, "error": 0.0009},
-        {"experts": 1.2, "gain": 0.0002, "error": 0.0001},
-    ]
-    assert "at 2 of 3 points" in per_layer(rows)
-    assert "at most 0.0010 ± 0.0009 nats at 1.50 experts" in per_layer(rows)
-    assert "nowhere better" in per_layer(rows[:1])
+def test_only_gains_beyond_their_noise_are_reported() -> None:
+    gains = [Gain(1.7, 0.0015, 0.0028), Gain(1.5, 0.0010, 0.0009), Gain(1.2, 0.0002, 0.0001)]
+    assert "at 2 of 3 points" in gain_line(gains)
+    assert "at most 0.0010 ± 0.0009 nats per token, at 1.50 experts per token" in gain_line(gains)
+    assert "no gain" in gain_line(gains[:1])
 
 
 def test_mistakes_are_one_line(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "model").mkdir(parents=True)
+    (tmp_path / "out" / "model" / "mine.txt").write_text("mine")
     for arguments, message in (
         ((run, "--target-experts", 1.5, "--throughput", "2x"), "not several"),
         ((run, "--max-ppl-increase", "much"), "max-ppl-increase must be a number like 1%"),
         ((tmp_path,), "neither a run"),
-        ((run, "--cap", 9), "cap must be at most 4"),
+        ((run, "--cap", 9), "cap must be from 1 to 4, the number of experts, got 9"),
         ((run, "--tokens", 64), "at least 8 windows of 32 tokens, got 2 from validation: give more --tokens"),
         ((run, "--length", 33), "length must be at most the model's 32, got 33"),
         ((run, "--write"), "exists and is no exported model"),
@@ -127,18 +170,18 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path) -> None:
         assert "Traceback" not in said
 
 
-def test_certificates_hold_against_the_exact_error(opened: LoadedModel, text: Text) -> None:
+def test_certificates_hold_against_the_exact_error(loaded: LoadedModel, text: Text) -> None:
     setting = mass((0.7, 3.0), 0.6, 2)
-    found = certify(opened.model, setting, text)
+    apply(loaded.model, setting)
+    found = certify(loaded.model, text)
     assert [c.layer for c in found] == [0, 1]
-    inputs = layer_inputs(opened.model, text, 1024)
-    for c, layer, x_TD in zip(found, moe_layers(opened.model), inputs, strict=True):
+    inputs = layer_inputs(loaded.model, text.inputs_WS)
+    for c, layer, x_TD in zip(found, moe_layers(loaded.model), inputs, strict=True):
         random_TD = torch.randn(256, x_TD.shape[-1], generator=torch.Generator().manual_seed(0))
         for tokens in (x_TD, random_TD):
             bounded, exact = layer.truncation(tokens), layer.truncation(tokens, exact=True)
-            assert (
-                exact.bound <= bounded.bound * (1 + 1e-4) + 1e-6
-            ).all()  # fp32 rounding of the layer itself
+            # The tolerance is the layer's own fp32 rounding.
+            assert (exact.bound <= bounded.bound * (1 + 1e-4) + 1e-6).all()
         own = layer.truncation(x_TD)
         assert c.dropped_mean == pytest.approx(float(own.dropped.mean()), rel=1e-4)
         assert c.dropped_max == pytest.approx(float(own.dropped.max()), rel=1e-4)
@@ -149,39 +192,60 @@ def test_certificates_hold_against_the_exact_error(opened: LoadedModel, text: Te
         assert c.holds
 
 
-def test_the_verdict_says_by_how_much_a_promise_was_missed(opened: LoadedModel, text: Text) -> None:
-    point: Point = Meter(opened.model, text).trained
-
-    def said(target: Target, grown: Increase) -> str:
-        return verdict(target, Check("other", 1024, point, point, grown))
+def test_the_check_says_by_how_much_a_promise_was_missed() -> None:
+    def said(target: Target, grown: Increase, missed_by: float | None = None) -> str:
+        check = Check(
+            text="/data/other.txt",
+            tokens=1024,
+            perplexity_trained=10.0,
+            perplexity=10.1,
+            experts_per_token=2.0,
+            increase=grown,
+            missed_by=missed_by,
+        )
+        return check_line(target, check)
 
     one = Target("perplexity", 0.01)
+    assert said(one, Increase(0.005, 0.002, 0.008)).startswith(
+        "other.txt (1,024 tokens): 2.000 experts per token"
+    )
     assert said(one, Increase(0.005, 0.002, 0.008)).endswith(": kept")
     assert "kept, but the interval reaches past" in said(one, Increase(0.009, 0.002, 0.012))
     assert said(one, Increase(0.015, 0.012, 0.018)).endswith("missed by 0.50 points")
     assert said(one, Increase(0.015, 0.009, 0.02)).endswith("missed by 0.50 points, within its noise")
-    assert said(Target("experts", 1.5), Increase(0, 0, 0)).endswith("missed by 0.500 experts")  # trained: 2.0
-    assert "kept" not in said(Target("throughput", 1.5), Increase(0, 0, 0))
-    apply(opened.model, point.setting)
+    none = Increase(0, 0, 0)
+    assert said(Target("experts", 1.5), none, 0.5).endswith("missed by 0.500 experts per token")
+    assert said(Target("experts", 2.5), none, -0.5).endswith(": kept")
+    assert "kept" not in said(Target("throughput", 1.5), none)
 
 
-def test_a_model_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    out = tmp_path / "model"
-    for content in ("first", "second"):
-        with replacing(out) as writing:
-            writing.mkdir()
-            (writing / "config.json").write_text(content)
-    with contextlib.suppress(KeyboardInterrupt), replacing(out) as writing:
-        writing.mkdir()
-        raise KeyboardInterrupt
-    assert [p.name for p in tmp_path.iterdir()] == ["model"]
-    assert (out / "config.json").read_text() == "second"
+def test_results_of_an_older_format_are_refused_before_anything_is_measured(
+    run: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    old = {"grmoe": "0.1.0", "model": str(copy), "step": 40, "points": []}
+    for kind in ("dial", "eval"):
+        (copy / kind).mkdir()
+        (copy / kind / "results.json").write_text(json.dumps(old))
+    with pytest.raises(
+        ResultsError, match=rf"another version of grmoe; make it again with: grmoe dial {copy}$"
+    ):
+        load_results(copy / "dial" / "results.json", "dial")
+    status, said = dial(copy, "--tokens", 512, "--write")
+    assert status == 2
+    assert f"make it again with: grmoe eval {copy}" in said.replace("\n", "")
+    assert "experts per token" not in said
+    (copy / "eval" / "results.json").unlink()
+    status, said = dial(copy, "--tokens", 512, "--write")  # its own old results are what it makes anew
+    assert status == 0, said
+    assert results(copy / "dial")["chosen"]
 
 
 def test_by_default_a_long_context_has_enough_tokens() -> None:
-    assert default_tokens(128, on_gpu=False) == 8192
-    assert default_tokens(4096, on_gpu=False) == 8 * 4096
-    assert default_tokens(1024, on_gpu=True) == 131072
+    assert default_tokens(128, torch.device("cpu")) == 8192
+    assert default_tokens(4096, torch.device("cpu")) == 8 * 4096
+    assert default_tokens(1024, torch.device("cuda")) == 131072
 
 
 def test_a_file_in_the_way_is_said_before_anything_is_measured(run: Path, tmp_path: Path) -> None:

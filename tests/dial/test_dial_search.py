@@ -9,18 +9,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grmoe.cli.dial import _target
+from grmoe.dial import Setting, Target, mass, top_k
 from grmoe.dial.frontier import best_within, dial_points, frontier, gains, top_k_points, uniform_points
-from grmoe.dial.measure import Meter, Point, increase
+from grmoe.dial.meter import Family, Meter, Point
 from grmoe.dial.search import Option, Sensitivity, between, combine, search
-from grmoe.dial.setting import Setting, mass, top_k
-from grmoe.dial.target import Target, choose, meets, parse_target, refine
+from grmoe.dial.target import choose, meets, refine
+from grmoe.probe.losses import Measurement, increase
 
 Searched = tuple[Meter, list[Sensitivity]]
 
 
-def point(experts: float, loss: float, family: str = "uniform") -> Point:
-    losses_W = torch.full((8,), loss, dtype=torch.float64)
-    return Point(mass((1.0,), 0.5, 2), family, losses_W, experts, (experts,), 1.0, 2.0, 2.0)
+def point(experts: float, loss: float, family: Family = "uniform", layers: int = 1) -> Point:
+    measured = Measurement(
+        losses_W=torch.full((8,), loss, dtype=torch.float64),
+        layer_experts=(experts,) * layers,
+        entropy=1.0,
+        effective_experts_entropy=2.0,
+        effective_experts_inverse=2.0,
+    )
+    return Point(mass((1.0,) * layers, 0.5, 2), family, measured)
 
 
 @given(st.lists(st.tuples(st.floats(1, 2), st.floats(1, 5)), min_size=1, max_size=12))
@@ -28,10 +36,10 @@ def test_the_frontier_is_the_lower_envelope(pairs: list[tuple[float, float]]) ->
     points = [point(*pair) for pair in pairs]
     best = frontier(points)
     for a, b in itertools.pairwise(best):
-        assert a.experts < b.experts
+        assert a.experts_per_token < b.experts_per_token
         assert a.loss > b.loss
-    for p in points:  # somebody on it is at least as good in both
-        assert any(q.experts <= p.experts and q.loss <= p.loss for q in best)
+    for p in points:  # some point on it is at least as good in both
+        assert any(q.experts_per_token <= p.experts_per_token and q.loss <= p.loss for q in best)
 
 
 def test_per_layer_is_nowhere_above_uniform(searched: Searched) -> None:
@@ -39,16 +47,18 @@ def test_per_layer_is_nowhere_above_uniform(searched: Searched) -> None:
     assert {p.family for p in points} == {"trained", "top-k", "uniform", "per layer"}
     envelope = frontier(dial_points(points))
     for base in frontier(uniform_points(points)):
-        best = best_within(envelope, base.experts)
+        best = best_within(envelope, base.experts_per_token)
         assert best is not None
         assert best.loss <= base.loss
-    assert all(row["gain"] >= 0 for row in gains(points))
-    assert [p.experts for p in top_k_points(points, searched[0].trained)] == pytest.approx([2.0, 1.0])
+    assert all(row.gain >= 0 for row in gains(points))
+    assert [p.experts_per_token for p in top_k_points(points, searched[0].trained)] == pytest.approx(
+        [2.0, 1.0]
+    )
 
 
 def test_gains_find_a_layer_that_can_do_without() -> None:
     points = [point(1.2, 3.0), point(1.8, 2.0), point(1.7, 1.5, "per layer"), point(1.1, 1.0, "top-k")]
-    assert [row["gain"] for row in gains(points)] == pytest.approx([0.0, 0.5])
+    assert [row.gain for row in gains(points)] == pytest.approx([0.0, 0.5])
 
 
 def test_sensitivity_is_measured_one_layer_at_a_time(searched: Searched) -> None:
@@ -64,7 +74,7 @@ def test_sensitivity_is_measured_one_layer_at_a_time(searched: Searched) -> None
                 alphas[i] = option.alpha
                 there = meter.points[mass(tuple(alphas), base.setting.tau, 2)]
                 assert option.loss == pytest.approx(there.loss - base.loss)
-                assert option.experts == pytest.approx(2 * (there.experts - base.experts))
+                assert option.experts == pytest.approx(2 * (there.experts_per_token - base.experts_per_token))
 
 
 def test_combinations_are_the_best_for_their_cost_if_losses_add_up() -> None:
@@ -78,7 +88,7 @@ def test_combinations_are_the_best_for_their_cost_if_losses_add_up() -> None:
         tuple(o.alpha for o in picks): (sum(o.experts for o in picks), sum(o.loss for o in picks))
         for picks in itertools.product(*layers)
     }
-    base = Point(mass((1.0, 1.0, 1.0), 0.5, 2), "uniform", torch.zeros(8), 2.0, (2.0,) * 3, 1.0, 2.0, 2.0)
+    base = point(2.0, 0.0, layers=3)
     chosen = combine(Sensitivity(base, layers), 27)
     assert len(chosen) >= 2
     for alphas in chosen:
@@ -96,15 +106,18 @@ def test_targets_are_met_by_construction(searched: Searched, target: Target) -> 
     refine(target, meter)
     chosen = choose(target, meter.points.values(), meter.trained, lambda _: None)
     assert meets(target, chosen, meter.trained, lambda _: None)
-    for other in meter.points.values():  # nobody who meets it is cheaper, or better for the same target
-        if target.kind == "experts" and other.experts <= 1.4:
+    for other in meter.points.values():  # no other point that meets it is better
+        if target.kind == "experts" and other.experts_per_token <= 1.4:
             assert other.loss >= chosen.loss
-        if target.kind == "perplexity" and increase(other, meter.trained).high <= target.value:
-            assert other.experts >= chosen.experts
+        if (
+            target.kind == "perplexity"
+            and increase(other.measured, meter.trained.measured).high <= target.value
+        ):
+            assert other.experts_per_token >= chosen.experts_per_token
     if target.kind == "experts":
         assert chosen.loss <= before.loss
     else:
-        assert chosen.experts <= before.experts
+        assert chosen.experts_per_token <= before.experts_per_token
 
 
 def test_a_target_of_speed_takes_what_was_timed() -> None:
@@ -119,20 +132,22 @@ def test_a_target_of_speed_takes_what_was_timed() -> None:
         choose(Target("experts", 1.1), points, slow, speeds.get)
 
 
-def test_targets_from_words() -> None:
-    assert parse_target(None, None, None) == Target("perplexity", 0.01)
-    assert parse_target(None, "2.5%", None).value == pytest.approx(0.025)
-    assert parse_target(None, "0.02", None).value == pytest.approx(0.02)
-    assert parse_target(1.5, None, None) == Target("experts", 1.5)
-    assert parse_target(None, None, "1.3x") == Target("throughput", 1.3)
+def test_targets_from_the_command_line() -> None:
+    assert _target(None, None, None) == Target("perplexity", 0.01)
+    assert _target(None, "2.5%", None).value == pytest.approx(0.025)
+    assert _target(None, "0.02", None).value == pytest.approx(0.02)
+    assert _target(1.5, None, None) == Target("experts", 1.5)
+    assert _target(None, None, "1.3x") == Target("throughput", 1.3)
     wrong = [
-        ((0.5, None, None), "at least 1"),
-        ((None, "many", None), "like 1%"),
-        ((None, None, "-1x"), "above 0"),
+        ((0.5, None, None), "target-experts must be a finite number >= 1, got 0.5"),
+        ((None, "many", None), "max-ppl-increase must be a number like 1%, got 'many'"),
+        ((None, "nan", None), "max-ppl-increase must be above 0 and finite, got 'nan'"),
+        ((None, None, "-1x"), "throughput must be above 0 and finite, got '-1x'"),
+        ((1.5, "1%", None), "not several"),
     ]
-    for words, message in [*wrong, ((1.5, "1%", None), "not several")]:
+    for words, message in wrong:
         with pytest.raises(ValueError, match=message):
-            parse_target(*words)
+            _target(*words)
 
 
 def test_the_way_between_two_settings() -> None:
@@ -143,6 +158,6 @@ def test_the_way_between_two_settings() -> None:
     assert between(Setting((1.0, 1.0), "threshold", 0.3, 2), a, 0.5) is None
 
 
-def test_one_expert_a_token_leaves_nothing_to_turn(searched: Searched) -> None:
-    with pytest.raises(ValueError, match="cap must be at least 2"):
+def test_one_expert_per_token_leaves_nothing_to_choose(searched: Searched) -> None:
+    with pytest.raises(ValueError, match="cap must be at least 2, got 1"):
         search(searched[0], 1)

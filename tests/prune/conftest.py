@@ -17,7 +17,7 @@ from grmoe.train.loop import train
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Training in a session's fixture comes before the one thread that every test has.
+    # A session fixture runs before the fixture that limits every test to one thread.
     torch.set_num_threads(1)
     return tmp_path_factory.mktemp("prune")
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from twins import TWINS, make_twins, tokens, untrained
 
-from grmoe.dial.gates import moe_layers
 from grmoe.layer import MoE
 from grmoe.model import GrmoeForCausalLM
+from grmoe.probe.routing import moe_layers
 from grmoe.prune.choose import output_drops, overlap_merge
-from grmoe.prune.gates import reduce_router, route, similarity
-from grmoe.prune.site import Site, dropped, install, merged, whole
+from grmoe.prune.gates import combine_weights, reduce_router, similarity
+from grmoe.prune.layers import PrunableLayer, all_experts, drop, install, merge
+from grmoe.prune.small import size, small_config, small_model
 from grmoe.prune.units import match_units, outputs
-from grmoe.prune.write import size, small_config, small_model
 
 GATES: list[dict[str, Any]] = [
     {},
@@ -32,8 +32,8 @@ GATES: list[dict[str, Any]] = [
 ]
 
 
-def operated(model: GrmoeForCausalLM) -> list[Site]:
-    return [Site(layer, i, tokens()) for i, layer in enumerate(moe_layers(model))]
+def prunable(model: GrmoeForCausalLM) -> list[PrunableLayer]:
+    return [PrunableLayer(layer, i, tokens()) for i, layer in enumerate(moe_layers(model))]
 
 
 def logits(model: GrmoeForCausalLM) -> Tensor:
@@ -48,19 +48,19 @@ def test_twins_are_found_and_merged_without_a_trace(fields: dict[str, Any]) -> N
     """Exact where it must be: without selection the merged expert has the mass of both, and computes what both do."""
     model = untrained(selection="dense", **fields)
     truth = make_twins(model)
-    found = operated(model)
+    found = prunable(model)
     before = logits(model)
-    pair = merged(whole(4), *TWINS)
-    for site, (order, sign) in zip(found, truth, strict=True):
-        assert overlap_merge(site, whole(4)) == pair
-        match = match_units(site.experts, *TWINS)
+    pair = merge(all_experts(4), *TWINS)
+    for own, (order, sign) in zip(found, truth, strict=True):
+        assert overlap_merge(own, all_experts(4)) == pair
+        match = match_units(own.experts, *TWINS)
         assert torch.equal(match.order_I, order)
         assert torch.equal(match.sign_I, sign)
     install(found, [pair, pair])
     # fp32 sums of a few dozen terms of size one, through two blocks.
     torch.testing.assert_close(logits(model), before, rtol=0, atol=2e-5)
     torch.testing.assert_close(logits(small_model(model, 3)), before, rtol=0, atol=2e-5)
-    install(found, [whole(4)] * 2)
+    install(found, [all_experts(4)] * 2)
     assert torch.equal(logits(model), before)  # the original was not touched
 
 
@@ -68,21 +68,21 @@ def test_merging_strangers_is_not_free() -> None:
     """The same comparison fails where it should: the test above would notice a wrong pair."""
     model = untrained(selection="dense")
     make_twins(model)
-    found = operated(model)
+    found = prunable(model)
     before = logits(model)
-    install(found, [merged(whole(4), 0, 2)] * 2)
+    install(found, [merge(all_experts(4), 0, 2)] * 2)
     assert float((logits(model) - before).abs().max()) > 1e-2
 
 
 def test_under_top_k_tokens_that_use_neither_twin_are_left_alone() -> None:
     model = untrained(num_experts_per_tok=2)
     make_twins(model)
-    site, layer, x_TD = operated(model)[0], moe_layers(model)[0], tokens(2000, seed=5)
+    own, layer, x_TD = prunable(model)[0], moe_layers(model)[0], tokens(2000, seed=5)
     with torch.no_grad():
-        y_TD, weights_TN = layer.run(x_TD)[0], route(layer.router, x_TD)
-        site.install(merged(whole(4), *TWINS))
-        small_TD, small_TN = layer.run(x_TD)[0], route(layer.router, x_TD)
-    groups = merged(whole(4), *TWINS)
+        y_TD, weights_TN = layer.run(x_TD)[0], combine_weights(layer.router, x_TD)
+        own.install(merge(all_experts(4), *TWINS))
+        small_TD, small_TN = layer.run(x_TD)[0], combine_weights(layer.router, x_TD)
+    groups = merge(all_experts(4), *TWINS)
     alone_T = (weights_TN[:, list(TWINS)].sum(-1) == 0) & (small_TN[:, groups.index(TWINS)] == 0)
     assert 20 < int(alone_T.sum()) < 1980
     torch.testing.assert_close(small_TD[alone_T], y_TD[alone_T], rtol=0, atol=1e-5)
@@ -91,21 +91,23 @@ def test_under_top_k_tokens_that_use_neither_twin_are_left_alone() -> None:
 @pytest.mark.parametrize("fields", [{}, {"router": "softmax"}, {"alpha": 2.5}], ids=str)
 def test_a_merged_expert_keeps_the_load_of_its_members(fields: dict[str, Any]) -> None:
     model = untrained(num_experts_per_tok=2, **fields)
-    for site in operated(model):
-        layout = merged(whole(4), 0, 2)
-        share = float(route(site.gate(layout), site.x_TD)[:, layout.index((0, 2))].double().mean())
+    for own in prunable(model):
+        layout = merge(all_experts(4), 0, 2)
+        share = float(
+            combine_weights(own.small_router(layout), own.x_TD)[:, layout.index((0, 2))].double().mean()
+        )
         # Tokens are few and the share jumps as they change sides; without the search it is off by a fifth.
-        assert share == pytest.approx(float(site.load_N[[0, 2]].sum()), rel=0.02)
+        assert share == pytest.approx(float(own.load_N[[0, 2]].sum()), rel=0.02)
 
 
 @pytest.mark.parametrize("fields", [{}, {"router": "softmax"}, {"selection": "mass", "alpha": 0.7}], ids=str)
 def test_dropping_is_the_reference_loop(fields: dict[str, Any]) -> None:
     model = untrained(num_experts_per_tok=2, **fields)
-    site, layer, x_TD = operated(model)[1], moe_layers(model)[1], tokens(64, seed=6)
+    own, layer, x_TD = prunable(model)[1], moe_layers(model)[1], tokens(64, seed=6)
     with torch.no_grad():
-        logits_TN = site.router.gate(x_TD, None).double()
-        f_NTD = outputs(site.experts, x_TD).double()
-        site.install(dropped(whole(4), 1))
+        logits_TN = own.router.gate(x_TD, None).double()
+        f_NTD = outputs(own.experts, x_TD).double()
+        own.install(drop(all_experts(4), 1))
         y_TD = layer.run(x_TD)[0]
     kept = [0, 2, 3]
     for t in range(len(x_TD)):
@@ -124,47 +126,47 @@ def test_dropping_is_the_reference_loop(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("fields", GATES, ids=str)
 def test_every_parameter_and_buffer_is_sliced(fields: dict[str, Any]) -> None:
     model = untrained(**fields)
-    site = operated(model)[0]
-    router, experts = site.gate(((0,), (2,), (3,))), site.weights(((0,), (2,), (3,)))
+    own = prunable(model)[0]
+    router, experts = own.small_router(((0,), (2,), (3,))), own.small_experts(((0,), (2,), (3,)))
     keep = [0, 2, 3]
-    uniform = getattr(site.router, "prior", None) == "uniform"
-    for name, tensor in site.router.state_dict().items():
+    uniform = getattr(own.router, "prior", None) == "uniform"
+    for name, tensor in own.router.state_dict().items():
         if not (uniform and name == "log_prior"):
             assert torch.equal(router.state_dict()[name], tensor[keep] if tensor.ndim else tensor), name
-    assert set(router.state_dict()) == set(site.router.state_dict())
+    assert set(router.state_dict()) == set(own.router.state_dict())
     assert router.num_experts == 3
     assert router.prior_sums.shape == (4,)
     assert router.metrics.num_experts == 3
     assert router.metrics.sums.shape == (3 * 3 + 5,)
-    assert router.alpha == site.router.alpha
-    for name, tensor in site.experts.state_dict().items():
+    assert router.alpha == own.router.alpha
+    for name, tensor in own.experts.state_dict().items():
         assert torch.equal(experts.state_dict()[name], tensor[keep]), name
     with torch.no_grad():
-        mine, theirs = router.gate(site.x_TD, None), site.router.gate(site.x_TD, None)[:, keep]
+        mine, theirs = router.gate(own.x_TD, None), own.router.gate(own.x_TD, None)[:, keep]
     torch.testing.assert_close(
         mine, theirs, rtol=0, atol=1e-5
     )  # the log Z of a uniform prior is rounded to fp32
-    router(site.x_TD)
-    assert router.read_metrics().tokens == len(site.x_TD)
-    assert site.router.read_metrics().tokens == 0  # looking at a layer leaves no trace in its metrics
+    router(own.x_TD)
+    assert router.read_metrics().tokens == len(own.x_TD)
+    assert own.router.read_metrics().tokens == 0  # looking at a layer leaves no trace in its metrics
 
 
 def test_output_drops_come_in_the_order_of_the_error_they_make() -> None:
     model = untrained(num_experts_per_tok=2)
-    site, layer = operated(model)[0], moe_layers(model)[0]
-    layout = merged(whole(4), 0, 2)
-    ranked = output_drops(site, layout)
+    own, layer = prunable(model)[0], moe_layers(model)[0]
+    layout = merge(all_experts(4), 0, 2)
+    ranked = output_drops(own, layout)
     with torch.no_grad():
-        y_TD = layer.run(site.x_TD)[0]
+        y_TD = layer.run(own.x_TD)[0]
         errors = []
         for candidate in ranked:
-            site.install(candidate)
-            errors.append(float((layer.run(site.x_TD)[0] - y_TD).square().sum()))
+            own.install(candidate)
+            errors.append(float((layer.run(own.x_TD)[0] - y_TD).square().sum()))
     assert len(set(ranked)) == 3
     assert errors == sorted(errors)
 
 
-def test_overlap_of_a_linear_gate_knows_that_a_common_vector_is_none() -> None:
+def test_overlap_of_a_linear_gate_ignores_a_common_vector() -> None:
     model = untrained(router="softmax")
     router = moe_layers(model)[0].router
     before = similarity(router)
@@ -200,10 +202,10 @@ def test_the_small_configuration_is_complete(fields: dict[str, Any], per_token: 
     small = small_config(model.config, 3)
     assert (small.num_experts, small.num_experts_per_tok, model.config.num_experts) == (3, per_token, 4)
     assert small.router_rank == model.config.router_rank
-    found = operated(model)
-    install(found, [dropped(whole(4), 0)] * 2)
+    found = prunable(model)
+    install(found, [drop(all_experts(4), 0)] * 2)
     assert torch.equal(logits(small_model(model, 3)), logits(model))
     assert size(small_model(model, 3)) == size(model)
-    found[1].install(whole(4))
+    found[1].install(all_experts(4))
     with pytest.raises(RuntimeError, match="size mismatch"):  # a layer that was forgotten
         small_model(model, 3)

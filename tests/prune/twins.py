@@ -1,4 +1,4 @@
-"""Models with twins among their experts, untrained: what surgery must not notice."""
+"""Untrained models with two equal experts (twins). Merging the twins must change nothing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grmoe.dial.gates import moe_layers
 from grmoe.geometry import haar_frames
 from grmoe.model import GrmoeForCausalLM
 from grmoe.model.configuration_grmoe import GrmoeConfig
+from grmoe.probe.routing import moe_layers
 from grmoe.routing import GrassmannRouter, SoftmaxRouter, VMFRouter
 
 SIZES: dict[str, Any] = {
@@ -21,7 +21,7 @@ TWINS = (1, 3)
 
 
 def untrained(seed: int = 0, **fields: Any) -> GrmoeForCausalLM:
-    """Weights larger than a model starts with, so that experts and gates differ visibly."""
+    """A model with larger weights than at the start of training, so that experts and gates differ clearly."""
     torch.manual_seed(seed)
     model = GrmoeForCausalLM(GrmoeConfig(**SIZES | {"vocab_size": 50, "router_rank": 4} | fields)).eval()
     draw = torch.Generator().manual_seed(seed)
@@ -40,7 +40,7 @@ def untrained(seed: int = 0, **fields: Any) -> GrmoeForCausalLM:
 def make_twins(model: GrmoeForCausalLM, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
     """Expert 3 becomes expert 1 with its units in another order (and signs), its frame turned in its own subspace.
 
-    Its prior stays its own. Returns order and signs of each layer: unit r of expert 1 is unit order[r] of expert 3.
+    It keeps its own prior. Returns order and signs of each layer: unit r of expert 1 is unit order[r] of expert 3.
     """
     draw = torch.Generator().manual_seed(seed)
     a, b = TWINS

@@ -1,15 +1,18 @@
-"""Sparsity chosen after training: `grmoe dial`."""
+"""`grmoe dial`: choose the sparsity of a trained model."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
-from grmoe.cli.options import CalibrationText, Checkpoint, TextTokens, Window
-from grmoe.terminal import fail, need
+from grmoe.cli.options import CalibrationText, Checkpoint, TextTokens, Window, parse_number, parse_percent
+from grmoe.cli.shell import shell
+from grmoe.terminal import console, say, say_written, show_progress
+
+if TYPE_CHECKING:
+    from grmoe.dial import Target
 
 
 def dial(
@@ -17,7 +20,7 @@ def dial(
         Path, typer.Argument(metavar="RUN", help="Folder of `grmoe train`, or an exported model.")
     ],
     target_experts: Annotated[
-        float | None, typer.Option(help="Lowest perplexity with at most so many experts a token.")
+        float | None, typer.Option(help="Lowest perplexity with at most this many experts per token.")
     ] = None,
     max_ppl_increase: Annotated[
         str | None,
@@ -30,12 +33,12 @@ def dial(
     ] = None,
     text: CalibrationText = None,
     check: Annotated[
-        list[str] | None, typer.Option(help="Other text to hold the promise against; repeatable.")
+        list[str] | None, typer.Option(help="Another text to check the chosen setting on; repeatable.")
     ] = None,
     tokens: TextTokens = None,
     length: Window = None,
     cap: Annotated[
-        int | None, typer.Option(min=1, help="Most experts of a token.", show_default="as trained")
+        int | None, typer.Option(min=1, help="The most experts per token.", show_default="as trained")
     ] = None,
     checkpoint: Checkpoint = "best",
     out: Annotated[
@@ -52,26 +55,48 @@ def dial(
 ) -> None:
     """Choose how sparse a trained model is: the cheapest setting that meets a target, with certificates.
 
-    Experts per token are chosen by mass: the fewest that reach probability τ, at most as many as in training. Measured
-    on the same text: one α for all layers, one α per layer (by what each layer's experts are worth), plain top-k.
-    Nothing is retrained.
+    Each token gets the fewest experts that reach probability τ, at most as many as in training. The command compares
+    one α for all layers, one α per layer, and top-k, all on the same text. Nothing is retrained.
 
     Example: [bold]grmoe dial runs/first --max-ppl-increase 1% --check wikitext.txt --write[/]
     """
-    need("transformers", "yaml", extra="lm")
-    need("matplotlib")
-    from transformers.utils import logging
+    with shell("lm", "studies"):
+        from grmoe.dial import Plan, run, save, show
+        from grmoe.runs.export import check_place
+        from grmoe.runs.results import check_results, results_folder
 
-    from grmoe.dial.command import command
-    from grmoe.dial.run import Plan
-    from grmoe.dial.target import parse_target
-    from grmoe.runs.checkpoint import CheckpointError
+        plan = Plan(
+            model=model,
+            target=_target(target_experts, max_ppl_increase, throughput),
+            text=text,
+            checks=check or [],
+            tokens=tokens,
+            length=length,
+            cap=cap,
+            checkpoint=checkpoint,
+        )
+        out = out or results_folder(model, "dial")
+        if write:
+            check_place(model, out / "model")
+            check_results(model, own="dial")
+        with show_progress() as progress:
+            result = run(plan, progress)
+        for item in show(result):
+            say(item) if isinstance(item, str) else console.print(item)
+        say_written(**save(result, out, write))
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        target = parse_target(target_experts, max_ppl_increase, throughput)
-        plan = Plan(target, text, check or [], tokens, length, cap, checkpoint)
-        command(model, plan, out, write)
-    except (ValueError, CheckpointError, ModuleNotFoundError) as error:
-        fail(escape(str(error)))
+
+def _target(experts: float | None, max_ppl_increase: str | None, throughput: str | None) -> Target:
+    """The one target that was given. Without any: a perplexity increase of 1 %."""
+    from grmoe.dial import Target
+
+    if sum(v is not None for v in (experts, max_ppl_increase, throughput)) > 1:
+        raise ValueError("give one of --target-experts, --max-ppl-increase and --throughput, not several")
+    if experts is not None:
+        return Target("experts", experts)
+    if throughput is not None:
+        return Target("throughput", parse_number("throughput", throughput, "x", "1.3x"))
+    return Target(
+        "perplexity",
+        parse_percent("max-ppl-increase", max_ppl_increase),
+    )

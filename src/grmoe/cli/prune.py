@@ -1,4 +1,4 @@
-"""Fewer experts after training: `grmoe prune`."""
+"""`grmoe prune`: fewer experts in a trained model."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from grmoe.cli.options import CalibrationText, Checkpoint, TextTokens, Window
-from grmoe.terminal import fail, need
+from grmoe.cli.options import CalibrationText, Checkpoint, TextTokens, Window, parse_percent
+from grmoe.cli.shell import shell
+from grmoe.terminal import console, say, say_written, show_progress
 
 
 def prune(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="Folder of `grmoe train`, or an exported model.")
     ],
-    experts: Annotated[int | None, typer.Option(help="So many experts in every layer.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Number of experts in every layer.")] = None,
     max_ppl_increase: Annotated[
         str | None,
         typer.Option(
@@ -24,9 +24,7 @@ def prune(
         ),
     ] = None,
     text: CalibrationText = None,
-    check: Annotated[
-        list[str] | None, typer.Option(help="Text not used for choosing, to measure on; repeatable.")
-    ] = None,
+    check: Annotated[list[str] | None, typer.Option(help="Another text to measure on; repeatable.")] = None,
     tokens: TextTokens = None,
     length: Window = None,
     checkpoint: Checkpoint = "best",
@@ -40,28 +38,40 @@ def prune(
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="Save the pruned model to OUT/model.")] = False,
 ) -> None:
-    """Take experts away: merge or drop those a trained model can do without, in every layer the same number.
+    """Remove experts from a trained model: merge or drop them, the same number in every layer.
 
-    Chosen by the overlap of experts' subspaces, by their outputs, and by how far each candidate moves the
-    model's predictions, beside random and load-based pruning to the same number of experts. Nothing is retrained.
+    The command compares methods that look at the overlap of subspaces, at outputs, at predictions or at load, with
+    random pruning as the baseline. It chooses the one that changes the predictions least. Nothing is retrained.
 
     Example: [bold]grmoe prune runs/first --experts 6 --check wikitext.txt --write[/]
     """
-    need("transformers", "yaml", extra="lm")
-    need("matplotlib", "scipy")
-    from transformers.utils import logging
+    with shell("lm", "studies"):
+        from grmoe.prune import Plan, run, save, show
+        from grmoe.runs.export import check_place
+        from grmoe.runs.results import results_folder
 
-    from grmoe.dial.target import parse_target
-    from grmoe.prune.command import command
-    from grmoe.prune.run import Plan
-    from grmoe.runs.checkpoint import CheckpointError
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
         if experts is not None and max_ppl_increase is not None:
             raise ValueError("give one of --experts and --max-ppl-increase, not both")
-        bound = parse_target(None, max_ppl_increase, None).value
-        command(model, Plan(experts, bound, text, check or [], tokens, length, checkpoint), out, write)
-    except (ValueError, CheckpointError, ModuleNotFoundError) as error:
-        fail(escape(str(error)))
+        plan = Plan(
+            model=model,
+            experts=experts,
+            max_increase=parse_percent("max-ppl-increase", max_ppl_increase),
+            text=text,
+            checks=check or [],
+            tokens=tokens,
+            length=length,
+            checkpoint=checkpoint,
+        )
+        out = out or results_folder(model, "prune")
+        if write:
+            check_place(model, out / "model")
+        with show_progress() as progress:
+            result = run(plan, progress)
+        for item in show(result):
+            say(item) if isinstance(item, str) else console.print(item)
+        say_written(**save(result, out, write))
+        if write and result.body.chosen is None:
+            raise ValueError(
+                f"no model written: with one expert fewer, no method keeps perplexity within "
+                f"{100 * plan.max_increase:g} %"
+            )

@@ -1,52 +1,57 @@
-"""What is provably true of the chosen setting on the tokens it was measured on, and how loose the proof is."""
+"""What is proved about the chosen setting on calibration tokens, and how loose the proof is.
+
+Legend: T tokens, D model width.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from grmoe.certificates import entropy_bounds
-from grmoe.dial.gates import layer_inputs, moe_layers
-from grmoe.dial.setting import Setting, apply
-from grmoe.dial.text import Text
 from grmoe.experts.bounds import output_gains
 from grmoe.layer import MoE
 from grmoe.model import GrmoeForCausalLM
+from grmoe.probe.routing import layer_inputs, moe_layers, recorded
+from grmoe.probe.windows import Text
 
 TOKENS = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerCertificate:
-    """Of one MoE layer, means over tokens unless said otherwise. y is the dense sum at the same α, ŷ what is computed.
+    """One MoE layer. y is the sum over all experts at the same α, ŷ the sum over the selected ones.
 
-    The bound holds for any token; `exact` is the error itself, for which every expert was computed.
+    Numbers are means over tokens unless stated otherwise. The bound holds for every token.
     """
 
     layer: int
+    """Block of the model, counted from zero."""
     tokens: int
-    experts: float
-    dropped_mean: float  # ε, the gate's mass on experts not computed
+    experts_per_token: float
+    dropped_mean: float
+    """ε, the gate's mass on experts that are not computed."""
     dropped_max: float
     entropy_lower: float
     entropy: float
     entropy_upper: float
-    output: float  # ‖ŷ‖
-    exact: float  # ‖y − ŷ‖
-    bound: float  # on it
-    holds: bool  # the bound's hypothesis, of every token
+    output: float
+    """‖ŷ‖."""
+    exact: float
+    """‖y − ŷ‖, measured by computing every expert."""
+    bound: float
+    """Proved upper bound on ‖y − ŷ‖."""
+    holds: bool
+    """Whether the hypothesis of the bound holds for every token."""
+    looseness: float
+    """bound / exact; NaN where nothing is dropped."""
 
-    @property
-    def looseness(self) -> float:
-        """How many times the true error the bound is."""
-        return self.bound / self.exact if self.exact else float("nan")
 
-
-def certify(model: GrmoeForCausalLM, setting: Setting, text: Text) -> list[LayerCertificate]:
-    """The model is left at `setting`."""
-    apply(model, setting)
-    inputs = layer_inputs(model, text, TOKENS)
+def certify(model: GrmoeForCausalLM, text: Text) -> list[LayerCertificate]:
+    """Certificates of every MoE layer at the model's present setting."""
+    inputs = layer_inputs(model, text.first(TOKENS).inputs_WS)
     blocks = model.config.moe_layers
     return [
         _certify(layer, block, x_TD)
@@ -55,33 +60,30 @@ def certify(model: GrmoeForCausalLM, setting: Setting, text: Text) -> list[Layer
 
 
 @torch.no_grad()
-def _certify(layer: MoE, block: int, x_TD: torch.Tensor) -> LayerCertificate:
-    record, layer.router.record = layer.router.record, False
-    try:
+def _certify(layer: MoE, block: int, x_TD: Tensor) -> LayerCertificate:
+    with recorded(layer):  # metrics do not count this pass
         y_TD, routing = layer.run(x_TD)
-    finally:
-        layer.router.record = record
-    # The shared experts are no part of the truncation, nor of what it is compared with.
-    routed_TD = layer.compute(x_TD, routing)
+    routed_TD = layer.compute(x_TD, routing)  # without shared experts, which truncation does not touch
     bounded = layer.truncation(x_TD, routing, y_TD, output_gains(layer.experts))
     exact = layer.truncation(x_TD, routing, y_TD, exact=True)
     band = entropy_bounds(routing.logits)
-    entropy_T = -torch.xlogy(routing.probs, routing.probs).sum(-1)
-
-    def mean(values: torch.Tensor) -> float:
-        return float(values.double().mean())
-
+    bound, error = _mean(bounded.bound), _mean(exact.bound)
     return LayerCertificate(
         layer=block,
         tokens=len(x_TD),
-        experts=mean(routing.selected.sum(-1)),
-        dropped_mean=mean(bounded.dropped),
+        experts_per_token=_mean(routing.selected.sum(-1)),
+        dropped_mean=_mean(bounded.dropped),
         dropped_max=float(bounded.dropped.max()),
-        entropy_lower=mean(band.lower.bound),
-        entropy=mean(entropy_T),
-        entropy_upper=mean(band.upper.bound),
-        output=mean(routed_TD.norm(dim=-1)),
-        exact=mean(exact.bound),
-        bound=mean(bounded.bound),
+        entropy_lower=_mean(band.lower.bound),
+        entropy=_mean(-torch.xlogy(routing.probs, routing.probs).sum(-1)),
+        entropy_upper=_mean(band.upper.bound),
+        output=_mean(routed_TD.norm(dim=-1)),
+        exact=error,
+        bound=bound,
         holds=bool(bounded.holds.all()),
+        looseness=bound / error if error else float("nan"),
     )
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean())

@@ -1,54 +1,62 @@
-"""Which measured points are worth having: the lower envelope of (experts per token, loss)."""
+"""The lower envelope of measured points: perplexity against experts per token."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from grmoe.dial.measure import ONE_SIDED, Point
+from grmoe.dial.meter import Point
+from grmoe.probe.losses import ONE_SIDED
 
 
 def frontier(points: Iterable[Point]) -> list[Point]:
-    """Those that no other beats in one of (experts, loss) without being worse in the other, fewest experts first."""
+    """The points that no other point beats in both experts and loss. Fewest experts first."""
     best: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.experts, p.loss)):
+    for point in sorted(points, key=lambda p: (p.experts_per_token, p.loss)):
         if not best or point.loss < best[-1].loss:
             best.append(point)
     return best
 
 
 def uniform_points(points: Iterable[Point]) -> list[Point]:
-    """One α for all layers: what the dial per layer is compared with, the trained setting included."""
+    """One α for all layers, the trained setting included."""
     return [p for p in points if p.family in ("uniform", "trained")]
 
 
 def dial_points(points: Iterable[Point]) -> list[Point]:
-    """One α per layer allowed: uniform settings are among them, so their frontier is nowhere above the uniform one."""
+    """One α per layer allowed. Uniform settings are included, so this frontier is never above the uniform one."""
     return [p for p in points if p.family != "top-k"]
 
 
 def top_k_points(points: Iterable[Point], trained: Point) -> list[Point]:
-    """Plain top-k at the trained α; the trained setting is one of them where it is top-k."""
+    """Top-k at the trained α. The trained setting is included if it is top-k."""
     own = [trained] if trained.setting.selection == "topk" else []
     return own + [p for p in points if p.family == "top-k"]
 
 
 def best_within(points: Iterable[Point], experts: float) -> Point | None:
-    """The lowest loss at no more than so many experts."""
-    return min((p for p in points if p.experts <= experts), key=lambda p: p.loss, default=None)
+    """The lowest loss with at most `experts` experts per token."""
+    return min((p for p in points if p.experts_per_token <= experts), key=lambda p: p.loss, default=None)
 
 
-def gains(points: Iterable[Point]) -> list[dict[str, float]]:
-    """At each point of the uniform frontier: how much lower the loss is for no more experts, one α per layer allowed.
+@dataclass(frozen=True)
+class Gain:
+    """How much one α per layer lowers the loss at a point of the uniform frontier, in nats per token."""
 
-    Never below zero, since uniform settings are allowed there too. `error`: 1.645 paired standard errors; the text
-    is the one the settings were searched on, so a gain within it is none.
-    """
+    experts_per_token: float
+    gain: float
+    error: float
+    """1.645 paired standard errors. A gain within its error is noise: settings were searched on this very text."""
+
+
+def gains(points: Iterable[Point]) -> list[Gain]:
+    """One gain per point of the uniform frontier, for no more experts. Never negative."""
     measured = dial_points(points)
-    rows = []
+    found = []
     for base in frontier(uniform_points(measured)):
-        best = best_within(measured, base.experts)
-        assert best is not None  # the base itself is one
-        gain_W = base.losses_W - best.losses_W
+        best = best_within(measured, base.experts_per_token)
+        assert best is not None  # at least the base itself
+        gain_W = base.measured.losses_W - best.measured.losses_W
         error = ONE_SIDED * float(gain_W.std()) / len(gain_W) ** 0.5
-        rows.append({"experts": base.experts, "gain": float(gain_W.mean()), "error": error})
-    return rows
+        found.append(Gain(base.experts_per_token, float(gain_W.mean()), error))
+    return found

@@ -1,6 +1,6 @@
-"""Settings worth measuring: top-k, a grid of one α for all layers, and one α per layer by measured sensitivity.
+"""Which settings to measure: top-k, a grid of one α for all layers, and one α per layer by measured sensitivity.
 
-Legend: L MoE layers, K most experts of a token.
+Legend: L MoE layers, K cap (the most experts per token).
 """
 
 from __future__ import annotations
@@ -12,28 +12,30 @@ from itertools import pairwise
 from grmoe import checks
 from grmoe.dial.frontier import frontier
 from grmoe.dial.gates import Gates
-from grmoe.dial.measure import Meter, Point
+from grmoe.dial.meter import Meter, Point
 from grmoe.dial.setting import Setting, mass, top_k
 
 ALPHAS = (0.5, 1.0, 2.0, 5.0)  # the paper's
 GRID = (0.08, 0.25, 0.45, 0.65, 0.85)  # experts per token, as a share of the way from 1 to K
-LEVELS = (0.1, 0.4, 0.7, 0.95)  # the same for one layer
-BASES = 2  # uniform settings whose layers are looked at one by one
-COMBINED = 8  # combinations of layers measured around each
+LEVELS = (0.1, 0.4, 0.7, 0.95)  # the same for a single layer
+BASES = 2  # uniform settings around which single layers are varied
+COMBINED = 8  # combinations of layers measured around each base
 
 
 @dataclass(frozen=True)
 class Option:
-    """One layer's α, and what it changes when only that layer is turned."""
+    """One α for one layer, and what it changes while the other layers stay."""
 
     alpha: float
-    experts: float  # in that layer and all that follow, summed over layers
+    experts: float
+    """Change of experts per token, summed over all layers: later layers see other inputs."""
     loss: float
+    """Change of the loss, nats per token."""
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Options of every layer around one uniform setting, the first of each being that setting's own α."""
+    """Options of every layer around one uniform setting. The first option of a layer is its α in that setting."""
 
     base: Point
     layers: list[list[Option]]
@@ -45,18 +47,17 @@ def expected(layers: int, cap: int) -> int:
 
 
 def search(meter: Meter, cap: int, experts: float | None = None) -> list[Sensitivity]:
-    """Fill the meter with points; returns what was learnt about single layers.
+    """Fill the meter with points. Returns what was measured about single layers.
 
-    experts: a target to aim at, beside the grid.
+    experts: a target to aim at, in addition to the grid.
     """
     checks.require(
         cap >= 2,
-        "cap must be at least 2 for a dial to turn: with one expert a token there is nothing to choose (--cap 2 "
-        "lets tokens have two)",
+        f"cap must be at least 2, got {cap}: with one expert per token there is nothing to choose. Give --cap 2.",
     )
     trained, L = meter.trained.setting, meter.layers
     gates = Gates(meter.model, meter.text, cap)
-    for k in _counts(cap):
+    for k in _top_ks(cap):
         meter.measure(top_k(trained.alphas, k), "top-k")
     counts = [1 + share * (cap - 1) for share in GRID] + ([experts] if experts else [])
     for alpha in dict.fromkeys((*ALPHAS, *trained.alphas[:1])):
@@ -68,29 +69,29 @@ def search(meter: Meter, cap: int, experts: float | None = None) -> list[Sensiti
         return []
     found = []
     for base in _bases(meter, experts):
-        options = measure_layers(meter, gates, base)
-        found.append(options)
+        sensitivity = measure_layers(meter, gates, base)
+        found.append(sensitivity)
         assert base.setting.tau is not None
-        for alphas in combine(options, COMBINED):
+        for alphas in combine(sensitivity, COMBINED):
             meter.measure(mass(alphas, base.setting.tau, cap), "per layer")
     return found
 
 
-def _counts(cap: int) -> list[int]:
-    """1 … K, thinned where K is large."""
+def _top_ks(cap: int) -> list[int]:
+    """1 … K, at most eight of them."""
     return sorted({max(1, round(cap * i / min(cap, 8))) for i in range(1, min(cap, 8) + 1)} | {1})
 
 
 def _bases(meter: Meter, experts: float | None) -> list[Point]:
-    """Points of the uniform frontier to start from: the one next to the target, or evenly along it."""
+    """Points of the uniform frontier to start from: those nearest to the target, or evenly spread."""
     points = frontier(p for p in meter.points.values() if p.family == "uniform")
     if experts is not None:
-        return sorted(points, key=lambda p: abs(p.experts - experts))[:BASES]
+        return sorted(points, key=lambda p: abs(p.experts_per_token - experts))[:BASES]
     return [points[(2 * i + 1) * len(points) // (2 * BASES)] for i in range(min(BASES, len(points)))]
 
 
 def measure_layers(meter: Meter, gates: Gates, base: Point) -> Sensitivity:
-    """Turn one layer at a time to several numbers of experts; all others stay at `base`."""
+    """Vary the α of one layer at a time. All others stay at `base`."""
     setting = base.setting
     assert setting.tau is not None
     layers = []
@@ -100,30 +101,31 @@ def measure_layers(meter: Meter, gates: Gates, base: Point) -> Sensitivity:
             alpha = gates.alpha_for(i, setting.tau, 1 + share * (setting.cap - 1))
             alphas = (*setting.alphas[:i], alpha, *setting.alphas[i + 1 :])
             point = meter.measure(mass(alphas, setting.tau, setting.cap), "per layer")
-            saved = meter.layers * (point.experts - base.experts)
-            options.append(Option(point.setting.alphas[i], saved, point.loss - base.loss))
+            change = meter.layers * (point.experts_per_token - base.experts_per_token)
+            options.append(Option(point.setting.alphas[i], change, point.loss - base.loss))
         layers.append(options)
     return Sensitivity(base, layers)
 
 
-def combine(sensitivity: Sensitivity, most: int) -> list[tuple[float, ...]]:
+def combine(sensitivity: Sensitivity, max_count: int) -> list[tuple[float, ...]]:
     """α of all layers for prices λ of an expert: each layer takes its argmin of loss + λ·experts.
 
-    If losses of layers add up, these are the best combinations for their number of experts (Lagrange); whether they
-    do is measured. At most `most` of them, evenly from few experts to many.
+    If the losses of layers add up, these are the best combinations for their number of experts (Lagrange). Whether
+    they add up is measured afterwards. Returns at most `max_count`, evenly spread from few experts to many.
     """
-    prices = _prices(sensitivity.layers)
     chosen: dict[tuple[float, ...], None] = {}
-    for price in prices:
+    for price in _prices(sensitivity.layers):
         picks = [min(options, key=lambda o: o.loss + price * o.experts) for options in sensitivity.layers]
         chosen[tuple(option.alpha for option in picks)] = None
     chosen.pop(sensitivity.base.setting.alphas, None)
     found = list(chosen)
-    return [found[i * len(found) // most] for i in range(most)] if len(found) > most else found
+    if len(found) <= max_count:
+        return found
+    return [found[i * len(found) // max_count] for i in range(max_count)]
 
 
 def _prices(layers: Sequence[Sequence[Option]]) -> list[float]:
-    """A price between any two at which some layer changes its mind, and one beyond each end."""
+    """One price in each interval in which no layer changes its choice."""
     turns = {
         (a.loss - b.loss) / (b.experts - a.experts)
         for options in layers
@@ -137,21 +139,20 @@ def _prices(layers: Sequence[Sequence[Option]]) -> list[float]:
 
 
 def between(a: Setting, b: Setting, share: float) -> Setting | None:
-    """A mass setting on the way from a to b: geometric in α, linear in τ. None where there is no way.
+    """A mass setting on the way from a to b: geometric in α, linear in τ. None if they cannot be joined.
 
-    Top-k is mass with τ = 1 at its cap, top-1 with τ so small that one expert always has it.
+    Top-k is mass with τ = 1 at its cap. Top-1 is mass with a τ that one expert always reaches.
     """
     cap = max(a.cap, b.cap)
-    ends = [_tau(s, cap) for s in (a, b)]
-    if ends[0] is None or ends[1] is None:
-        return None
-    if any(x <= 0 for x in (*a.alphas, *b.alphas)):
+    start, end = _tau(a, cap), _tau(b, cap)
+    if start is None or end is None or any(x <= 0 for x in (*a.alphas, *b.alphas)):
         return None
     alphas = tuple(x ** (1 - share) * y**share for x, y in zip(a.alphas, b.alphas, strict=True))
-    return mass(alphas, (1 - share) * ends[0] + share * ends[1], cap)
+    return mass(alphas, (1 - share) * start + share * end, cap)
 
 
 def _tau(setting: Setting, cap: int) -> float | None:
+    """τ of the mass setting with this cap that selects the same experts; None if there is none."""
     if setting.selection == "mass" and setting.cap == cap:
         return setting.tau
     if setting.selection in ("topk", "dense"):

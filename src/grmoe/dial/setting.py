@@ -1,4 +1,4 @@
-"""A setting of the dial: which experts a token gets, and with what weights. No parameter is part of it."""
+"""A setting of the dial: α of each layer, and the rule that selects experts. Parameters are not part of it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from grmoe.routing import routers
 
 @dataclass(frozen=True)
 class Setting:
-    """α of each MoE layer, and one selection for all of them.
+    """α of each MoE layer, and one selection rule for all layers.
 
-    selection "mass" with (τ, cap): the fewest experts that reach probability τ, at most `cap`. As α grows a gate needs
-    fewer experts for the same τ: α and τ together set experts per token, α alone the weights of those that are kept.
+    Rule "mass" with (τ, cap): the fewest experts that reach probability τ, at most `cap`. A larger α makes the gate
+    sharper, so fewer experts reach τ. α also sets the weights of the selected experts.
     """
 
     alphas: tuple[float, ...]
@@ -26,38 +26,42 @@ class Setting:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The same in the words of `GrmoeConfig`."""
-        uniform = len(set(self.alphas)) == 1
+        """The same in the words of config.json."""
         return {
-            "alpha": self.alphas[0] if uniform else list(self.alphas),
+            "alpha": self.alphas[0] if self.uniform else list(self.alphas),
             "selection": self.selection,
             "selection_tau": self.tau,
             "num_experts_per_tok": self.cap,
         }
 
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers have the same α."""
+        return len(set(self.alphas)) == 1
+
     def __str__(self) -> str:
-        how = {"topk": f"top-{self.cap}", "dense": "dense"}.get(
-            self.selection, f"{self.selection} {self.tau:.3g}, cap {self.cap}" if self.tau else self.selection
-        )
-        return f"α {show_alphas(self.alphas)}, {how}"
-
-
-def show_alphas(alphas: tuple[float, ...]) -> str:
-    return " ".join(f"{a:.3g}" for a in (alphas[:1] if len(set(alphas)) == 1 else alphas))
+        numbers = ", ".join(f"{a:.3g}" for a in self.alphas)
+        alpha = f"{self.alphas[0]:.3g}" if self.uniform else f"[{numbers}]"
+        if self.selection == "topk":
+            return f"α {alpha}, top-{self.cap}"
+        if self.tau is None:
+            return f"α {alpha}, {self.selection}"
+        return f"α {alpha}, {self.selection} {self.tau:.3g}, cap {self.cap}"
 
 
 def mass(alphas: tuple[float, ...], tau: float, cap: int) -> Setting:
-    """A mass setting in numbers a person can read: what is measured is what a configuration says."""
-    return Setting(tuple(_readable(a) for a in alphas), "mass", _readable(tau), cap)
+    """A mass setting, rounded to four digits: what is measured is exactly what config.json will say."""
+    return Setting(tuple(_rounded(a) for a in alphas), "mass", _rounded(tau), cap)
 
 
 def top_k(alphas: tuple[float, ...], k: int) -> Setting:
+    """The k most probable experts."""
     return Setting(alphas, "topk", None, k)
 
 
 def current(config: GrmoeConfig) -> Setting:
-    """What a configuration says now."""
-    assert config.num_experts_per_tok is not None  # resolved by the configuration itself
+    """The setting a configuration has now."""
+    assert config.num_experts_per_tok is not None  # filled in by the configuration itself
     tau = config.selection_tau if config.selection in ("mass", "threshold") else None
     return Setting(tuple(config.alphas), config.selection, tau, config.num_experts_per_tok)
 
@@ -65,10 +69,7 @@ def current(config: GrmoeConfig) -> Setting:
 def apply(model: GrmoeForCausalLM, setting: Setting) -> None:
     """Put a setting into a model and its configuration, or raise and change nothing."""
     config = model.config
-    checks.require(
-        config.router not in OWN_CHOICE,
-        f"router {config.router!r} chooses its experts by itself: it has no selection to set",
-    )
+    check_router(config)
     found, given = len(config.moe_layers), len(setting.alphas)
     checks.require(given == found, f"alphas must be one for each of the {found} MoE layers, got {given}")
     before = current(config)
@@ -85,10 +86,18 @@ def apply(model: GrmoeForCausalLM, setting: Setting) -> None:
     model.set_alpha(setting.fields["alpha"])
 
 
+def check_router(config: GrmoeConfig) -> None:
+    """Refuse a router that has no selection rule to set."""
+    checks.require(
+        config.router not in OWN_CHOICE,
+        f"router {config.router!r} selects its experts by itself: it has no dial to set",
+    )
+
+
 def _write(config: GrmoeConfig, setting: Setting) -> None:
     for name, value in setting.fields.items():
         setattr(config, name, value)
 
 
-def _readable(value: float) -> float:
+def _rounded(value: float) -> float:
     return float(f"{value:.4g}")

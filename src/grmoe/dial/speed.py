@@ -1,7 +1,7 @@
-"""Measured prefill: the same batch at every setting, settings taking turns under one clock.
+"""Measured prefill speed: the same batch at every setting, settings taking turns.
 
-On a GPU each setting is a CUDA graph of the model as it is, uncompiled: launching it kernel by kernel would take the
-host longer than the device, whatever the setting. α is read when a graph runs, τ and the cap are part of it.
+On a GPU each setting is one CUDA graph of the uncompiled model. Launching kernel by kernel would time the host, not the
+device. A graph reads α when it runs; τ and the cap are fixed in it.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from dataclasses import dataclass
 
 import torch
 
-from grmoe.dial.measure import Point
+from grmoe.dial.meter import Point
 from grmoe.dial.setting import apply
-from grmoe.dial.text import Text
 from grmoe.model import GrmoeForCausalLM
-from grmoe.probe.timing import Timer, Times, quantile
+from grmoe.probe.timing import Timer, Times, quantile, warmed_up
+from grmoe.probe.windows import Text
 
-TOKENS = {"cuda": 16384, "cpu": 1024}  # of the batch
+TOKENS = {"cuda": 16384, "cpu": 1024}  # per batch
 ROUNDS = 9
-WARM_UPS = 3  # before a capture
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians; intervals hold the middle 80 %: of the calls, and of the rounds' ratios to the trained setting."""
+    """Medians. Intervals hold the middle 80 % of the calls, or of the ratios by round."""
 
     tokens_per_second: float
     interval: tuple[float, float]
     relative: float
+    """To the trained setting."""
     relative_interval: tuple[float, float]
 
 
@@ -40,52 +40,34 @@ def time_points(
     points: Iterable[Point],
     trained: Point,
     rounds: int = ROUNDS,
-    tick: Callable[[str], None] = lambda label: None,
+    step: Callable[[str], None] = lambda stage: None,
 ) -> dict[Point, Speed]:
-    """Tokens/s of a prefill: all blocks, and the logits of the last position."""
+    """Tokens per second of a prefill: all blocks, and the logits of the last position."""
     contenders = list(dict.fromkeys([trained, *points]))
-    rows = min(len(text.rows_WS), max(1, TOKENS.get(model.device.type, 1024) // text.rows_WS.shape[1]))
-    ids = text.rows_WS[:rows, :-1].contiguous().to(model.device)
+    ids = text.first(TOKENS.get(model.device.type, 1024)).inputs_WS.contiguous().to(model.device)
 
     def prefill() -> object:
         return model(input_ids=ids, use_cache=False, logits_to_keep=1)
 
     timer = Timer(model.device)
     times = {point: Times() for point in contenders}
-    runs = {}
+    calls = {}
     for point in contenders:
         apply(model, point.setting)
-        runs[point] = warmed_up(prefill, model.device)
-    tick("speed")
+        calls[point] = warmed_up(prefill, model.device)
+    step("speed")
     for _ in range(rounds):
         for point in contenders:
             apply(model, point.setting)
-            times[point].add(timer, runs[point])
-        tick("speed")
+            times[point].add(timer, calls[point])
+        step("speed")
     model.reset_routing_metrics()
     return {point: _speed(times[point], times[trained], ids.numel()) for point in contenders}
 
 
-def warmed_up(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The call after its first time; on a GPU its CUDA graph."""
-    if device.type != "cuda":
-        run()
-        return run
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # as capturing wants it: nothing may be allocated for the first time inside
-        for _ in range(WARM_UPS):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
 def _speed(own: Times, trained: Times, tokens: int) -> Speed:
     slow, fast = (1e3 * tokens / ms for ms in reversed(own.interval))
-    # Round by round: what else the machine does changes from round to round, and hits both.
+    # Round by round: other load on the machine changes between rounds and slows both settings alike.
     ratios = [
         statistics.median(a) / statistics.median(b) for a, b in zip(trained.rounds, own.rounds, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""What is asked of the dial, and the cheapest measured setting that gives it."""
+"""What the user asks for, and the measured setting that meets it at the lowest cost."""
 
 from __future__ import annotations
 
@@ -8,102 +8,90 @@ from typing import Literal
 
 from grmoe import checks
 from grmoe.dial.frontier import frontier
-from grmoe.dial.measure import Meter, Point, increase
+from grmoe.dial.meter import Meter, Point
 from grmoe.dial.search import between
+from grmoe.probe.losses import increase
 
-REFINED = 6  # settings tried between the best that meets a target and those that do not
+REFINEMENTS = 6  # settings tried between the chosen point and those just beyond the target
+
+RelativeSpeed = Callable[[Point], float | None]
 
 
 @dataclass(frozen=True)
 class Target:
-    """experts: lowest perplexity at ≤ `value` experts a token.
+    """experts: the lowest perplexity with at most `value` experts per token.
 
-    perplexity: fewest experts whose perplexity increase stays within `value`, its upper band (1.645 paired standard
-    errors over windows) included: a promise about other windows of such text, not only about those measured.
-    throughput: lowest perplexity at ≥ `value` times the measured speed of the trained setting.
+    perplexity: the fewest experts with a relative increase of perplexity of at most `value`. The upper end of the
+        interval counts (1.645 paired standard errors over windows), so the promise extends to other windows of the
+        same kind of text.
+    throughput: the lowest perplexity at `value` times the measured speed of the trained setting, or more.
     """
 
     kind: Literal["experts", "perplexity", "throughput"]
     value: float
 
+    def __post_init__(self) -> None:
+        checks.one_of("kind", self.kind, ("experts", "perplexity", "throughput"))
+        if self.kind == "experts":
+            checks.finite("target-experts", self.value, at_least=1)
+        else:
+            checks.finite(self.kind, self.value, above=0)
+
     def __str__(self) -> str:
         if self.kind == "perplexity":
-            return f"perplexity at most {100 * self.value:g} % above the trained setting's"
+            return f"perplexity at most {100 * self.value:g} % above the trained setting"
         if self.kind == "experts":
-            return f"at most {self.value:g} experts a token"
-        return f"at least {self.value:g} times the trained setting's speed"
+            return f"at most {self.value:g} experts per token"
+        return f"at least {self.value:g} times the speed of the trained setting"
 
 
-def parse_target(experts: float | None, max_ppl_increase: str | None, throughput: str | None) -> Target:
-    """From the words of the command line; without any, a perplexity increase of 1 %."""
-    given = [v for v in (experts, max_ppl_increase, throughput) if v is not None]
-    checks.require(
-        len(given) <= 1, "give one of --target-experts, --max-ppl-increase and --throughput, not several"
-    )
-    if experts is not None:
-        checks.require(experts >= 1, f"target-experts must be at least 1, got {experts:g}")
-        return Target("experts", experts)
-    if throughput is not None:
-        return Target("throughput", _number("throughput", throughput, "x", "1.3x"))
-    text = "1%" if max_ppl_increase is None else max_ppl_increase
-    value = _number("max-ppl-increase", text, "%", "1%")
-    return Target("perplexity", value / 100 if text.strip().endswith("%") else value)
-
-
-def _number(name: str, text: str, unit: str, example: str) -> float:
-    try:
-        value = float(text.strip().removesuffix(unit))
-    except ValueError:
-        raise ValueError(f"{name} must be a number like {example}, got {text!r}") from None
-    checks.require(0 < value < float("inf"), f"{name} must be above 0 and finite, got {text!r}")
-    return value
-
-
-def meets(target: Target, point: Point, trained: Point, speed: Callable[[Point], float | None]) -> bool:
+def meets(target: Target, point: Point, trained: Point, speed: RelativeSpeed) -> bool:
+    """Whether a measured point is within the target."""
     if target.kind == "experts":
-        return point.experts <= target.value
+        return point.experts_per_token <= target.value
     if target.kind == "perplexity":
-        return point is trained or increase(point, trained).high <= target.value
+        return point is trained or increase(point.measured, trained.measured).high <= target.value
     measured = speed(point)
     return measured is not None and measured >= target.value
 
 
-def choose(
-    target: Target, points: Iterable[Point], trained: Point, speed: Callable[[Point], float | None]
-) -> Point:
-    """speed: relative to the trained setting; None for a point that was not timed."""
+def choose(target: Target, points: Iterable[Point], trained: Point, speed: RelativeSpeed) -> Point:
+    """The best point within the target, or an error that names the nearest one.
+
+    speed: relative to the trained setting; None for a point that was not timed.
+    """
     measured = list(points)
-    able = [p for p in measured if meets(target, p, trained, speed)]
-    if not able:
-        raise ValueError(f"no setting gives {target}: {_nearest(target, measured, speed)}")
+    allowed = [p for p in measured if meets(target, p, trained, speed)]
+    if not allowed:
+        raise ValueError(f"no setting reaches {target}: {_nearest(target, measured, speed)}")
     if target.kind == "perplexity":
-        return min(able, key=lambda p: (p.experts, p.loss))
-    return min(able, key=lambda p: (p.loss, p.experts))
+        return min(allowed, key=lambda p: (p.experts_per_token, p.loss))
+    return min(allowed, key=lambda p: (p.loss, p.experts_per_token))
 
 
-def _nearest(target: Target, points: list[Point], speed: Callable[[Point], float | None]) -> str:
+def _nearest(target: Target, points: list[Point], speed: RelativeSpeed) -> str:
     if target.kind == "experts":
-        return f"the fewest measured are {min(p.experts for p in points):.3f}"
+        return f"the fewest measured are {min(p.experts_per_token for p in points):.3f}"
     fastest = max(s for p in points if (s := speed(p)) is not None)
     return f"the fastest measured is {fastest:.2f} times as fast"
 
 
 def refine(target: Target, meter: Meter) -> None:
-    """Try settings halfway from the chosen point to those of the frontier that ask for more, the nearest first."""
-    if target.kind == "throughput":  # what is next in speed is not known before it is timed
+    """Measure settings halfway between the chosen point and frontier points beyond the target, nearest first."""
+    if target.kind == "throughput":  # speeds are only known after timing
         return
-    for _ in range(REFINED):
+    for _ in range(REFINEMENTS):
         points = list(meter.points.values())
-        chosen = choose(target, points, meter.trained, lambda _: None)
-        ways = (between(chosen.setting, p.setting, 0.5) for p in _beyond(target, chosen, frontier(points)))
-        fresh = next((s for s in ways if s is not None and s not in meter.points), None)
+        chosen = choose(target, points, meter.trained, lambda point: None)
+        halfway = (between(chosen.setting, p.setting, 0.5) for p in _beyond(target, chosen, frontier(points)))
+        fresh = next((s for s in halfway if s is not None and s not in meter.points), None)
         if fresh is None:
             return
-        meter.measure(fresh, "uniform" if len(set(fresh.alphas)) == 1 else "per layer")
+        meter.measure(fresh, "uniform" if fresh.uniform else "per layer")
 
 
 def _beyond(target: Target, chosen: Point, best: list[Point]) -> list[Point]:
-    """Points on the side where the target ends."""
+    """Frontier points on the far side of the chosen one."""
     if target.kind == "experts":
-        return [p for p in best if p.experts > chosen.experts]
-    return [p for p in reversed(best) if p.experts < chosen.experts]
+        return [p for p in best if p.experts_per_token > chosen.experts_per_token]
+    return [p for p in reversed(best) if p.experts_per_token < chosen.experts_per_token]

@@ -16,6 +16,7 @@ from grmoe.head import next_token_loss
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.windows import Text
 from grmoe.routing import routers
+from grmoe.tables import percent
 
 ONE_SIDED = 1.645  # standard errors: 95 % of a normal distribution lie below
 
@@ -85,6 +86,9 @@ class Increase:
     value: float
     low: float
     high: float
+
+    def __str__(self) -> str:
+        return f"{percent(self.value)}, 90 % interval {percent(self.low)} to {percent(self.high)}"
 
 
 def increase(measured: Measurement, base: Measurement) -> Increase:

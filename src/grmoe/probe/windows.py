@@ -5,6 +5,7 @@ Legend: W windows, S tokens per window.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,14 @@ class Text:
     @property
     def tokens(self) -> int:
         return len(self.rows_WS) * self.length
+
+    @property
+    def inputs_WS(self) -> Tensor:
+        return self.rows_WS[:, :-1]
+
+    def first(self, tokens: int) -> Text:
+        """The first windows, about `tokens` tokens, at least one window."""
+        return Text(self.name, self.rows_WS[: max(1, tokens // self.length)])
 
     def batches(self, device: torch.device) -> list[Tensor]:
         """Rows in batches that fit the device, still on the CPU."""
@@ -81,6 +90,15 @@ def read_windows(source: str | None, loaded: LoadedModel, length: int, tokens: i
         f"{cure}, or a shorter --length",
     )
     return Text(name, cut_windows(stream, starts, length))
+
+
+def read_texts(
+    sources: Sequence[str | None], loaded: LoadedModel, length: int | None, tokens: int | None
+) -> list[Text]:
+    """`read_windows` of several texts, with the model's own length and the default number of tokens for None."""
+    length = window_length(loaded, length)
+    tokens = default_tokens(length, loaded.model.device) if tokens is None else tokens
+    return [read_windows(source, loaded, length, tokens) for source in sources]
 
 
 def cut_windows(stream: Stream, starts: list[int], length: int) -> Tensor:

@@ -1,24 +1,24 @@
-"""Perplexity against the number of experts, every method; at the final number on every text."""
+"""Perplexity against the number of experts for every method, and all methods at the final number on every text."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from grmoe.dial.figure import two_panels
-from grmoe.dial.measure import increase
+from grmoe.pictures import COLORS, GREY, INK, two_panels
 from grmoe.prune.choose import RANDOM
-from grmoe.prune.report import draws
-from grmoe.prune.run import Result
-from grmoe.train.curves import COLORS, INK
+from grmoe.prune.results import PruneResults, Result
+from grmoe.prune.tables import text_names
 
 FIGURE = "prune.png"
+MARKS = dict(zip(RANDOM, "x+", strict=True))
 
 
 def draw(result: Result, path: Path) -> Path:
+    """Write the picture."""
     with two_panels(path) as (left, right):
-        _counts(left, result)
-        _texts(right, result)
+        _counts(left, result.body)
+        _texts(right, result.body)
         for ax in (left, right):
             ax.axhline(0, color=INK, lw=0.8)
             ax.set_ylabel("perplexity increase, %")
@@ -26,44 +26,37 @@ def draw(result: Result, path: Path) -> Path:
     return path
 
 
-def _names(result: Result) -> list[str]:
-    return list(dict.fromkeys(o.method for o in result.outcomes if o.draw is None))
+def _names(body: PruneResults) -> list[str]:
+    return list(dict.fromkeys(o.method for o in body.outcomes if o.draw is None))
 
 
-def _counts(ax: Any, result: Result) -> None:
-    had = result.opened.model.config.num_experts
-    counts = sorted({o.experts for o in result.outcomes}, reverse=True)
-    for kind, mark in zip(RANDOM, ("x", "+"), strict=True):
-        own = [o for o in result.outcomes if o.method == kind]
-        grown = [100 * increase(o.point, result.trained).value for o in own]
-        ax.plot([o.experts for o in own], grown, mark, color="#9aa5b1", ms=5, label=f"{kind}, each draw")
-    for name, color in zip(_names(result), COLORS, strict=False):
-        own = [o for o in result.outcomes if o.method == name]
-        grown = [100 * increase(o.point, result.trained).value for o in own]
-        ax.plot([had, *(o.experts for o in own)], [0, *grown], "o-", color=color, ms=4, lw=1.2, label=name)
-    ax.set(title="calibration text", xlabel="experts in every layer", xticks=[had, *counts])
+def _counts(ax: Any, body: PruneResults) -> None:
+    for name, color in [*dict.fromkeys(RANDOM, GREY).items(), *zip(_names(body), COLORS, strict=False)]:
+        own = [o for o in body.outcomes if o.method == name]
+        x, y = [o.experts for o in own], [100 * o.texts[0].increase.value for o in own]
+        if name in RANDOM:
+            ax.plot(x, y, MARKS[name], color=color, ms=5, label=f"{name}, each draw")
+        else:
+            ax.plot([body.trained_experts, *x], [0, *y], "o-", color=color, ms=4, lw=1.2, label=name)
+    counts = sorted({body.trained_experts, *(o.experts for o in body.outcomes)})
+    ax.set(title="Calibration text", xlabel="experts in every layer", xticks=counts)
     ax.invert_xaxis()
 
 
-def _texts(ax: Any, result: Result) -> None:
-    """At the final number: each text in its place, methods side by side with the band of their windows."""
-    texts: list[int | None] = [None, *range(len(result.others))]
-    bases = [result.trained, *result.trained_checks]
-    names = _names(result)
-    step = 0.8 / (len(names) + len(RANDOM))
-    for place, (text, base) in enumerate(zip(texts, bases, strict=True)):
-        for i, (name, color) in enumerate(zip(names, COLORS, strict=False)):
-            outcome = next(o for o in result.final if o.method == name)
-            point = outcome.point if text is None else outcome.checks[text]
-            grown = increase(point, base)
+def _texts(ax: Any, body: PruneResults) -> None:
+    """Each text in its place, methods side by side with the interval over windows."""
+    names = [*_names(body), *RANDOM]
+    step = 0.8 / len(names)
+    for place in range(len(body.texts)):
+        for i, name in enumerate(names):
             x = place - 0.4 + i * step
-            ax.plot([x, x], [100 * grown.low, 100 * grown.high], color=color, lw=1)
-            ax.plot(x, 100 * grown.value, "o", color=color, ms=4)
-        for i, (kind, mark) in enumerate(zip(RANDOM, ("x", "+"), strict=True)):
-            points = draws(result, kind, text)
-            x = place - 0.4 + (len(names) + i) * step
-            values = [100 * increase(p, base).value for p in points]
-            ax.plot([x] * len(values), values, mark, color="#9aa5b1", ms=5)
-    labels = ["calibration", *(Path(other.name).name for other in result.others)]
-    ax.set(title=f"{result.experts} experts (bars: 90 % over windows)", xticks=range(len(texts)))
-    ax.set_xticklabels(labels)
+            grown = [o.texts[place].increase for o in body.final if o.method == name]
+            values = [100 * g.value for g in grown]
+            if name in RANDOM:
+                ax.plot([x] * len(values), values, MARKS[name], color=GREY, ms=5)
+            else:
+                color = COLORS[i % len(COLORS)]
+                ax.plot([x, x], [100 * grown[0].low, 100 * grown[0].high], color=color, lw=1)
+                ax.plot(x, values[0], "o", color=color, ms=4)
+    ax.set(title=f"{body.experts} experts (bars: 90 % over windows)", xticks=range(len(body.texts)))
+    ax.set_xticklabels(text_names(body))

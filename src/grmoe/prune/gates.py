@@ -1,12 +1,12 @@
-"""The gate of fewer experts: rows of those that stay, one row for each group that becomes one.
+"""The router for fewer experts: the rows of experts that stay, and one row per merged group.
 
-A merged expert has its members' mean subspace (mean row), their mean κ, and a log-prior such that the group keeps its
-place in the mixture. Its logit should be t(x) = log Σ_{e∈G} exp ℓ_e(x), which gives it the mass its members had; one
-frame cannot follow t everywhere, so the level makes the means agree, over calibration tokens weighted by the mass
-the group has of each. For equal members that is exact: the priors' masses add, and no gate changes.
+A merged expert gets the mean subspace (mean row) and mean κ of its group. Its log-prior is fitted:
 
-A selection makes more of that: two experts that are each third become one that is second. The level is therefore moved
-on until the group has the share of the combine weights its members had. Without selection the two are the same.
+1. The ideal logit is t(x) = log Σ_{e∈G} exp ℓ_e(x), which keeps the mass of the group G. One frame cannot follow t
+   for every x. The log-prior makes the means agree over calibration tokens, weighted by the group's mass on each token.
+   For equal members this is exact: their prior masses add, and no gate changes.
+2. Top-k over-selects merged experts: two third-ranked experts become one second-ranked. So the log-prior moves on until
+   the group has the share of the combine weights that its members had. Without selection, step 1 already does that.
 
 Legend: T tokens, N experts, D model width, K subspace rank.
 """
@@ -21,17 +21,18 @@ from torch import Tensor, nn
 
 from grmoe import checks, geometry
 from grmoe.model.configuration_grmoe import OWN_CHOICE, GrmoeConfig
+from grmoe.probe.routing import recorded
 from grmoe.routing import GrassmannRouter, Router, SoftmaxRouter, VMFRouter
 from grmoe.routing.metrics import MetricsAccumulator
 
-ROUNDS = 4  # of the search for a level: the share is then right to about a percent
+ROUNDS = 4  # of step 2; the share is then right to about one percent
 
 
 def check_router(config: GrmoeConfig) -> None:
-    """Refuse what has no rows to take away."""
+    """Refuse routers that are not made of one row per expert."""
     checks.require(
         config.router not in OWN_CHOICE,
-        f"router {config.router!r} cannot be pruned: it chooses its experts by itself, not by a gate's selection",
+        f"router {config.router!r} cannot be pruned: it selects its experts by itself, not by a gate",
     )
     options = config.router_options or {}
     checks.require(
@@ -39,15 +40,16 @@ def check_router(config: GrmoeConfig) -> None:
         "a router with an amortizer cannot be pruned: its network mixes the energies of all experts",
     )
     checks.require(
-        all(a > 0 for a in config.alphas), "alpha must be above 0 to prune: at 0 the gate knows no expert"
+        all(a > 0 for a in config.alphas),
+        "alpha must be above 0 to prune: at 0 the gate is the same for all experts",
     )
 
 
 def similarity(router: Router) -> Tensor:
-    """How much two experts ask for the same tokens, by their gate alone, (N, N): 1 where it is the same row.
+    """Similarity of the experts' gates, (N, N): 1 for equal rows.
 
-    Frames: ‖UᵢᵀUⱼ‖²_F / k. Rows of a linear gate: their cosine, about their mean, because a vector added to all rows
-    changes no gate. Directions (vMF): their cosine.
+    Frames: ‖UᵢᵀUⱼ‖²_F / k. Rows of a linear gate: cosine after subtracting the mean row, because adding one vector to
+    all rows changes no gate. Directions (vMF): cosine.
     """
     if isinstance(router, GrassmannRouter):
         return geometry.overlap(router.frames.detach()) / router.rank
@@ -61,9 +63,9 @@ def similarity(router: Router) -> Tensor:
 
 @torch.no_grad()
 def reduce_router(router: Router, layout: Sequence[Sequence[int]], load_N: Tensor, x_TD: Tensor) -> Router:
-    """A router with one expert for each group of `layout`; the original is not touched.
+    """A new router with one expert per group of `layout`.
 
-    load_N: weights of the members in their mean. x_TD: tokens to fit merged gates on.
+    load_N: weights of the experts in the mean of their group. x_TD: tokens to fit the log-priors on.
     """
     small = _sliced(router, [group[0] for group in layout])
     merged = {g: group for g, group in enumerate(layout) if len(group) > 1}
@@ -72,16 +74,16 @@ def reduce_router(router: Router, layout: Sequence[Sequence[int]], load_N: Tenso
     for g, group in merged.items():
         weight = load_N[list(group)].double()
         _mean_row(router, small, g, list(group), weight / weight.sum())
-    _set_levels(router, small, merged, x_TD)
+    _fit_priors(router, small, merged, x_TD)
     return small
 
 
-def _set_levels(router: Router, small: Router, merged: dict[int, Sequence[int]], x_TD: Tensor) -> None:
-    """Log-priors of the merged experts. x is read by both gates, so that nothing but them differs."""
+def _fit_priors(router: Router, small: Router, merged: dict[int, Sequence[int]], x_TD: Tensor) -> None:
+    """Fit the log-priors of merged experts, as the head of this file says."""
     small.log_prior[list(merged)] = 0.0
     logits_TN, z_TG = router.gate(x_TD.float(), None), small.gate(x_TD.float(), None)
     mass_TN = logits_TN.double().softmax(-1)
-    # What a unit of the prior is worth in the logits.
+    # A unit of log-prior adds this much to the logits.
     unit = 1.0 if getattr(router, "dial", "posterior") == "likelihood" else router.alpha
     for g, group in merged.items():
         target_T = logits_TN[:, list(group)].double().logsumexp(-1)
@@ -90,29 +92,26 @@ def _set_levels(router: Router, small: Router, merged: dict[int, Sequence[int]],
         small.log_prior[g] = float(level) / unit
     if router.selection.dense:
         return
-    weights_TN = route(router, x_TD).double()
+    weights_TN = combine_weights(router, x_TD).double()
     wanted = torch.stack([weights_TN[:, list(group)].sum() for group in merged.values()])
     for _ in range(ROUNDS):
-        now = route(small, x_TD).double().sum(0)[list(merged)]
-        # A group without any weight has no level to find.
+        now = combine_weights(small, x_TD).double().sum(0)[list(merged)]
+        # The small constant keeps groups without any weight where they are.
         step = ((wanted + 1e-6 * len(x_TD)) / (now + 1e-6 * len(x_TD))).log()
         small.log_prior[list(merged)] += (step / unit).to(small.log_prior.dtype)
 
 
 @torch.no_grad()
-def route(router: Router, x_TD: Tensor) -> Tensor:
-    """Combine weights, (T, N); metrics do not count it."""
-    record, router.record = router.record, False
-    try:
+def combine_weights(router: Router, x_TD: Tensor) -> Tensor:
+    """Combine weights, (T, N). The router's metrics do not count this pass."""
+    with recorded(router):
         weights: Tensor = router(x_TD).weights
-    finally:
-        router.record = record
     return weights
 
 
 def _sliced(router: Router, keep: list[int]) -> Router:
-    """Rows of the kept experts in every parameter and buffer; sums of metrics start anew."""
-    # The memo shares the parameters that are about to be replaced, in place of copying them.
+    """A copy with the rows of these experts in every parameter and buffer. Metrics start at zero."""
+    # The memo keeps deepcopy from copying parameters that are replaced below.
     small = copy.deepcopy(router, {id(p): p for p in router.parameters()})
     for name, value in list(small.named_parameters()):
         assert value.shape[0] == router.num_experts, name
@@ -122,7 +121,7 @@ def _sliced(router: Router, keep: list[int]) -> Router:
     small.prior_sums = router.prior_sums.new_zeros(len(keep) + 1)
     small.metrics = MetricsAccumulator(len(keep)).to(router.log_prior.device)
     if isinstance(small, GrassmannRouter) and small.prior == "uniform":
-        # 1/N for everyone cannot say that a group has the mass of two: the normalisers move into a learned prior.
+        # A uniform prior cannot give a group the mass of two experts. The normalisers move into a learned prior.
         small.prior, small.balance = "balanced", True
     return small
 
@@ -132,7 +131,7 @@ def _log_prior(router: Router) -> Tensor:
 
 
 def _mean_row(router: Router, small: Router, g: int, group: list[int], weight_G: Tensor) -> None:
-    """The members' mean in row g of the smaller router: chordal for subspaces, plain for κ, rows and μ."""
+    """Set row g of the small router to the group's mean: chordal for subspaces, arithmetic for κ, rows and μ."""
 
     def mean(rows: Tensor) -> Tensor:
         return torch.einsum("g,g...->...", weight_G, rows[group].double())
@@ -152,7 +151,7 @@ def _mean_row(router: Router, small: Router, g: int, group: list[int], weight_G:
         small.frames[g] = geometry.chordal_mean(router.frames[group].double(), weight_G)
         small.log_kappa[g] = mean(router.kappa).log()
     else:
-        # With λ along the columns the mean form Σ w UΛUᵀ itself is cut to rank k: the nearest of that rank.
+        # κ per column: cut the mean form Σ w UΛUᵀ to rank k, the nearest form of that rank.
         root = (
             router.frames[group].double() * (weight_G[:, None] * router.kappa[group].double()).sqrt()[:, None]
         )

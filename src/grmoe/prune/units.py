@@ -1,8 +1,8 @@
-"""Several experts as one: hidden units are matched first, then averaged.
+"""Merge experts: match their hidden units first, then average the weights.
 
-An expert is a sum over hidden units r, f(x) = Σ_r d_r·act(x)_r: its function does not depend on their order, nor, with
-SwiGLU, act(x)_r = silu(g_rᵀx)·u_rᵀx, on the sign of (u_r, d_r). Averaging weights means something only after both
-are undone.
+An expert is a sum over hidden units r, f(x) = Σ_r d_r·act(x)_r. Its function does not depend on the order of the units.
+With SwiGLU, act(x)_r = silu(g_rᵀx)·u_rᵀx, it does not depend on the sign of (u_r, d_r) either. Both must be aligned
+before weights are averaged.
 
 Legend: E experts, H model width, I expert width.
 """
@@ -21,7 +21,7 @@ from grmoe.experts import ExpertWeights
 
 @dataclass(frozen=True)
 class Match:
-    """Unit order_I[r] of the other expert, times sign_I[r], belongs to unit r of the first."""
+    """Unit order_I[r] of the other expert, times sign_I[r], matches unit r of the first."""
 
     order_I: Tensor
     sign_I: Tensor
@@ -30,8 +30,8 @@ class Match:
 def match_units(experts: ExpertWeights, first: int, other: int) -> Match:
     """The order and signs that bring the weights of `other` nearest to those of `first`.
 
-    Σ_r ‖unit_r − sign·unit'_order(r)‖² is least where Σ_r ⟨unit_r, sign·unit'⟩ is largest: an assignment problem with
-    the inner products of gate row, up row and down column, the last two taken with the better sign.
+    Minimising Σ_r ‖unit_r − sign·unit'_order(r)‖² maximises Σ_r ⟨unit_r, sign·unit'⟩. That is an assignment problem.
+    Its gains are inner products of gate row, up row and down column, the last two with the better sign.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -54,7 +54,10 @@ def match_units(experts: ExpertWeights, first: int, other: int) -> Match:
 def average(
     experts: ExpertWeights, members: Sequence[int], weights: Sequence[float], matches: Sequence[Match]
 ) -> tuple[Tensor, Tensor]:
-    """The weighted mean of experts in fp32, units in the order of members[0]; matches: of the others to it."""
+    """The weighted mean of experts in fp32, with the units of members[0] in place.
+
+    matches: of members[1:] to members[0].
+    """
     up, down = (weights[0] * t[members[0]].detach().float() for t in (experts.up, experts.down_proj))
     for e, weight, match in zip(members[1:], weights[1:], matches, strict=True):
         theirs = experts.up[e].detach().float()
@@ -69,12 +72,12 @@ def average(
 
 
 def resized(experts: ExpertWeights, up_EJH: Tensor, down_EHI: Tensor) -> ExpertWeights:
-    """The same module with other weights, and as many experts as these have; the original is not touched."""
-    # The memo shares the parameters that are about to be replaced, in place of copying them.
+    """A copy of the module with these weights, and as many experts as they have."""
+    # The memo keeps deepcopy from copying parameters that are replaced below.
     small = copy.deepcopy(experts, {id(p): p for p in experts.parameters()})
     setattr(small, small.up_name, nn.Parameter(up_EJH, requires_grad=False))
     small.down_proj = nn.Parameter(down_EHI, requires_grad=False)
-    if hasattr(small, "num_experts"):  # of the model's own class, not of the plain layer's
+    if hasattr(small, "num_experts"):  # the Hugging Face model's class has it
         setattr(small, "num_experts", len(down_EHI))  # noqa: B010
     return small
 

@@ -7,6 +7,7 @@ Every command that measures a model writes its own section (`Results.card`). A s
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from grmoe.model import GrmoeConfig
 from grmoe.model.configuration_grmoe import OWN_CHOICE
@@ -41,11 +42,15 @@ experts that hold most of its energy. One number, α, sets the sparsity after tr
 _OTHER = "A Mixture-of-Experts language model of grmoe, with its router `{router}`."
 
 
-def model_card(loaded: LoadedModel, name: str, measured: bool = True) -> str:
+def model_card(
+    loaded: LoadedModel, name: str, measured: bool = True, sections: Mapping[str, str] | None = None
+) -> str:
     """The card of a run, or the card an exported folder came with, for the setting the model has now.
 
     measured: keep what was measured of this model. False for one whose experts changed.
+    sections: new sections by kind, from the command that writes this card. They replace earlier ones.
     """
+    sections = sections or {}
     card = ""
     path = loaded.path / MODEL_CARD
     if not loaded.is_run and path.is_file():
@@ -58,7 +63,9 @@ def model_card(loaded: LoadedModel, name: str, measured: bool = True) -> str:
         card = put_section(card, "training", _training(loaded, loaded.checkpoint))
     card = put_section(card, "setting", f"Routing in this folder: {describe_setting(loaded.model.config)}.")
     for kind in COMMANDS:
-        if not measured:
+        if kind in sections:
+            card = put_section(card, kind, sections[kind])
+        elif not measured:
             card = put_section(card, kind, "")
         elif loaded.checkpoint is not None:
             results = find_results(loaded.path, kind)

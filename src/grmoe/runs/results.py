@@ -103,6 +103,16 @@ def find_results(model: Path, kind: str) -> Results | None:
     return load_results(path, kind) if path.is_file() else None
 
 
+def check_results(model: Path, own: str) -> None:
+    """Refuse results that a model card could not show, before minutes are spent.
+
+    own: the kind that is about to be measured. Its old results do not matter.
+    """
+    for kind in COMMANDS:
+        if kind != own:
+            find_results(model, kind)
+
+
 def remake(model: Path | str, kind: str) -> str:
     """The command that makes these results."""
     return f"grmoe {COMMANDS[kind]} {shlex.quote(str(model))}"

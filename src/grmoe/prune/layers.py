@@ -1,4 +1,4 @@
-"""One MoE layer on the table: its tokens, its load, and the layer it becomes under a layout.
+"""One MoE layer that is being pruned: its tokens, its load, and the smaller layer for a layout.
 
 Legend: T tokens, N experts, G groups of a layout, D model width.
 """
@@ -10,40 +10,41 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from grmoe.dial.gates import layer_inputs, moe_layers
-from grmoe.dial.text import Text
 from grmoe.experts import ExpertWeights
 from grmoe.layer import MoE
 from grmoe.model import GrmoeForCausalLM
-from grmoe.prune.gates import reduce_router, route
+from grmoe.probe.routing import layer_inputs, moe_layers
+from grmoe.probe.windows import Text
+from grmoe.prune.gates import combine_weights, reduce_router
 from grmoe.prune.units import Match, average, match_units, outputs, resized
 from grmoe.routing import Router
 
-TOKENS = 4096  # of calibration text that a layer's experts are compared on
+TOKENS = 4096  # calibration tokens on which a layer's experts are compared
 
-# Groups of experts, each of which becomes one; experts in no group are dropped.
+# Groups of experts. Each group becomes one expert; experts in no group are dropped.
 Layout = tuple[tuple[int, ...], ...]
 
 
-def whole(num_experts: int) -> Layout:
+def all_experts(num_experts: int) -> Layout:
+    """The layout that changes nothing."""
     return tuple((e,) for e in range(num_experts))
 
 
-def merged(layout: Layout, a: int, b: int) -> Layout:
-    """Groups a and b (places in the layout) become one."""
+def merge(layout: Layout, a: int, b: int) -> Layout:
+    """The layout in which groups a and b (indices into the layout) are one."""
     rest = [group for g, group in enumerate(layout) if g not in (a, b)]
     return tuple(sorted([*rest, tuple(sorted(layout[a] + layout[b]))]))
 
 
-def dropped(layout: Layout, g: int) -> Layout:
+def drop(layout: Layout, g: int) -> Layout:
+    """The layout without group g."""
     return layout[:g] + layout[g + 1 :]
 
 
-class Site:
-    """An MoE layer of a model, with what it sees and does on calibration text as trained.
+class PrunableLayer:
+    """An MoE layer of a model, with what it sees and computes on calibration text as trained.
 
-    load_N: the share of the combine weights each expert has over all tokens. With top-k nearly its share of the tokens;
-    a load without selection, too.
+    load_N: each expert's share of the combine weights over all tokens. With top-k that is nearly its share of tokens.
     """
 
     def __init__(self, layer: MoE, block: int, x_TD: Tensor) -> None:
@@ -51,17 +52,17 @@ class Site:
         self.router: Router = layer.router
         self.experts: ExpertWeights = layer.experts
         self.num_experts = layer.router.num_experts
-        self.load_N = route(self.router, x_TD).double().mean(0).cpu()
+        self.load_N = combine_weights(self.router, x_TD).double().mean(0).cpu()
         self._matches: dict[tuple[int, int], Match] = {}
 
-    def gate(self, layout: Layout) -> Router:
-        """The router under a layout."""
+    def small_router(self, layout: Layout) -> Router:
+        """The router for a layout."""
         load_N = self.load_N.clamp(min=1e-12).to(self.x_TD.device)
         return reduce_router(self.router, self._ordered(layout), load_N, self.x_TD)
 
     @torch.no_grad()
-    def weights(self, layout: Layout) -> ExpertWeights:
-        """The experts under a layout. What is not merged is copied to the bit."""
+    def small_experts(self, layout: Layout) -> ExpertWeights:
+        """The experts for a layout. Unmerged experts are copied bit for bit."""
         groups = self._ordered(layout)
         firsts = [group[0] for group in groups]
         up, down = self.experts.up[firsts].clone(), self.experts.down_proj[firsts].clone()
@@ -73,19 +74,20 @@ class Site:
         return resized(self.experts, up, down)
 
     def install(self, layout: Layout) -> None:
-        """Put the layer under a layout into its model; `whole` puts the original back."""
-        if layout == whole(self.num_experts):
+        """Put the smaller layer into the model. `all_experts` puts the original back."""
+        if layout == all_experts(self.num_experts):
             self.layer.router, self.layer.experts = self.router, self.experts
         else:
-            self.layer.router, self.layer.experts = self.gate(layout), self.weights(layout)
+            self.layer.router = self.small_router(layout)
+            self.layer.experts = self.small_experts(layout)
 
     @torch.no_grad()
     def output(self) -> Tensor:
-        """What the routed experts give as trained, (T, D): the thing to stay close to."""
-        return combine(route(self.router, self.x_TD), outputs(self.experts, self.x_TD))
+        """Output of the routed experts as trained, (T, D)."""
+        return combine(combine_weights(self.router, self.x_TD), outputs(self.experts, self.x_TD))
 
     def _ordered(self, layout: Layout) -> list[list[int]]:
-        """The heaviest member first: its units give the order."""
+        """Groups with their most loaded expert first. Its hidden units give the order for the merged expert."""
         return [sorted(group, key=lambda e: -float(self.load_N[e])) for group in layout]
 
     def _match(self, first: int, other: int) -> Match:
@@ -94,18 +96,21 @@ class Site:
         return self._matches[first, other]
 
 
-def sites(model: GrmoeForCausalLM, text: Text) -> list[Site]:
-    found = layer_inputs(model, text, TOKENS)
+def prunable_layers(model: GrmoeForCausalLM, text: Text) -> list[PrunableLayer]:
+    """All MoE layers of a model, with their inputs on the first windows of a text."""
+    inputs = layer_inputs(model, text.first(TOKENS).inputs_WS)
     return [
-        Site(layer, block, x_TD)
-        for layer, block, x_TD in zip(moe_layers(model), model.config.moe_layers, found, strict=True)
+        PrunableLayer(layer, block, x_TD)
+        for layer, block, x_TD in zip(moe_layers(model), model.config.moe_layers, inputs, strict=True)
     ]
 
 
-def install(found: Sequence[Site], layouts: Sequence[Layout]) -> None:
-    for site, layout in zip(found, layouts, strict=True):
-        site.install(layout)
+def install(layers: Sequence[PrunableLayer], layouts: Sequence[Layout]) -> None:
+    """Put one layout into each layer."""
+    for layer, layout in zip(layers, layouts, strict=True):
+        layer.install(layout)
 
 
 def combine(weights_TN: Tensor, f_NTD: Tensor) -> Tensor:
+    """Σ_n w_n f_n(x) per token, (T, D)."""
     return torch.einsum("tn,ntd->td", weights_TN.float(), f_NTD)

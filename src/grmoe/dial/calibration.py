@@ -1,0 +1,181 @@
+"""`grmoe dial` from a model's folder to results: search, time, choose, certify, check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grmoe import checks
+from grmoe.dial.certify import certify
+from grmoe.dial.frontier import dial_points, frontier, gains, top_k_points, uniform_points
+from grmoe.dial.meter import Meter, Point
+from grmoe.dial.results import (
+    AlphaRow,
+    Calibration,
+    Check,
+    DialResults,
+    PointResult,
+    Result,
+    SensitivityResult,
+)
+from grmoe.dial.search import ALPHAS, expected, search
+from grmoe.dial.setting import apply, check_router, mass
+from grmoe.dial.speed import ROUNDS, Speed, time_points
+from grmoe.dial.target import REFINEMENTS, Target, choose, refine
+from grmoe.model import GrmoeConfig, GrmoeForCausalLM
+from grmoe.probe.losses import increase
+from grmoe.probe.windows import Text, read_texts
+from grmoe.runs.open import open_model
+from grmoe.terminal import Progress, Steps, silent
+
+TABLE_TAU = 0.9  # of the α table, where the chosen setting has no τ
+MAX_TIMED = 16  # frontier points that are timed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to do. With the defaults, preset `tiny` takes less than a minute on a CPU."""
+
+    model: str | Path
+    """Folder of a run or of an exported model."""
+    target: Target
+    text: str | None = None
+    """Calibration text. Default: the run's validation split."""
+    checks: Sequence[str] = ()
+    """Other texts, to check the chosen setting on."""
+    tokens: int | None = None
+    """Of each text. Default: 8192, on a GPU 131072."""
+    length: int | None = None
+    """Tokens per window. Default: as trained."""
+    cap: int | None = None
+    """The most experts per token. Default: as trained."""
+    checkpoint: str = "best"
+    """Of a run: "best", "last" or a step."""
+
+
+def run(plan: Plan, progress: Progress = silent) -> Result:
+    """Measure settings, choose one and certify it. The model in the result has the chosen setting."""
+    loaded = open_model(plan.model, plan.checkpoint, dtype="served")
+    model, target = loaded.model, plan.target
+    check_router(model.config)
+    cap = _cap(plan.cap, model.config)
+    # All text is read before anything is measured: a wrong file name should not cost minutes.
+    text, *others = read_texts((plan.text, *plan.checks), loaded, plan.length, plan.tokens)
+    total = expected(len(model.config.moe_layers), cap) + REFINEMENTS + 2 * (ROUNDS + 1) + 2 * len(others)
+    step = Steps(progress, total)
+
+    meter = Meter(model, text, step)
+    trained = meter.trained
+    sensitivities = search(meter, cap, target.value if target.kind == "experts" else None)
+    refine(target, meter)
+    points = list(meter.points.values())
+    to_time = _points_to_time(points, trained)
+    # A target of speed needs speeds to choose by. Otherwise everything is timed together, after the choice.
+    by_speed = target.kind == "throughput"
+    speeds = time_points(model, text, to_time, trained, step=step) if by_speed else {}
+    chosen = choose(target, points, trained, lambda p: speeds[p].relative if p in speeds else None)
+    rows = _alpha_rows(meter, chosen, cap)
+    contenders = [*([] if by_speed else to_time), chosen, *rows.values()]
+    row_speeds = time_points(model, text, contenders, trained, step=step)
+
+    measured = sorted(meter.points.values(), key=lambda p: p.experts_per_token)
+    describe = _Describer(measured, trained, speeds or row_speeds)
+    checked = [_check(model, target, trained, chosen, other, step) for other in others]
+    apply(model, chosen.setting)
+    body = DialResults(
+        target=target,
+        asked=str(target),
+        calibration=Calibration(text.name, text.tokens, len(text.rows_WS)),
+        trained=PointResult(**describe(trained)),
+        chosen=PointResult(**describe(chosen)),
+        points=[PointResult(**describe(p)) for p in measured],
+        table=[AlphaRow(alpha=a, **describe(p) | {"speed": row_speeds[p]}) for a, p in rows.items()],
+        per_layer_gains=gains(measured),
+        sensitivities=[SensitivityResult(s.base.setting.fields, s.layers) for s in sensitivities],
+        certificates=certify(model, text),
+        checks=checked,
+    )
+    return Result(loaded=loaded, body=body)
+
+
+def _cap(asked: int | None, config: GrmoeConfig) -> int:
+    """The most experts per token: as asked, or as trained."""
+    if asked is None:
+        return min(config.num_experts_per_tok or 2, config.num_experts)
+    most = config.num_experts
+    checks.require(1 <= asked <= most, f"cap must be from 1 to {most}, the number of experts, got {asked}")
+    return asked
+
+
+def _points_to_time(points: list[Point], trained: Point) -> list[Point]:
+    """The frontiers, thinned evenly, and every top-k."""
+    best = dict.fromkeys([*frontier(dial_points(points)), *frontier(uniform_points(points))])
+    ordered = sorted(best, key=lambda p: p.experts_per_token)
+    if len(ordered) > MAX_TIMED:
+        ordered = [ordered[i * (len(ordered) - 1) // (MAX_TIMED - 1)] for i in range(MAX_TIMED)]
+    return [*ordered, *top_k_points(points, trained)]
+
+
+def _alpha_rows(meter: Meter, chosen: Point, cap: int) -> dict[float, Point]:
+    """What `set_alpha` does to the model with the chosen τ and cap."""
+    tau = chosen.setting.tau if chosen.setting.selection == "mass" else None
+    return {
+        alpha: meter.measure(mass((alpha,) * meter.layers, tau or TABLE_TAU, cap), "uniform")
+        for alpha in ALPHAS
+    }
+
+
+def _check(
+    model: GrmoeForCausalLM,
+    target: Target,
+    trained: Point,
+    chosen: Point,
+    text: Text,
+    step: Callable[[str], None],
+) -> Check:
+    """Measure both settings on another text."""
+    apply(model, trained.setting)
+    meter = Meter(model, text, step)
+    base = meter.trained.measured
+    measured = meter.measure(chosen.setting, chosen.family).measured
+    grown = increase(measured, base)
+    reached = {"perplexity": grown.value, "experts": measured.experts_per_token}.get(target.kind)
+    return Check(
+        text=text.name,
+        tokens=text.tokens,
+        perplexity_trained=base.perplexity,
+        perplexity=measured.perplexity,
+        experts_per_token=measured.experts_per_token,
+        increase=grown,
+        missed_by=None if reached is None else reached - target.value,
+    )
+
+
+class _Describer:
+    """Turns a point into the fields of a `PointResult`."""
+
+    def __init__(self, points: list[Point], trained: Point, speeds: dict[Point, Speed]) -> None:
+        self.trained, self.speeds = trained, speeds
+        self.best = frontier(dial_points(points))
+        self.best_uniform = frontier(uniform_points(points))
+
+    def __call__(self, point: Point) -> dict[str, Any]:
+        measured = point.measured
+        return {
+            "family": point.family,
+            "name": str(point.setting),
+            "setting": point.setting.fields,
+            "loss": measured.loss,
+            "perplexity": measured.perplexity,
+            "increase": increase(measured, self.trained.measured),
+            "experts_per_token": measured.experts_per_token,
+            "layer_experts": measured.layer_experts,
+            "entropy": measured.entropy,
+            "effective_experts_entropy": measured.effective_experts_entropy,
+            "effective_experts_inverse": measured.effective_experts_inverse,
+            "speed": self.speeds.get(point),
+            "on_frontier": point in self.best,
+            "on_uniform_frontier": point in self.best_uniform,
+        }

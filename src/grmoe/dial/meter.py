@@ -1,0 +1,59 @@
+"""Measure settings of one model on one text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from grmoe.dial.setting import Setting, apply, current
+from grmoe.model import GrmoeForCausalLM
+from grmoe.probe.losses import Measurement, measure
+from grmoe.probe.windows import Text
+
+Family = Literal["trained", "top-k", "uniform", "per layer"]
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A setting and what was measured with it."""
+
+    setting: Setting
+    family: Family
+    measured: Measurement
+
+    @property
+    def experts_per_token(self) -> float:
+        return self.measured.experts_per_token
+
+    @property
+    def loss(self) -> float:
+        return self.measured.loss
+
+
+class Meter:
+    """Measures settings, each of them once. The first one is the setting the model has now."""
+
+    def __init__(
+        self, model: GrmoeForCausalLM, text: Text, step: Callable[[str], None] = lambda stage: None
+    ) -> None:
+        """step: called after each measurement with what was measured."""
+        self.model, self.text, self.step = model, text, step
+        self.points: dict[Setting, Point] = {}
+        self.trained = self.measure(current(model.config), "trained")
+
+    @property
+    def layers(self) -> int:
+        return len(self.trained.setting.alphas)
+
+    def measure(self, setting: Setting, family: Family) -> Point:
+        """The model stays at `setting` if it was not measured before."""
+        if setting not in self.points:
+            apply(self.model, setting)
+            try:
+                measured = measure(self.model, self.text)
+            except ValueError as error:
+                raise ValueError(f"{error} ({setting})") from error
+            self.points[setting] = Point(setting, family, measured)
+            self.step(family)
+        return self.points[setting]

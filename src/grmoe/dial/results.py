@@ -1,0 +1,122 @@
+"""What `grmoe dial` found: the body of its results.json. Tables, the figure and the model card show the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from grmoe.dial.certify import LayerCertificate
+from grmoe.dial.frontier import Gain
+from grmoe.dial.meter import Family
+from grmoe.dial.search import Option
+from grmoe.dial.speed import Speed
+from grmoe.dial.target import Target
+from grmoe.probe.losses import Increase
+from grmoe.runs.open import LoadedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointResult:
+    """One setting on the calibration text. Routing numbers are means over MoE layers."""
+
+    family: Family
+    name: str
+    """The setting in short: "α 2, mass 0.5, cap 2"."""
+    setting: dict[str, Any]
+    """The setting in the words of config.json."""
+    loss: float
+    """Nats per token."""
+    perplexity: float
+    increase: Increase
+    """Of perplexity, relative to the trained setting."""
+    experts_per_token: float
+    layer_experts: tuple[float, ...]
+    """Experts per token of each MoE layer."""
+    entropy: float
+    """Of the gate, nats."""
+    effective_experts_entropy: float
+    """exp(H)."""
+    effective_experts_inverse: float
+    """1/Σg²."""
+    speed: Speed | None
+    """None where it was not timed."""
+    on_frontier: bool
+    """On the lower envelope of (experts per token, loss), one α per layer allowed."""
+    on_uniform_frontier: bool
+    """The same with one α for all layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaRow(PointResult):
+    """One α for all layers, at the chosen τ and cap."""
+
+    alpha: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The text the setting was chosen on."""
+
+    text: str
+    tokens: int
+    windows: int
+
+
+@dataclass(frozen=True)
+class SensitivityResult:
+    """What single layers change around one uniform setting."""
+
+    base: dict[str, Any]
+    layers: list[list[Option]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The chosen setting on another text."""
+
+    text: str
+    tokens: int
+    perplexity_trained: float
+    perplexity: float
+    experts_per_token: float
+    increase: Increase
+    missed_by: float | None
+    """How far the target was missed, at most 0 if it was kept. None for a target of speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DialResults:
+    """Body of results.json."""
+
+    target: Target
+    asked: str
+    """The target in words."""
+    calibration: Calibration
+    trained: PointResult
+    chosen: PointResult
+    points: list[PointResult]
+    """Every setting measured, fewest experts per token first."""
+    table: list[AlphaRow]
+    """The paper's table: what α does at the chosen τ and cap."""
+    per_layer_gains: list[Gain]
+    sensitivities: list[SensitivityResult]
+    certificates: list[LayerCertificate]
+    checks: list[Check]
+
+    @property
+    def families(self) -> dict[str, list[PointResult]]:
+        """What is compared, fewest experts first: two frontiers, and top-k at the trained α."""
+        return {
+            "one α for all": [p for p in self.points if p.on_uniform_frontier],
+            "one α per layer allowed": [p for p in self.points if p.on_frontier],
+            "top-k": [p for p in self.points if p.family != "uniform" and p.setting["selection"] == "topk"],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What `run` returns."""
+
+    loaded: LoadedModel
+    """The model, at the chosen setting."""
+    body: DialResults

@@ -1,0 +1,170 @@
+"""Results of `grmoe dial` in tables and lines, for the terminal and for the model card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from grmoe.dial.frontier import Gain
+from grmoe.dial.results import Check, DialResults, PointResult, Result
+from grmoe.dial.speed import Speed
+from grmoe.dial.target import Target
+from grmoe.probe.losses import verdict
+from grmoe.runs.results import device_name
+from grmoe.tables import Table, percent, span
+
+CARD_POINTS = 3  # of the frontier, in the model card
+
+
+def show(result: Result) -> Iterator[Table | str]:
+    """What the terminal shows: three tables, then the choice in a few lines."""
+    body = result.body
+    timed = {name: [p for p in points if p.speed] for name, points in body.families.items()}
+    yield frontier_table(timed, body.chosen)
+    yield alpha_table(body)
+    yield certificate_table(body)
+    yield from _summary(body)
+
+
+def _summary(body: DialResults) -> Iterator[str]:
+    chosen, trained = body.chosen, body.trained
+    yield f"Asked:  {body.asked}"
+    yield f"Chosen: {chosen.family}: {chosen.name}"
+    yield (
+        f"        {chosen.experts_per_token:.3f} experts per token (trained {trained.experts_per_token:.3f}), "
+        f"perplexity {chosen.perplexity:.3f} (trained {trained.perplexity:.3f}): {chosen.increase}"
+    )
+    assert chosen.speed is not None  # the chosen setting is always timed
+    yield (
+        f"        {chosen.speed.relative:.2f} times the trained speed "
+        f"(middle 80 %: {span(chosen.speed.relative_interval)}), {chosen.speed.tokens_per_second:,.0f} tokens/s"
+    )
+    yield f"        {gain_line(body.per_layer_gains)}"
+    for check in body.checks:
+        yield f"Check:  {check_line(body.target, check)}"
+
+
+def gain_line(gains: Sequence[Gain]) -> str:
+    """Where one α per layer beats one α for all by more than noise, and the largest such gain."""
+    better = [g for g in gains if g.gain > g.error]
+    if not better:
+        return "one α per layer: no gain over one α for all beyond noise"
+    best = max(better, key=lambda g: g.gain)
+    return (
+        f"one α per layer: lower loss at {len(better)} of {len(gains)} points of the uniform frontier, beyond noise; "
+        f"at most {best.gain:.4f} ± {best.error:.4f} nats per token, at {best.experts_per_token:.2f} experts per token"
+    )
+
+
+def check_line(target: Target, check: Check) -> str:
+    """The chosen setting on another text, and whether it keeps the target there."""
+    line = (
+        f"{Path(check.text).name} ({check.tokens:,} tokens): {check.experts_per_token:.3f} experts per token, "
+        f"perplexity {check.perplexity_trained:.3f} → {check.perplexity:.3f}, {check.increase}"
+    )
+    if target.kind == "perplexity":
+        return f"{line}: {verdict(check.increase, target.value)}"
+    if check.missed_by is None:
+        return line
+    return f"{line}: " + (
+        "kept" if check.missed_by <= 0 else f"missed by {check.missed_by:.3f} experts per token"
+    )
+
+
+def frontier_table(families: Mapping[str, Sequence[PointResult]], chosen: PointResult) -> Table:
+    """Points by family. An arrow marks the chosen one."""
+    headings = ["family", "setting", "experts per token", "perplexity", "increase", "relative throughput"]
+    table = Table("Frontiers on the calibration text", headings, left=2)
+    for name, points in families.items():
+        for p in points:
+            table.add(
+                name + (" ←" if p == chosen else ""),
+                p.name,
+                f"{p.experts_per_token:.3f}",
+                f"{p.perplexity:.3f}",
+                percent(p.increase.value),
+                _relative(p.speed),
+            )
+        table.end_section()
+    return table
+
+
+def alpha_table(body: DialResults) -> Table:
+    """The paper's table: what α does, at the chosen τ and cap."""
+    setting = body.table[0].setting
+    tau, cap = setting["selection_tau"], setting["num_experts_per_tok"]
+    headings = ["α", "exp(H)", "1/Σg²", "experts per token", "perplexity", "relative throughput", "tokens/s"]
+    table = Table(f"One α for all layers, mass {tau:g}, cap {cap}", headings)
+    rows: list[tuple[str, PointResult]] = [(f"{row.alpha:g}", row) for row in body.table]
+    for name, p in [("as trained", body.trained), *rows, ("chosen", body.chosen)]:
+        table.add(
+            name,
+            f"{p.effective_experts_entropy:.2f}",
+            f"{p.effective_experts_inverse:.2f}",
+            f"{p.experts_per_token:.3f}",
+            f"{p.perplexity:.3f}",
+            _relative(p.speed),
+            f"{p.speed.tokens_per_second:,.0f}" if p.speed else "–",
+        )
+    return table
+
+
+def certificate_table(body: DialResults) -> Table:
+    """What is proved about the chosen setting, layer by layer."""
+    tokens = body.certificates[0].tokens
+    title = (
+        f"Certificates of the chosen setting against all experts at the same α, {tokens:,} calibration tokens"
+    )
+    headings = ["block", "dropped mass", "at most", "entropy within", "entropy", "‖ŷ‖", "error", "bound"]
+    table = Table(title, [*headings, "bound / error"])
+    for c in body.certificates:
+        table.add(
+            str(c.layer),
+            f"{c.dropped_mean:.3f}",
+            f"{c.dropped_max:.3f}",
+            span((c.entropy_lower, c.entropy_upper)),
+            f"{c.entropy:.2f}",
+            f"{c.output:.3g}",
+            f"{c.exact:.3g}",
+            f"{c.bound:.3g}" if c.holds else "∞ for some tokens",
+            f"{c.looseness:,.0f}",
+        )
+    return table
+
+
+def card_section(result: Result) -> str:
+    """The section of the model card. It names texts without their place on this machine."""
+    body, model = result.body, result.loaded.model
+    chosen, trained, text = body.chosen, body.trained, body.calibration
+    timed = [p for p in body.points if p.on_frontier and p.speed]
+    few = timed
+    if len(timed) > CARD_POINTS:
+        few = [timed[i * (len(timed) - 1) // (CARD_POINTS - 1)] for i in range(CARD_POINTS)]
+    checks = "".join(f"- Checked on {check_line(body.target, c)}.\n" for c in body.checks)
+    alphas, certificates = alpha_table(body), certificate_table(body)
+    return f"""## The dial
+
+Measured with `grmoe dial` on {text.tokens:,} tokens of {Path(text.text).name}
+({device_name(model.device)}, {str(model.dtype).removeprefix("torch.")}).
+
+- Asked: {body.asked}.
+- Chosen: {chosen.name}: {chosen.experts_per_token:.3f} experts per token, perplexity {chosen.perplexity:.3f},
+  {chosen.increase}.
+- As trained: {trained.name}: {trained.experts_per_token:.3f} experts per token, perplexity {trained.perplexity:.3f}.
+{checks}
+{alphas.title}:
+
+{alphas.markdown()}
+
+Some points of the frontier, one α per layer allowed:
+
+{frontier_table({"frontier": few}, chosen).markdown()}
+
+{certificates.title} (error: measured; bound: proved):
+
+{certificates.markdown()}
+"""
+
+
+def _relative(speed: Speed | None) -> str:
+    return f"{speed.relative:.2f} ({span(speed.relative_interval)})" if speed else "–"
