@@ -5,7 +5,7 @@ Legend: T tokens, B windows per batch, S tokens per window, N experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,20 +76,13 @@ def analyze(
     tallies = [LayerTally.empty(r.num_experts, len(TYPES), len(stream.domain_names)) for r in found]
     leading: list[list[NDArray[np.int64]]] = [[] for _ in found]
     excerpts: list[Excerpt] = []
-    size = batch_rows(length, model.device)
-    with recorded(model) as seen:
-        for first in range(0, len(windows), size):
-            batch = windows[first : first + size]
-            seen.clear()
-            _forward(loaded, batch)
-            types_T, domains_T = (torch.from_numpy(part).to(model.device) for part in _groups(batch))
-            for tally, routing, parts in zip(tallies, seen, leading, strict=True):
-                parts.append(tally.add(routing, types_T, domains_T).cpu().numpy())
-            for row, window in enumerate(batch):
-                if first + row in shown:
-                    domain = stream.domain_names[int(window.domains_S[0])]
-                    excerpts.append(_excerpt(window, seen, row, pieces, domain))
-            progress("routing", first + len(batch), len(windows))
+    for batch, seen in _route(loaded, windows, progress):
+        groups = [torch.from_numpy(group_T).to(model.device) for group_T in _groups(batch.values())]
+        for tally, routing, parts in zip(tallies, seen, leading, strict=True):
+            parts.append(tally.add(routing, *groups).cpu().numpy())
+        for row, (number, window) in enumerate(batch.items()):
+            if number in shown:
+                excerpts.append(_excerpt(window, seen, row, pieces, stream.domain_names))
     types_T, domains_T = _groups(windows)
     _, ids_T = np.unique(np.concatenate([w.ids_S for w in windows]), return_inverse=True)
     generator = np.random.default_rng(SEED)
@@ -157,26 +150,39 @@ def over_training(folder: Path, layers: int) -> Training | None:
     )
 
 
-def _groups(windows: Sequence[TypedWindow]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The type and the domain of every token, (T,) each."""
-    types_T = np.concatenate([window.types_S for window in windows]).astype(np.int64)
-    return types_T, np.concatenate([window.domains_S for window in windows])
-
-
 @torch.no_grad()
-def _forward(loaded: LoadedModel, batch: Sequence[TypedWindow]) -> None:
-    ids_BS = torch.from_numpy(np.stack([window.ids_S for window in batch])).to(loaded.model.device)
-    loaded.model.model(input_ids=ids_BS, use_cache=False)  # without the head, because nobody reads its logits
+def _route(
+    loaded: LoadedModel, windows: Sequence[TypedWindow], progress: Progress
+) -> Iterator[tuple[dict[int, TypedWindow], list[Routing]]]:
+    """Run windows in batches. Yield each batch, by number of the window, and the routing of every MoE layer."""
+    model = loaded.model
+    size = batch_rows(len(windows[0].ids_S), model.device)
+    with recorded(model) as seen:
+        for first in range(0, len(windows), size):
+            batch = dict(enumerate(windows[first : first + size], first))
+            ids_BS = torch.from_numpy(np.stack([window.ids_S for window in batch.values()]))
+            seen.clear()
+            model.model(input_ids=ids_BS.to(model.device), use_cache=False)  # nobody reads the head's logits
+            yield batch, seen
+            progress("routing", first + len(batch), len(windows))
 
 
-def _excerpt(window: TypedWindow, seen: Sequence[Routing], row: int, pieces: Pieces, domain: str) -> Excerpt:
+def _groups(windows: Iterable[TypedWindow]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The type and the domain of every token, (T,) each."""
+    types, domains = zip(*((window.types_S, window.domains_S) for window in windows), strict=True)
+    return np.concatenate(types).astype(np.int64), np.concatenate(domains)
+
+
+def _excerpt(
+    window: TypedWindow, seen: Sequence[Routing], row: int, pieces: Pieces, domain_names: Sequence[str]
+) -> Excerpt:
     """The first tokens of a window, fewer if the model has many layers and experts."""
     numbers = sum(routing.probs.shape[-1] for routing in seen)
     stop = max(1, min(EXCERPT_TOKENS, MAX_PROBS // (EXCERPTS * numbers)))
     return Excerpt(
         pieces=pieces.show(window.ids_S[:stop]),
         types=window.types_S[:stop].tolist(),
-        domain=domain,
+        domain=domain_names[int(window.domains_S[0])],
         experts=[leading_expert(routing)[row, :stop].tolist() for routing in seen],
         probs=[
             [[round(p, 3) for p in token] for token in routing.probs[row, :stop].tolist()] for routing in seen
