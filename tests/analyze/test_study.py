@@ -79,6 +79,7 @@ def test_it_is_what_a_naive_loop_counts(
     ids = np.array([*tokenizer(texts[0].read_text()).input_ids, tokenizer.eos_token_id])
     types = Pieces(tokenizer).types(ids)
     counts = [Counter[tuple[int, int]]() for _ in range(2)]
+    received, gates = np.zeros((2, 4)), np.zeros((2, 4))
     entropies: list[dict[int, list[float]]] = [{k: [] for k in range(len(TYPES))} for _ in range(2)]
     seen = 0
     for start in covering_starts(len(ids), 200, 32):
@@ -91,9 +92,17 @@ def test_it_is_what_a_naive_loop_counts(
                 gate = [g / sum(gate) for g in gate]
                 kind = int(types[start + place])
                 counts[layer][max(range(4), key=gate.__getitem__), kind] += 1
+                gates[layer] += gate
+                received[layer, np.argsort(gate)[-2:]] += 1  # the two most probable
                 entropies[layer][kind].append(-sum(g * math.log(g) for g in gate))
         seen += 32
     assert found.tokens == seen
+    for number, layer in enumerate(found.layers):
+        assert layer.load == pytest.approx(received[number] / seen)
+        assert layer.leading_load == pytest.approx(
+            [sum(counts[number][e, k] for k in range(7)) / seen for e in range(4)]
+        )
+        assert layer.gate_load == pytest.approx(gates[number] / seen, abs=1e-5)
     for layer, count, by_type in zip(found.layers, counts, entropies, strict=True):
         assert layer.counts == [[count[e, k] for k in range(len(TYPES))] for e in range(4)]
         for mean, std, values in zip(
