@@ -7,37 +7,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from grmoe.head import next_token_loss
 from grmoe.model import GrmoeForCausalLM
+from grmoe.probe.routing import RoutingFigures, routing_figures
 from grmoe.probe.windows import Text
-from grmoe.routing import routers
 
 ONE_SIDED = 1.645  # standard errors: 95 % of a normal distribution lie below
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Measurement:
-    """A model on a text. Routing figures are means over MoE layers."""
+class Measurement(RoutingFigures):
+    """A model on a text."""
 
     losses_W: Tensor
     """Nats per token of each window, fp64 on the CPU."""
-    layer_experts: tuple[float, ...]
-    """Experts computed per token, by layer."""
-    entropy: float
-    """Of the gate, nats."""
-    effective_experts_entropy: float
-    """exp(H) per layer, then the mean."""
-    effective_experts_inverse: float
-    """1/Σg² per token, then the mean."""
-
-    @property
-    def experts_per_token(self) -> float:
-        return fmean(self.layer_experts)
 
     @property
     def loss(self) -> float:
@@ -53,18 +40,12 @@ def measure(model: GrmoeForCausalLM, text: Text) -> Measurement:
     """The model at its present setting. Its routing metrics are reset."""
     model.reset_routing_metrics()
     parts = [window_losses(model, rows_WS.to(model.device)) for rows_WS in text.batches(model.device)]
-    routing = [router.metrics.read() for router in routers(model)]  # without the costly figures about frames
+    routing = routing_figures(model)
     model.reset_routing_metrics()
     losses_W = torch.cat(parts).double().cpu()
     if not bool(torch.isfinite(losses_W).all()):
         raise ValueError(f"the loss on {text.name} is NaN or Inf: nothing can be compared")
-    return Measurement(
-        losses_W=losses_W,
-        layer_experts=tuple(m.experts_computed for m in routing),
-        entropy=fmean(m.entropy for m in routing),
-        effective_experts_entropy=fmean(m.effective_experts_entropy for m in routing),
-        effective_experts_inverse=fmean(m.effective_experts_inverse for m in routing),
-    )
+    return Measurement(losses_W=losses_W, **vars(routing))
 
 
 def window_losses(model: GrmoeForCausalLM, rows_WS: Tensor) -> Tensor:

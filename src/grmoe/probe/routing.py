@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,35 @@ DROPPED = -1  # the leading expert of a token that no expert computes
 def moe_layers(model: nn.Module) -> list[MoE]:
     """All MoE layers of a model, in the order of its blocks."""
     return [m for m in model.modules() if isinstance(m, MoE)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingFigures:
+    """What the routers of a model did since the last reset. Means over MoE layers, unless it says otherwise."""
+
+    layer_experts: tuple[float, ...]
+    """Experts computed per token, by layer."""
+    entropy: float
+    """Of the gate, nats."""
+    effective_experts_entropy: float
+    """exp(H) per layer, then the mean."""
+    effective_experts_inverse: float
+    """1/Σg² per token, then the mean."""
+
+    @property
+    def experts_per_token(self) -> float:
+        return fmean(self.layer_experts)
+
+
+def routing_figures(model: nn.Module) -> RoutingFigures:
+    """Read the routers' counters, without the costly figures about frames. Waits for the device."""
+    layers = [router.metrics.read() for router in routers(model)]
+    return RoutingFigures(
+        layer_experts=tuple(m.experts_computed for m in layers),
+        entropy=fmean(m.entropy for m in layers),
+        effective_experts_entropy=fmean(m.effective_experts_entropy for m in layers),
+        effective_experts_inverse=fmean(m.effective_experts_inverse for m in layers),
+    )
 
 
 @contextmanager

@@ -132,10 +132,12 @@ def open_stream(sources: Sequence[str], loaded: LoadedModel, tokens: int) -> Str
 def _read_units(
     units: list[Unit], loaded: LoadedModel, skipped: Callable[[str], None] = lambda reason: None
 ) -> Iterator[TokenDocument]:
-    encode = document_encoder(loaded)
+    encode, size = document_encoder(loaded), loaded.model.config.vocab_size
     reader = Reader(units, [None] * len(units), 0.0, "text", "domain", strict=False)
     for row in reader.read(Position()):
         if isinstance(row, Document):
-            yield TokenDocument(row.domain, encode(row.text), row.text)
+            ids = encode(row.text)
+            require(ids.max() < size, f"token {ids.max()} is outside the model's vocabulary of {size}")
+            yield TokenDocument(row.domain, ids, row.text)
         else:
             skipped(row.reason)

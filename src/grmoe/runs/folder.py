@@ -7,6 +7,7 @@ tokenizer/         a copy, so that a run can be used where its data are not
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -164,19 +165,20 @@ def environment() -> dict[str, Any]:
         "grmoe": grmoe.__version__,
         "revision": _revision(),
         "python": platform.python_version(),
-        "packages": dict(_versions(PACKAGES)),
+        "packages": versions(PACKAGES),
         "device": device,
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
         "threads": torch.get_num_threads(),
     }
 
 
-def _versions(names: Iterable[str]) -> Iterable[tuple[str, str]]:
-    for name in names:
-        try:
-            yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _revision() -> str | None:
