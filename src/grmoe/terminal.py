@@ -60,8 +60,8 @@ class Steps:
     def __init__(self, progress: Progress, total: int) -> None:
         self.progress, self.total, self.done = progress, total, 0
 
-    def __call__(self, stage: str) -> None:
-        self.done += 1
+    def __call__(self, stage: str, count: int = 1) -> None:
+        self.done += count
         self.progress(stage, self.done, max(self.total, self.done))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,20 +19,21 @@ from typer.testing import CliRunner
 
 from grmoe import geometry
 from grmoe.analyze import Analysis, analyze
-from grmoe.analyze.source import starts
 from grmoe.cli import app
 from grmoe.config import from_dict
 from grmoe.data import TokenDataset, prepare
 from grmoe.model.configuration_grmoe import NOT_CAUSAL
 from grmoe.probe.pieces import Pieces
+from grmoe.probe.typed_windows import covering_starts
 from grmoe.probe.words import TYPES
 from grmoe.routing import ROUTERS, routers
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.export import export
 from grmoe.runs.open import LoadedModel
+from grmoe.runs.results import load_results, plain
 from grmoe.train.loop import train
 
-TYPE_LISTS = ("of_type", "gate_of_type", "work_of_type")
+TYPE_LISTS = ("of_type", "gate_of_type")
 
 
 def options(router: str) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def options(router: str) -> dict[str, Any]:
 
 def sums_to_one(table: Any, axis: int) -> bool:
     total = np.array(table, dtype=float).sum(axis)
-    return bool(np.allclose(total[np.isfinite(total)], 1, atol=1e-5))  # six digits are kept
+    return bool(np.allclose(total[np.isfinite(total)], 1, atol=1e-5))
 
 
 @pytest.mark.parametrize("router", ROUTERS)
@@ -54,12 +56,18 @@ def test_every_router_runs_and_its_shares_sum_to_one(router: str, make: Any, tex
         assert sums_to_one(layer.of_expert, 1)
         assert sums_to_one(layer.domain_of_expert, 1)
         assert all(sums_to_one(getattr(layer, name), 0) for name in TYPE_LISTS)
-        assert sums_to_one(layer.load, 0)
+        assert sum(layer.leading_load) == pytest.approx(1 - layer.dropped / 800)
+        assert sums_to_one(layer.gate_load, 0)
+        # Load is the tokens received: a type's columns sum to its experts per token, experts to those of the layer.
+        received = np.array(layer.load_of_type, dtype=float)
+        assert np.allclose(received.sum(0), np.array(layer.experts_per_token, dtype=float), equal_nan=True)
+        present = np.array(found.type_tokens) > 0
+        assert np.allclose(received[:, present] @ np.array(found.type_tokens)[present] / 800, layer.load)
         assert 0 <= layer.entropy <= math.log(4) + 1e-5
         assert (layer.kappa is None) == (router not in ("grassmann", "vmf"))
         assert (layer.geometry is None) == (router == "hash")
     assert (found.kappa_correlation is None) == (router not in ("grassmann", "vmf"))
-    json.dumps(dataclasses.asdict(found), allow_nan=False)
+    json.dumps(plain(found), allow_nan=False)
 
 
 def test_it_is_what_a_naive_loop_counts(
@@ -71,9 +79,10 @@ def test_it_is_what_a_naive_loop_counts(
     ids = np.array([*tokenizer(texts[0].read_text()).input_ids, tokenizer.eos_token_id])
     types = Pieces(tokenizer).types(ids)
     counts = [Counter[tuple[int, int]]() for _ in range(2)]
+    received, gates = np.zeros((2, 4)), np.zeros((2, 4))
     entropies: list[dict[int, list[float]]] = [{k: [] for k in range(len(TYPES))} for _ in range(2)]
     seen = 0
-    for start in starts(len(ids), 200, 32):
+    for start in covering_starts(len(ids), 200, 32):
         window = torch.tensor(ids[start : start + 32])[None]
         with torch.no_grad():
             logits = opened.model(window, output_router_logits=True).router_logits
@@ -83,9 +92,17 @@ def test_it_is_what_a_naive_loop_counts(
                 gate = [g / sum(gate) for g in gate]
                 kind = int(types[start + place])
                 counts[layer][max(range(4), key=gate.__getitem__), kind] += 1
+                gates[layer] += gate
+                received[layer, np.argsort(gate)[-2:]] += 1  # the two most probable
                 entropies[layer][kind].append(-sum(g * math.log(g) for g in gate))
         seen += 32
     assert found.tokens == seen
+    for number, layer in enumerate(found.layers):
+        assert layer.load == pytest.approx(received[number] / seen)
+        assert layer.leading_load == pytest.approx(
+            [sum(counts[number][e, k] for k in range(7)) / seen for e in range(4)]
+        )
+        assert layer.gate_load == pytest.approx(gates[number] / seen, abs=1e-5)
     for layer, count, by_type in zip(found.layers, counts, entropies, strict=True):
         assert layer.counts == [[count[e, k] for k in range(len(TYPES))] for e in range(4)]
         for mean, std, values in zip(
@@ -178,12 +195,6 @@ def test_excerpts_are_the_text_with_its_gates(make: Any, texts: list[Path]) -> N
     assert (leading >= probs.max(-1) - 1e-3).all()
 
 
-def test_windows_are_spread_evenly() -> None:
-    assert starts(1000, 96, 32) == [0, 320, 640]
-    assert starts(100, 10_000, 32) == [0, 32, 64]
-    assert starts(20, 10_000, 32) == [0]
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps on two domains."""
@@ -223,14 +234,18 @@ def test_the_command_writes_what_it_says(run: Path, tmp_path: Path) -> None:
         "overlap.png",
     }
     assert {p.name for p in out.iterdir()} == names | {"training.png"}
-    saved = json.loads((out / "results.json").read_text())
+    results = load_results(out / "results.json", "analysis")
+    assert results.step == 4
+    saved = results.body
     assert set(saved) == {field.name for field in dataclasses.fields(Analysis)}
+    numbers = [float(text) for text in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", json.dumps(saved))]
+    assert all(float(f"{number:.6g}") == number for number in numbers)
     assert saved["layers"][0]["alpha"] == 2
     assert saved["training"]["steps"] == [1, 2, 3, 4]
     assert np.array(saved["training"]["load"]).shape == (1, 4, 4)
     assert sorted(saved["domains"]) == ["code", "letters"]
     data = TokenDataset(run.parent / "data", "validation")
-    windows = starts(data.tokens, 600, 32)
+    windows = covering_starts(data.tokens, 600, 32)
     held_out = np.concatenate([data.domains_of(s, s + 32) for s in windows])
     assert saved["domain_tokens"] == np.bincount(held_out, minlength=2).tolist()
     page = (out / "analysis.md").read_text()
@@ -255,7 +270,7 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path, make: Any) -> None:
     with pytest.raises(ValueError, match="--text"):
         analyze(make())
     (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(ValueError, match="something to read"):
+    with pytest.raises(ValueError, match="text must hold a document"):
         analyze(make(), [tmp_path / "empty.txt"])
 
 

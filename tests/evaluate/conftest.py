@@ -21,7 +21,7 @@ WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 MODEL = {
     "preset": None, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_experts": 4, "router_rank": 8, "max_position_embeddings": 64, "tie_word_embeddings": True,
-    # Mass selection: the experts a token follow α.
+    # Mass selection: the experts per token follow α.
     "selection": "mass", "selection_tau": 0.7,
 }  # fmt: skip
 

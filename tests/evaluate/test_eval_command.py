@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from grmoe.cli import app
-from grmoe.evaluate.points import points_of
+from grmoe.evaluate import Plan
+from grmoe.evaluate import run as evaluate
+from grmoe.evaluate.run import check_alphas
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM
+from grmoe.runs.card import model_card
+from grmoe.runs.open import open_model
+from grmoe.runs.results import load_results
 
 runner = CliRunner()
 
@@ -21,19 +26,22 @@ def test_a_list_of_alphas_in_one_command(run: Path, tmp_path: Path) -> None:
     result = runner.invoke(app, ["eval", str(run), "--alpha", "0.25", "--alpha", "4", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "windows of 32 tokens, no overlap" in result.output
-    content = json.loads((tmp_path / "results.json").read_text())
-    soft, sharp = content["points"]
+    results = load_results(tmp_path / "results.json", "eval")
+    assert results.step == 20
+    soft, sharp = results.body["points"]
     assert (soft["alpha"], sharp["alpha"]) == (0.25, 4.0)
     assert soft["experts_per_token"] > sharp["experts_per_token"]  # what the dial is for
     assert f"{sharp['experts_per_token']:.3f}" in result.output
     for point in (soft, sharp):
-        assert {row["domain"] for row in point["texts"]} == {"ones", "threes"}
+        domains = point["texts"]["validation"]
+        assert set(domains) == {"ones", "threes"}
         total = point["totals"]["validation"]
-        assert total["nll"] == sum(row["nll"] for row in point["texts"])
+        assert total["nll"] == sum(row["nll"] for row in domains.values())
+        assert len(point["text_routing"]["layer_experts"]) == 1
         assert f"{total['perplexity']:.3f}" in result.output
     alone = runner.invoke(app, ["eval", str(run), "--alpha", "4", "--out", str(tmp_path / "alone")])
     assert alone.exit_code == 0
-    again = json.loads((tmp_path / "alone" / "results.json").read_text())["points"][0]
+    again = load_results(tmp_path / "alone" / "results.json", "eval").body["points"][0]
     assert again == sharp  # the dial before it left no trace
 
 
@@ -44,7 +52,7 @@ def test_an_exported_model_on_a_text(exported: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "48 tokens of overlap" in result.output
     assert "held [out].txt" in result.output
-    content = json.loads((tmp_path / "out" / "results.json").read_text())
+    content = load_results(tmp_path / "out" / "results.json", "eval").body
     assert (content["length"], content["stride"]) == (64, 16)
     assert content["points"][0]["alpha"] == 1.0
 
@@ -54,12 +62,15 @@ def test_an_exported_model_on_a_text(exported: Path, tmp_path: Path) -> None:
     [
         (
             ["EXPORTED"],
-            "comes without held-out text (an exported model has none): give some with --text FILE, or --task",
+            "has no held-out text (an exported model has none): give --text FILE",
         ),
         (["EXPORTED", "--text", "nowhere.txt"], "nowhere.txt is neither a file, nor a folder"),
-        (["EXPORTED", "--text", "EMPTY"], "holds no document"),
+        (["EXPORTED", "--text", "EMPTY"], "must hold a document, got none"),
         (["RUN", "--length", "65"], "length must be at most the model's 64, got 65"),
         (["RUN", "--checkpoint", "7"], "checkpoint must be best, last or one of the steps"),
+        (["RUN", "--alpha", "1", "--alpha", "nan"], "alpha must be a finite number >= 0, got nan"),
+        (["RUN", "--alpha", "1", "--alpha", "-1"], "alpha must be a finite number >= 0, got -1.0"),
+        (["RUN", "--alpha", "1e39"], "alpha must"),
         (["nowhere"], "neither a run of `grmoe train` nor an exported model"),
     ],
 )
@@ -73,6 +84,52 @@ def test_mistakes_are_one_line(
     assert result.exit_code == 2, result.output
     assert re.search(re.escape(message), result.output.replace("\n", " ")), result.output
     assert "Traceback" not in result.output
+    assert not (tmp_path / "out").exists()  # nothing was measured before the mistake was found
+
+
+def test_any_number_of_alphas_each_once_and_the_model_stays_as_it_was(run: Path) -> None:
+    model = open_model(run, alpha=3.0).model
+    assert check_alphas(model, [0.0, 2, 0.5, 2.0, 1e4]) == [0.0, 2.0, 0.5, 1e4]
+    assert check_alphas(model, []) == [3.0]
+    assert model.alpha == [3.0]
+    model.set_alpha([0.5])
+    assert check_alphas(model, []) == [[0.5]]
+
+
+def test_numbers_are_on_disk_after_every_point(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash at the second α leaves the first one's numbers."""
+    set_alpha, calls = GrmoeForCausalLM.set_alpha, []
+
+    def stop_late(model: GrmoeForCausalLM, alpha: float) -> None:
+        calls.append(alpha)
+        if calls.count(2.0) == 2:  # the first call is the check
+            raise KeyboardInterrupt
+        set_alpha(model, alpha)
+
+    monkeypatch.setattr(GrmoeForCausalLM, "set_alpha", stop_late)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(Plan(model=run, out=tmp_path, alphas=[1.0, 2.0], tokens=100))
+    points = load_results(tmp_path / "results.json", "eval").body["points"]
+    assert [point["alpha"] for point in points] == [1.0]
+
+
+def test_the_card_has_the_table(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "held out").mkdir()
+    (tmp_path / "held out" / "a|b.txt").write_text("one two three four five " * 20)
+    texts = [str(tmp_path / "held out" / "a|b.txt"), "validation"]
+    result = evaluate(Plan(model=copy, out=copy / "eval", texts=texts, alphas=[0.5, 2.0]))
+    card = model_card(open_model(copy), "name")
+    assert "## Measured" in card
+    assert "windows of 32 tokens, stride 32 (CPU, float32)" in card
+    soft, sharp = result.evaluation.points
+    assert f"| experts per token | {soft.experts_per_token:.3f} | {sharp.experts_per_token:.3f} |" in card
+    perplexities = [f"{point.totals['validation'].perplexity:.3f}" for point in (soft, sharp)]
+    assert f"| validation, perplexity | {' | '.join(perplexities)} |" in card
+    assert r"| a\|b.txt, bits/byte |" in card  # the name alone: folders of a disk are private
+    assert str(tmp_path) not in card
 
 
 def test_a_router_without_a_dial_says_so(tmp_path: Path) -> None:
@@ -82,8 +139,8 @@ def test_a_router_without_a_dial_says_so(tmp_path: Path) -> None:
     )  # fmt: skip
     model = GrmoeForCausalLM(config)
     with pytest.raises(ValueError, match="a hash router has no dial"):
-        points_of(model, [1.0, 2.0])
-    assert [point.alpha for point in points_of(model, [])] == [1.0]
+        check_alphas(model, [1.0, 2.0])
+    assert check_alphas(model, []) == [1.0]
 
 
 def test_without_the_harness_the_install_line(

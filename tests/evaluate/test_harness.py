@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from grmoe.cli import app
-from grmoe.evaluate.harness import STOCK, describe, find_files, specify
+from grmoe.evaluate.harness import STOCK, find_files, task_config, task_specs
+from grmoe.runs.results import load_results
 
 runner = CliRunner()
 
@@ -38,18 +39,20 @@ def test_files_are_found_by_their_names(tasks: Path, tmp_path: Path) -> None:
     (tmp_path / "piqa_valid.jsonl.xz").write_text("")
     with pytest.raises(ValueError, match="two files for piqa"):
         find_files(tmp_path)
-    with pytest.raises(ValueError, match="no folder"):
+    with pytest.raises(ValueError, match="tasks_from must be a folder"):
         find_files(tmp_path / "nowhere")
 
 
 def test_only_data_and_splits_of_a_stock_task_are_replaced(tmp_path: Path) -> None:
-    alone = describe("hellaswag", {"validation": tmp_path / "v.jsonl"}, Path("/stock"))
+    alone = task_config("hellaswag", {"validation": tmp_path / "v.jsonl"}, Path("/stock"))
     assert alone["include"] == "/stock/hellaswag/hellaswag.yaml"
     assert alone["dataset_kwargs"] == {"data_files": {"validation": str(tmp_path / "v.jsonl")}}
     # The harness keeps the row being asked out of its own examples where these two are the same.
     assert alone["fewshot_split"] == alone["test_split"] == "validation"
     assert alone["training_split"] is None
-    both = describe("arc_easy", {"test": tmp_path / "t.jsonl", "train": tmp_path / "r.jsonl"}, Path("/stock"))
+    both = task_config(
+        "arc_easy", {"test": tmp_path / "t.jsonl", "train": tmp_path / "r.jsonl"}, Path("/stock")
+    )
     assert "fewshot_split" not in both
     assert "training_split" not in both  # as in the stock task
     assert (both["validation_split"], both["test_split"]) == (None, "test")
@@ -76,7 +79,7 @@ def test_numbers_are_the_harness_s_own(exported: Path, tasks: Path, tmp_path: Pa
     arguments += ["--shots", str(shots), "--alpha", "3", "--alpha", "1", "--out", str(tmp_path)]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    sharp, saved = json.loads((tmp_path / "results.json").read_text())["points"]
+    sharp, saved = load_results(tmp_path / "results.json", "eval").body["points"]
     own = own_numbers(exported, tmp_path / "tasks", tmp_path, "--limit", "10", "--num_fewshot", str(shots))
     assert set(saved["tasks"]) == set(own) == {"hellaswag", "arc_easy", "piqa", "lambada_openai"}
     for name, numbers in saved["tasks"].items():
@@ -92,7 +95,7 @@ def test_numbers_are_the_harness_s_own(exported: Path, tasks: Path, tmp_path: Pa
 @pytest.mark.parametrize("name", ["hellaswag", "arc_easy", "piqa", "lambada_openai"])
 def test_a_row_is_never_its_own_example(tasks: Path, tmp_path: Path, name: str) -> None:
     manager = pytest.importorskip("lm_eval.tasks", reason="pip install 'grmoe[eval]'").TaskManager
-    (spec,) = specify([name], tasks, tmp_path)
+    (spec,) = task_specs([name], tasks, tmp_path)
     task = manager(include_defaults=False).load([spec])["tasks"][name]
     task.set_fewshot_seed(0)
     for row in task.eval_docs:
@@ -115,7 +118,7 @@ def test_a_yaml_file_is_a_task(exported: Path, tasks: Path, tmp_path: Path) -> N
     )
     result = runner.invoke(app, ["eval", str(exported), "--task", str(task), "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
-    (point,) = json.loads((tmp_path / "out" / "results.json").read_text())["points"]
+    (point,) = load_results(tmp_path / "out" / "results.json", "eval").body["points"]
     assert point["tasks"]["capitals"]["rows"] == 3
 
 
@@ -123,8 +126,8 @@ def test_a_yaml_file_is_a_task(exported: Path, tasks: Path, tmp_path: Path) -> N
     ("arguments", "message"),
     [
         (["--task", "mmlu", "--tasks-from", "TASKS"], "arc_easy, hellaswag, lambada_openai, piqa"),
-        (["--task", "nowhere.yaml"], "there is no task file nowhere.yaml"),
-        (["--tasks-from", "EMPTY"], "holds no TASK_SPLIT.jsonl"),
+        (["--task", "nowhere.yaml"], "task must be a file that exists, got nowhere.yaml"),
+        (["--tasks-from", "EMPTY"], "must hold TASK_SPLIT.jsonl"),
         (["--task", "piqa", "--tasks-from", "BROKEN"], "task piqa could not be loaded"),
         (["--task", "piqa", "--tasks-from", "TASKS", "--shots", "12"], "shots must be below the 12 rows"),
     ],

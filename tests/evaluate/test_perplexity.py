@@ -14,20 +14,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmoe.evaluate.command import gather, window_length
-from grmoe.evaluate.perplexity import Perplexity, count_windows, measure, windows
-from grmoe.evaluate.texts import Stream, from_files, from_run
+from grmoe.evaluate import Plan
+from grmoe.evaluate import run as evaluate
+from grmoe.evaluate.perplexity import Perplexity, count_windows, measure_text, windows
+from grmoe.evaluate.texts import DomainText, read_texts
 from grmoe.head import IGNORED
 from grmoe.runs.open import LoadedModel, open_model
 
 
 @pytest.fixture
-def opened(run: Path) -> LoadedModel:
+def loaded(run: Path) -> LoadedModel:
     return open_model(run)
 
 
-def stream_of(tokens: np.ndarray) -> Stream:
-    return Stream("t", "d", tokens, 1, 1, 1)
+def text_of(tokens: np.ndarray) -> DomainText:
+    return DomainText(text="t", domain="d", tokens=tokens, documents=1, words=1, bytes=1)
 
 
 @given(st.integers(3, 200), st.integers(1, 40), st.data())
@@ -43,23 +44,22 @@ def test_every_token_is_scored_once_with_its_context(count: int, length: int, da
             kept = np.flatnonzero(y != IGNORED)
             assert (y[kept] == x[kept] + 1).all()  # the next token
             if x[0] > 1000:
-                assert kept[0] == length - stride  # so much context at least
+                assert kept[0] == length - stride  # the context of the first token scored
             scored += y[kept].tolist()
     assert scored == tokens[1:].tolist()
-    assert rows == count_windows(stream_of(tokens), length, stride)
+    assert rows == count_windows(text_of(tokens), length, stride)
 
 
 @pytest.mark.parametrize("stride", [32, 20, 1])
-def test_measure_is_the_sum_of_single_predictions(opened: LoadedModel, stride: int) -> None:
-    assert opened.data is not None
-    stream = from_run(opened.data, opened.tokenizer, most=90)[0]
-    value = measure(opened.model, stream, 32, stride, batch=3)
+def test_measure_is_the_sum_of_single_predictions(loaded: LoadedModel, stride: int) -> None:
+    text = read_texts(["validation"], loaded, limit=90)[0]
+    value = measure_text(loaded.model, text, 32, stride, batch=3)
     nll, scored = 0.0, 0
-    ids = torch.from_numpy(stream.tokens)
+    ids = torch.from_numpy(text.tokens)
     with torch.no_grad():
         for begin in range(0, len(ids) - 1, stride):
             window = ids[begin : begin + 33]
-            log_probs = opened.model(window[None, :-1]).logits[0].double().log_softmax(-1)
+            log_probs = loaded.model(window[None, :-1]).logits[0].double().log_softmax(-1)
             for place in range(len(window) - 1):
                 if begin + place >= scored:
                     nll -= log_probs[place, window[place + 1]].item()
@@ -68,55 +68,51 @@ def test_measure_is_the_sum_of_single_predictions(opened: LoadedModel, stride: i
     assert value.nll == pytest.approx(nll, rel=1e-5)  # fp32 sums in another order
 
 
-def test_a_run_s_split_has_its_prepared_counts_and_its_logged_loss(opened: LoadedModel, run: Path) -> None:
-    assert opened.data is not None
-    streams = gather(opened, ["validation"], None, print)
-    index = opened.data.index["splits"]["validation"]["domains"]
-    assert {s.domain: (len(s.tokens) - 1, s.bytes, s.documents) for s in streams} == {
+def test_a_run_s_split_has_its_prepared_counts_and_its_logged_loss(loaded: LoadedModel, run: Path) -> None:
+    assert loaded.data is not None
+    texts = read_texts(["validation"], loaded)
+    index = loaded.data.index["splits"]["validation"]["domains"]
+    assert {t.domain: (len(t.tokens) - 1, t.bytes, t.documents) for t in texts} == {
         name: (d["tokens"], d["bytes"], d["documents"]) for name, d in index.items()
     }
-    length, stride = window_length(opened)
-    assert (length, stride) == (32, 32)  # as it was trained
     logged = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     domains = [line for line in logged if line["kind"] == "validation"][-1]["domains"]
-    for stream in streams:
-        loss = measure(opened.model, stream, length, stride, 8).loss
+    for text in texts:
+        loss = measure_text(loaded.model, text, 32, 32, 8).loss
         # Training's validation starts without the end-of-text in front, so windows are shifted by one token.
-        assert loss == pytest.approx(domains[stream.domain], rel=0.02)
+        assert loss == pytest.approx(domains[text.domain], rel=0.02)
 
 
-def test_texts_in_every_form_are_one_text(opened: LoadedModel, tmp_path: Path) -> None:
+def test_texts_in_every_form_are_one_text(
+    loaded: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     documents = ["one two three", "vier fünf\nsechs <|endoftext|> 七"]
     rows = "".join(json.dumps({"text": text, "domain": "d"}) + "\n" for text in documents).encode()
     (tmp_path / "plain.jsonl").write_bytes(rows + b"\nnot json\n")
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(rows))
     (tmp_path / "rows.jsonl.xz").write_bytes(lzma.compress(rows))
-    said: list[str] = []
-    found = [
-        from_files(str(tmp_path / name), opened.tokenizer, say=said.append)[0]
-        for name in ("plain.jsonl", "rows.jsonl.gz", "rows.jsonl.xz")
-    ]
-    assert len(said) == 1
-    assert "1 rows" in said[0]
-    end = opened.tokenizer.eos_token_id
-    for stream in found:
-        assert stream.tokens.tolist() == found[0].tokens.tolist()
-        assert (stream.documents, stream.words, stream.domain) == (2, 8, "d")
-        assert stream.bytes == sum(len(text.encode()) for text in documents)
-        # A quoted end-of-text is no end: one in front, one behind each document.
-        assert (stream.tokens == end).sum() == 3
-        assert stream.tokens[[0, -1]].tolist() == [end, end]
+    names = [str(tmp_path / name) for name in ("plain.jsonl", "rows.jsonl.gz", "rows.jsonl.xz")]
+    found = read_texts(names, loaded)
+    assert [text.text for text in found] == names
+    assert capsys.readouterr().err == f"{names[0]}: skipped 1 rows (1 invalid JSON)\n"
+    end = loaded.tokenizer.eos_token_id
+    for text in found:
+        assert text.tokens.tolist() == found[0].tokens.tolist()
+        assert (text.documents, text.words, text.domain) == (2, 8, "d")
+        assert text.bytes == sum(len(document.encode()) for document in documents)
+        # A quoted end-of-text ends nothing: there is one in front, and one after each document.
+        assert (text.tokens == end).sum() == 3
+        assert text.tokens[[0, -1]].tolist() == [end, end]
     (tmp_path / "a.txt").write_text("one two")
-    folder = from_files(str(tmp_path), opened.tokenizer, say=said.append)
-    assert {s.domain for s in folder} == {"a", "d"}
+    assert {text.domain for text in read_texts([str(tmp_path)], loaded)} == {"a", "d"}
 
 
-def test_a_cut_text_counts_what_is_left(opened: LoadedModel, tmp_path: Path) -> None:
+def test_a_cut_text_counts_what_is_left(loaded: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three four five six")
-    whole = from_files(str(tmp_path / "a.txt"), opened.tokenizer)[0]
-    cut = from_files(str(tmp_path / "a.txt"), opened.tokenizer, most=4)[0]
+    (whole,) = read_texts([str(tmp_path / "a.txt")], loaded)
+    (cut,) = read_texts([str(tmp_path / "a.txt")], loaded, limit=4)
     assert cut.tokens.tolist() == whole.tokens[:5].tolist()
-    text = opened.tokenizer.decode(cut.tokens[1:])
+    text = loaded.tokenizer.decode(cut.tokens[1:])
     assert (cut.words, cut.bytes) == (len(text.split()), len(text.encode()))
 
 
@@ -139,22 +135,27 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer() -> None:
     assert pairs.bits_per_byte == pytest.approx(8)
 
 
-@pytest.mark.parametrize(("content", "message"), [("", "holds no document"), ("  \n", "holds no document")])
-def test_empty_texts_are_refused(opened: LoadedModel, tmp_path: Path, content: str, message: str) -> None:
+@pytest.mark.parametrize("content", ["", "  \n"])
+def test_empty_texts_are_refused(loaded: LoadedModel, tmp_path: Path, content: str) -> None:
     (tmp_path / "empty.txt").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        from_files(str(tmp_path / "empty.txt"), opened.tokenizer, say=lambda text: None)
+    with pytest.raises(ValueError, match=r"empty\.txt must hold a document"):
+        read_texts([str(tmp_path / "empty.txt")], loaded)
 
 
-def test_a_single_token_is_no_text(opened: LoadedModel, tmp_path: Path) -> None:
+def test_a_single_token_is_no_text(loaded: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("one")
     with pytest.raises(ValueError, match="at least two tokens"):
-        from_files(str(tmp_path / "short.txt"), opened.tokenizer, most=1)
+        read_texts([str(tmp_path / "short.txt")], loaded, limit=1)
 
 
-def test_windows_stay_within_the_model(opened: LoadedModel) -> None:
-    assert window_length(opened, 64, 16) == (64, 16)
+def test_windows_are_as_trained_and_stay_within_the_model(run: Path, tmp_path: Path) -> None:
+    def lengths(**options: int) -> tuple[int, int]:
+        found = evaluate(Plan(model=run, out=tmp_path, tokens=70, **options)).evaluation
+        return found.length, found.stride
+
+    assert lengths() == (32, 32)
+    assert lengths(length=64, stride=16) == (64, 16)
     with pytest.raises(ValueError, match="at most the model's 64, got 65"):
-        window_length(opened, 65)
-    with pytest.raises(ValueError, match="stride must be at most"):
-        window_length(opened, 16, 17)
+        lengths(length=65)
+    with pytest.raises(ValueError, match="stride must be at most the length of a window, 16, got 17"):
+        lengths(length=16, stride=17)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from grmoe.analyze import token_types
 from grmoe.probe.pieces import Pieces
+from grmoe.probe.token_types import token_types
 from grmoe.probe.words import (
     AUXILIARIES,
     CONJUNCTIONS,
@@ -26,7 +26,7 @@ SHORT |= {"common noun": "n", "other": "_"}
 
 
 def typed(text: str) -> str:
-    """One letter for each word, number, sign or run of spaces longer than one."""
+    """One letter per word, number, sign or run of several spaces."""
     spans = [m.span() for m in re.finditer(r"\w+(?:['’]\w+)?|[^\w\s]|\n| {2,}", text)]
     return "".join(SHORT[TYPES[k]] for k in token_types(text, spans))
 

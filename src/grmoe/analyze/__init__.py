@@ -1,7 +1,11 @@
-"""What each expert does: the paper's token-level study for any router (`grmoe analyze`)."""
+"""What each expert does (`grmoe analyze`): the paper's token-level study, for any router.
 
-from grmoe.analyze.results import Analysis
-from grmoe.analyze.study import analyze
-from grmoe.probe.token_types import token_types
+`study` routes a text, `tally` counts, `statistics` and `layers` turn counts into figures, `results` holds them,
+`figures` and `report` show and save them.
+"""
 
-__all__ = ["Analysis", "analyze", "token_types"]
+from grmoe.analyze.report import save, show
+from grmoe.analyze.results import Analysis, Result
+from grmoe.analyze.study import Plan, analyze, run
+
+__all__ = ["Analysis", "Plan", "Result", "analyze", "run", "save", "show"]

@@ -1,65 +1,143 @@
-"""An analysis in words: tables for the terminal, and all of it as Markdown."""
+"""An analysis in words and tables: for the terminal, and all of it as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from rich.table import Table
-
-from grmoe.analyze.figures import correlation_text
-from grmoe.analyze.results import Analysis
+from grmoe.analyze.figures import correlation_text, draw
+from grmoe.analyze.results import Analysis, Layer, Result
 from grmoe.analyze.statistics import Information
+from grmoe.files import write_file
+from grmoe.runs.results import plain, save_results
+from grmoe.tables import Table
+
+DIGITS = 6  # significant, of every number in results.json
 
 CAPTIONS = {
     "types": "Experts and types: of an expert's tokens (left), of a type's tokens (right).",
     "entropy": "Entropy of the gate over the tokens of each type.",
     "kappa": "κ of each expert against the entropy of its tokens' types.",
-    "domains": "Of a domain's tokens, the share of each expert.",
+    "domains": "Share of a domain's tokens that each expert leads.",
     "overlap": "How much experts share.",
     "training": "Load of each expert over training.",
 }
 NOTE = (
-    "I(expert; type) in nats is read against two baselines: types shuffled over tokens (chance), and a random expert "
-    "for each distinct token (a router that tells tokens apart and knows nothing of types). Only what lies above the "
-    "second is specialisation on types. p: share of the draws that reach the value."
+    "Compare I(expert; type), in nats, with two baselines: types shuffled over tokens (chance), and a random expert "
+    "for each distinct token (a router that tells tokens apart and knows nothing about types). Only what lies above "
+    "the second is specialisation on types. p: share of the draws that reach the value."
 )
 
-Rows = tuple[list[str], list[list[str]]]
+
+def show(result: Result) -> Iterator[Table | str]:
+    """What to print: one row per layer, the token types, and the correlation with κ."""
+    analysis = result.analysis
+    yield layer_table(analysis)
+    layers = analysis.layers
+    if len(layers) > 4:  # too wide for a terminal: analysis.md has the others
+        layers = [layers[i] for i in (0, len(layers) // 2, -1)]
+    yield type_table(analysis, layers)
+    yield correlation_line(analysis)
 
 
-def layer_rows(analysis: Analysis) -> Rows:
-    """One line a layer."""
-    heading = [
-        "layer",
-        "α",
-        "H",
-        "load min–max",
-        "experts a token",
-        "κ min–max",
-        "I(expert; type)",
-        "shuffled",
-    ]
-    heading += ["by token", "p by token", "r(κ, type entropy)"]
-    rows = []
+def save(result: Result, out: Path) -> dict[str, Path]:
+    """Write OUT/results.json, the figures and analysis.md."""
+    numbers = save_results(result.loaded, "analysis", plain(result.analysis, DIGITS), out)
+    figures = draw(result.analysis, out)
+    write_file(out / "analysis.md", markdown(result, figures).encode())
+    return {"Numbers": numbers, "Report": out / "analysis.md"}
+
+
+def layer_table(analysis: Analysis) -> Table:
+    """One row per layer."""
+    headings = ["layer", "α", "H", "load min–max", "leading min–max", "experts per token", "κ min–max"]
+    headings += ["I(expert; type)", "shuffled", "by token", "p by token", "r(κ, type entropy)"]
+    table = Table("Layers", headings)
     for layer in analysis.layers:
-        work = sum(e * n for e, n in zip(layer.experts_per_token, analysis.type_tokens, strict=True) if e)
-        kappa = "–" if layer.kappa is None else f"{min(layer.kappa):.2f}–{max(layer.kappa):.2f}"
-        found = layer.information
-        rows.append(
-            [
-                str(layer.layer),
-                f"{layer.alpha:g}",
-                f"{layer.entropy:.3f}",
-                f"{min(layer.load):.3f}–{max(layer.load):.3f}",
-                f"{work / max(1, layer.tokens):.2f}",
-                kappa,
-                *_information(found),
-                "–" if layer.kappa_correlation is None else correlation_text(layer.kappa_correlation),
-            ]
+        correlation = layer.kappa_correlation
+        table.add(
+            str(layer.layer),
+            f"{layer.alpha:g}",
+            _number(layer.entropy),
+            _range(layer.load, 3),
+            _range(layer.leading_load, 3),
+            f"{sum(share or 0.0 for share in layer.load):.2f}",
+            "–" if layer.kappa is None else _range(layer.kappa, 2),
+            *_information(layer.information),
+            "–" if correlation is None else correlation_text(correlation),
         )
-    return heading, rows
+    return table
+
+
+def type_table(analysis: Analysis, layers: Sequence[Layer]) -> Table:
+    """One row per type: its tokens, and for each layer the entropy of the gate and the expert that leads most."""
+    headings = ["type", "tokens", "share"]
+    for layer in layers:
+        headings += [f"H, layer {layer.layer}", f"most by, layer {layer.layer}"]
+    table = Table("Token types", headings)
+    for k, (name, n) in enumerate(zip(analysis.types, analysis.type_tokens, strict=True)):
+        cells = [name, f"{n:,}", f"{n / analysis.tokens:.1%}"]
+        for layer in layers:
+            share, expert = max((row[k] or 0.0, expert) for expert, row in enumerate(layer.of_type))
+            cells += [_number(layer.type_entropy[k]), f"expert {expert}: {share:.0%}" if n else "–"]
+        table.add(*cells)
+    return table
+
+
+def expert_table(analysis: Analysis, layer: Layer) -> Table:
+    """One row per expert: κ, loads, the types of the tokens it leads and their entropy."""
+    headings = ["expert", "κ", "load", "leading", "gate", "tokens led", *analysis.types, "type entropy"]
+    table = Table(f"Layer {layer.layer}", headings)
+    for expert, of_expert in enumerate(layer.of_expert):
+        table.add(
+            str(expert),
+            _number(layer.kappa[expert]) if layer.kappa else "–",
+            _number(layer.load[expert]),
+            _number(layer.leading_load[expert]),
+            _number(layer.gate_load[expert]),
+            f"{layer.expert_tokens[expert]:,}",
+            *("–" if share is None else f"{share:.1%}" for share in of_expert),
+            _number(layer.expert_type_entropy[expert]),
+        )
+    return table
+
+
+def correlation_line(analysis: Analysis) -> str:
+    """κ against the entropy of an expert's types, beside the paper's number."""
+    if analysis.kappa_correlation is None:
+        return f"The {analysis.router} router has no κ to compare with the entropy of an expert's types."
+    pooled, within = analysis.kappa_correlation, analysis.kappa_correlation_within
+    return (
+        f"κ against the entropy of an expert's types: {correlation_text(pooled)} over the experts of all layers; "
+        f"{correlation_text(within)} within layers. Paper: r = -0.87, without an interval."
+    )
+
+
+def markdown(result: Result, figures: dict[str, Path]) -> str:
+    """All tables, and the figures beside the file."""
+    analysis, loaded = result.analysis, result.loaded
+    step = "" if loaded.step is None else f", step {loaded.step}"
+    parts = [
+        f"# What the experts of {loaded.path.name} do",
+        f"Router {analysis.router}{step}; {analysis.tokens:,} tokens of {analysis.text} in windows of "
+        f"{analysis.sequence_length}; {len(analysis.layers)} MoE layers with {analysis.experts} experts each.",
+        correlation_line(analysis),
+        NOTE,
+    ]
+    for table in (layer_table(analysis), type_table(analysis, analysis.layers)):
+        parts += [f"## {table.title}", table.markdown()]
+    for layer in analysis.layers:
+        table = expert_table(analysis, layer)
+        parts += [f"## {table.title}", table.markdown()]
+        if layer.domain_information is not None:
+            value, shuffled, by_token, p = _information(layer.domain_information)
+            parts.append(f"I(expert; domain) = {value}; shuffled {shuffled}, by token {by_token} (p = {p}).")
+        if layer.dropped:
+            parts.append(f"{layer.dropped:,} tokens had no expert.")
+    parts.append("## Figures")
+    for name, figure in figures.items():
+        parts += [CAPTIONS[name], f"![{CAPTIONS[name]}]({figure.name})"]
+    return "\n\n".join(parts) + "\n"
 
 
 def _information(found: Information | None) -> list[str]:
@@ -69,115 +147,10 @@ def _information(found: Information | None) -> list[str]:
     return [*(f"{value:.4f}" for value in values), f"{found.by_token_p:.3f}"]
 
 
-def type_rows(analysis: Analysis) -> Rows:
-    """One line a type: how often, and per layer its entropy and the expert that has most of it."""
-    heading = ["type", "tokens", "share"]
-    for layer in analysis.layers:
-        heading += [f"H, layer {layer.layer}", f"most by, layer {layer.layer}"]
-    rows = []
-    for k, (name, n) in enumerate(zip(analysis.types, analysis.type_tokens, strict=True)):
-        row = [name, f"{n:,}", f"{n / analysis.tokens:.1%}"]
-        for layer in analysis.layers:
-            column = [(share[k] or 0.0, expert) for expert, share in enumerate(layer.of_type)]
-            share, expert = max(column)
-            row += [_number(layer.type_entropy[k]), f"expert {expert}: {share:.0%}" if n else "–"]
-        rows.append(row)
-    return heading, rows
-
-
-def correlation_lines(analysis: Analysis) -> list[str]:
-    """κ against the entropy of an expert's types, beside the paper's number."""
-    if analysis.kappa_correlation is None:
-        return [f"The {analysis.router} router has no κ to compare with the entropy of an expert's types."]
-    pooled, within = analysis.kappa_correlation, analysis.kappa_correlation_within
-    return [
-        f"κ against the entropy of an expert's types: {correlation_text(pooled)} over experts of all layers; "
-        f"{correlation_text(within)} within layers. Paper: r = -0.87, without an interval."
-    ]
-
-
-def rich_tables(analysis: Analysis) -> list[Table]:
-    """For the terminal: a line a layer, and types where there are few enough layers for the width."""
-    few = len(analysis.layers) <= 4
-    types = type_rows(analysis)
-    if not few:  # the first, middle and last layer stand for the rest, which analysis.md has
-        shown = sorted({0, len(analysis.layers) // 2, len(analysis.layers) - 1})
-        keep = [0, 1, 2, *(3 + 2 * i + j for i in shown for j in (0, 1))]
-        types = [types[0][c] for c in keep], [[row[c] for c in keep] for row in types[1]]
-    return [_rich("Layers", layer_rows(analysis)), _rich("Token types", types)]
-
-
-def _rich(title: str, content: Rows) -> Table:
-    table = Table(title=title, title_justify="left")
-    for i, heading in enumerate(content[0]):
-        table.add_column(heading, justify="left" if i == 0 else "right")
-    for row in content[1]:
-        table.add_row(*row)
-    return table
-
-
-def write_markdown(analysis: Analysis, figures: dict[str, Path], path: Path) -> None:
-    """All tables and the figures beside them."""
-    step = "" if analysis.step is None else f", step {analysis.step}"
-    lines = [
-        f"# What the experts of {Path(analysis.model).name} do",
-        "",
-        f"Router {analysis.router}{step}; {analysis.tokens:,} tokens of {analysis.text} in windows of "
-        f"{analysis.sequence_length}; {len(analysis.layers)} MoE layers of {analysis.experts} experts.",
-        "",
-        *correlation_lines(analysis),
-        "",
-        NOTE,
-        "",
-        "## Layers",
-        "",
-        *_markdown(layer_rows(analysis)),
-        "",
-        "## Token types",
-        "",
-        *_markdown(type_rows(analysis)),
-    ]
-    for number, layer in enumerate(analysis.layers):
-        lines += ["", f"## Layer {layer.layer}", "", *_markdown(_expert_rows(analysis, number))]
-        found = layer.domain_information
-        if found is not None:
-            value, shuffled, by_token, p = _information(found)
-            lines += ["", f"I(expert; domain) = {value}; shuffled {shuffled}, by token {by_token} (p = {p})."]
-        if layer.dropped:
-            lines += ["", f"{layer.dropped:,} tokens had no expert."]
-    lines += ["", "## Figures"]
-    for name, figure in figures.items():
-        lines += ["", CAPTIONS[name], "", f"![{CAPTIONS[name]}]({figure.name})"]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _expert_rows(analysis: Analysis, number: int) -> Rows:
-    """One line an expert: κ, load, the types of its tokens and their entropy."""
-    layer = analysis.layers[number]
-    heading = ["expert", "κ", "tokens", "load", "gate", *analysis.types, "type entropy"]
-    rows = []
-    for expert, share in enumerate(layer.of_expert):
-        rows.append(
-            [
-                str(expert),
-                "–" if layer.kappa is None else f"{layer.kappa[expert]:.3f}",
-                f"{layer.expert_tokens[expert]:,}",
-                f"{layer.load[expert]:.3f}",
-                f"{layer.gate_load[expert]:.3f}",
-                *("–" if value is None else f"{value:.1%}" for value in share),
-                _number(layer.expert_type_entropy[expert]),
-            ]
-        )
-    return heading, rows
-
-
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _markdown(content: Rows) -> list[str]:
-    def line(cells: Sequence[Any]) -> str:
-        return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
-
-    rules = ["---", *["---:"] * (len(content[0]) - 1)]
-    return [line(content[0]), line(rules), *map(line, content[1])]
+def _range(values: Sequence[float | None], digits: int) -> str:
+    known = [value for value in values if value is not None]
+    return f"{min(known):.{digits}f}–{max(known):.{digits}f}" if known else "–"

@@ -1,11 +1,12 @@
 """The token-level study of a model (paper, sections "Token-Level Routing Analysis", "Learned Concentration Values").
 
-Legend: T tokens, B windows of a batch, S tokens of a window, L MoE layers, N experts.
+Legend: T tokens, B windows per batch, S tokens per window, N experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,114 +14,110 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-import grmoe
-from grmoe.analyze.layers import LEAST_TOKENS, describe
-from grmoe.analyze.record import LayerTally, leading_expert, recorded
-from grmoe.analyze.results import FORMAT, Analysis, Excerpt, Layer, Training
-from grmoe.analyze.source import Prepared, Stream, Texts, Window, starts, windows
+from grmoe.analyze.layers import LEAST_TOKENS, describe_layer
+from grmoe.analyze.results import Analysis, Excerpt, Layer, Result, Training
 from grmoe.analyze.statistics import Correlation, pearson
-from grmoe.checks import positive_int, require
+from grmoe.analyze.tally import LayerTally
+from grmoe.checks import positive_int
 from grmoe.probe.pieces import Pieces
+from grmoe.probe.routing import leading_expert, recorded
+from grmoe.probe.text import VALIDATION, open_stream
+from grmoe.probe.typed_windows import TypedWindow, covering_starts, typed_windows
+from grmoe.probe.windows import batch_rows, window_length
 from grmoe.probe.words import TYPES
 from grmoe.routing import Routing, routers
-from grmoe.runs.folder import CONFIG, read_log, saved_config
-from grmoe.runs.open import LoadedModel
+from grmoe.runs.folder import read_log
+from grmoe.runs.open import LoadedModel, open_model
+from grmoe.terminal import Progress, silent
 
-BATCH = 8192  # tokens of a forward pass
 EXCERPTS, EXCERPT_TOKENS = 4, 96
-MOST_NUMBERS = 200_000  # of an excerpt's probabilities, all layers and experts
-MOST_STEPS = 400  # of the log
-SEED = 0  # of the baselines' draws
+MAX_PROBS = 200_000  # numbers in all excerpts, over all layers and experts
+MAX_STEPS = 400  # logged steps
+SEED = 0  # for the draws of the baselines
 
-Watch = Callable[[str, int, int], None]
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to analyse."""
+
+    model: Path
+    """Folder of a run or of an exported model."""
+    texts: Sequence[str] = ()
+    """As `grmoe.probe.text` names them. Empty: the text a run was validated on."""
+    tokens: int = 50_000
+    """Rounded up to whole windows."""
+    alpha: float | None = None
+    """None: as saved with the model."""
+    checkpoint: str = "best"
+
+
+def run(plan: Plan, progress: Progress = silent) -> Result:
+    """`grmoe analyze`: open a model and analyse it."""
+    loaded = open_model(plan.model, plan.checkpoint, plan.alpha)
+    return Result(loaded, analyze(loaded, plan.texts, plan.tokens, progress))
 
 
 def analyze(
-    opened: LoadedModel,
+    loaded: LoadedModel,
     texts: Sequence[str | Path] = (),
     tokens: int = 50_000,
-    watch: Watch = lambda _label, _step, _steps: None,
+    progress: Progress = silent,
 ) -> Analysis:
     """Route `tokens` tokens through a model and describe what its routers did. Deterministic.
 
-    texts: files to read in place of the text a run was validated on. watch: hears (label, step, steps).
+    texts: files to read instead of the text a run was validated on.
     """
-    positive_int("tokens", tokens)
-    model, found = opened.model, routers(opened.model)
-    if texts:
-        stream: Stream = Texts(texts, opened.tokenizer, tokens)
-    else:
-        stream = Prepared(opened.held_out())
-    length = sequence_length(opened)
-    pieces = Pieces(opened.tokenizer)
-    steps = len(starts(stream.tokens, tokens, length))
-    tallies = [LayerTally.empty(r.num_experts, len(TYPES), len(stream.names)) for r in found]
-    kept: list[Window] = []
-    top1: list[list[NDArray[np.int64]]] = [[] for _ in found]
+    model, found = loaded.model, routers(loaded.model)
+    stream = open_stream([str(text) for text in texts], loaded, positive_int("tokens", tokens))
+    length, pieces = window_length(loaded), Pieces(loaded.tokenizer)
+    starts = covering_starts(stream.tokens, tokens, length)
+    windows = list(typed_windows(stream, pieces, starts, length))
+    shown = {i * len(windows) // EXCERPTS for i in range(EXCERPTS)}  # spread evenly, the first among them
+    tallies = [LayerTally.empty(r.num_experts, len(TYPES), len(stream.domain_names)) for r in found]
+    leading: list[list[NDArray[np.int64]]] = [[] for _ in found]
     excerpts: list[Excerpt] = []
-    with recorded(model) as seen:
-        for batch in _batches(windows(stream, pieces, tokens, length), max(1, BATCH // length)):
-            seen.clear()
-            _forward(opened, batch)
-            groups = [
-                torch.from_numpy(_joined(part)).to(model.device)
-                for part in ([w.types_S for w in batch], [w.domains_S for w in batch])
-            ]
-            for tally, routing, leading in zip(tallies, seen, top1, strict=True):
-                leading.append(tally.add(routing, groups[0], groups[1]).cpu().numpy())
-            for place, window in enumerate(batch, len(kept)):
-                if (
-                    place * EXCERPTS // steps != (place - 1) * EXCERPTS // steps
-                ):  # evenly, the first among them
-                    excerpts.append(_excerpt(window, seen, place - len(kept), pieces, stream))
-            kept += batch
-            watch("routing", len(kept), steps)
-    types_T, domains_T = _joined([w.types_S for w in kept]), _joined([w.domains_S for w in kept])
-    _, ids_T = np.unique(_joined([w.ids_S for w in kept]), return_inverse=True)
+    for batch, seen in _route(loaded, windows, progress):
+        groups = [torch.from_numpy(group_T).to(model.device) for group_T in _groups(batch.values())]
+        for tally, routing, parts in zip(tallies, seen, leading, strict=True):
+            parts.append(tally.add(routing, *groups).cpu().numpy())
+        for row, (number, window) in enumerate(batch.items()):
+            if number in shown:
+                excerpts.append(_excerpt(window, seen, row, pieces, stream.domain_names))
+    types_T, domains_T = _groups(windows)
+    _, ids_T = np.unique(np.concatenate([w.ids_S for w in windows]), return_inverse=True)
     generator = np.random.default_rng(SEED)
     layers = []
     for number, (router, tally) in enumerate(zip(found, tallies, strict=True)):
-        place = model.config.moe_layers[number]
-        leading_T = np.concatenate(top1[number])
-        layers.append(describe(place, router, tally, leading_T, types_T, domains_T, ids_T, generator))
-        watch("statistics", number + 1, len(found))
+        place, leading_T = model.config.moe_layers[number], np.concatenate(leading[number])
+        layers.append(describe_layer(place, router, tally, leading_T, types_T, domains_T, ids_T, generator))
+        progress("statistics", number + 1, len(found))
     pooled, within = kappa_correlations(layers)
     return Analysis(
-        format=FORMAT,
-        grmoe=grmoe.__version__,
-        model=str(opened.path),
         router=model.config.router,
-        step=opened.step,
-        text=", ".join(map(str, texts)) or f"{opened.held_out().folder} (validation)",
+        text=", ".join(map(str, texts)) or f"{loaded.held_out().folder} ({VALIDATION})",
         tokens=len(types_T),
         sequence_length=length,
         experts=found[0].num_experts,
         types=list(TYPES),
         type_tokens=np.bincount(types_T, minlength=len(TYPES)).tolist(),
-        domains=stream.names,
-        domain_tokens=np.bincount(domains_T, minlength=len(stream.names)).tolist(),
+        domains=stream.domain_names,
+        domain_tokens=np.bincount(domains_T, minlength=len(stream.domain_names)).tolist(),
         least_tokens=LEAST_TOKENS,
         layers=layers,
         kappa_correlation=pooled,
         kappa_correlation_within=within,
-        training=over_training(opened.path, len(found)),
+        training=over_training(loaded.path, len(found)),
         excerpts=excerpts,
     )
 
 
-def sequence_length(opened: LoadedModel) -> int:
-    """As trained; of an exported folder the model's longest."""
-    longest: int = opened.model.config.max_position_embeddings
-    if (opened.path / CONFIG).is_file():
-        return saved_config(opened.path).data.sequence_length or longest
-    return longest
-
-
 def kappa_correlations(layers: Sequence[Layer]) -> tuple[Correlation | None, Correlation | None]:
-    """κ_e against the entropy of expert e's types (appendix: r = −0.87): over all experts, and within layers.
+    """κ of each expert against the entropy of its types (appendix: r = −0.87): over all experts, and within layers.
 
-    Layers differ in both, which alone correlates them; within layers that is taken off.
+    Layers differ in both, and that alone correlates them. Within layers that difference is taken off.
     """
+    if all(layer.kappa is None for layer in layers):
+        return None, None
     points = [
         (kappa, spread, layer.layer)
         for layer in layers
@@ -129,67 +126,65 @@ def kappa_correlations(layers: Sequence[Layer]) -> tuple[Correlation | None, Cor
         )
         if n >= LEAST_TOKENS and spread is not None
     ]
-    if all(layer.kappa is None for layer in layers):
-        return None, None
     kappa, spread, place = np.array(points, dtype=float).reshape(-1, 3).T
     return pearson(kappa, spread), pearson(kappa, spread, place.astype(np.int64))
 
 
 def over_training(folder: Path, layers: int) -> Training | None:
-    """Load, entropy and the range of κ at the logged steps of a run; None for anything else."""
+    """Load, entropy and the range of κ at the logged steps of a run. None for an exported model."""
     lines = [line for line in read_log(folder) if line["kind"] == "train"]
     if not lines:
         return None
-    lines = lines[:: -(-len(lines) // MOST_STEPS)]
+    lines = lines[:: -(-len(lines) // MAX_STEPS)]
 
     def series(key: str) -> Any:
         return [[line["layers"][i].get(key) for line in lines] for i in range(layers)]
 
     has_kappa = lines[0]["layers"][0].get("kappa_min") is not None
     return Training(
-        [line["step"] for line in lines],
-        series("load"),
-        series("entropy"),
-        series("kappa_min") if has_kappa else None,
-        series("kappa_max") if has_kappa else None,
+        steps=[line["step"] for line in lines],
+        load=series("load"),
+        entropy=series("entropy"),
+        kappa_min=series("kappa_min") if has_kappa else None,
+        kappa_max=series("kappa_max") if has_kappa else None,
     )
-
-
-def _joined(parts: list[NDArray[Any]]) -> NDArray[np.int64]:
-    return np.concatenate(parts).astype(np.int64)
-
-
-def _batches(found: Iterator[Window], size: int) -> Iterator[list[Window]]:
-    batch: list[Window] = []
-    for window in found:
-        batch.append(window)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 @torch.no_grad()
-def _forward(opened: LoadedModel, batch: list[Window]) -> None:
-    ids_BS = torch.from_numpy(np.stack([w.ids_S for w in batch])).to(opened.model.device)
-    size = opened.model.config.vocab_size
-    require(
-        int(ids_BS.max()) < size, f"token {int(ids_BS.max())} is outside the model's vocabulary of {size}"
-    )
-    opened.model.model(input_ids=ids_BS, use_cache=False)  # without the head: its logits are not looked at
+def _route(
+    loaded: LoadedModel, windows: Sequence[TypedWindow], progress: Progress
+) -> Iterator[tuple[dict[int, TypedWindow], list[Routing]]]:
+    """Run windows in batches. Yield each batch, by number of the window, and the routing of every MoE layer."""
+    model = loaded.model
+    size = batch_rows(len(windows[0].ids_S), model.device)
+    with recorded(model) as seen:
+        for first in range(0, len(windows), size):
+            batch = dict(enumerate(windows[first : first + size], first))
+            ids_BS = torch.from_numpy(np.stack([window.ids_S for window in batch.values()]))
+            seen.clear()
+            model.model(input_ids=ids_BS.to(model.device), use_cache=False)  # nobody reads the head's logits
+            yield batch, seen
+            progress("routing", first + len(batch), len(windows))
 
 
-def _excerpt(window: Window, seen: list[Routing], row: int, pieces: Pieces, stream: Stream) -> Excerpt:
-    """The first tokens of a window, fewer where a model has many layers and experts."""
+def _groups(windows: Iterable[TypedWindow]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The type and the domain of every token, (T,) each."""
+    types, domains = zip(*((window.types_S, window.domains_S) for window in windows), strict=True)
+    return np.concatenate(types).astype(np.int64), np.concatenate(domains)
+
+
+def _excerpt(
+    window: TypedWindow, seen: Sequence[Routing], row: int, pieces: Pieces, domain_names: Sequence[str]
+) -> Excerpt:
+    """The first tokens of a window, fewer if the model has many layers and experts."""
     numbers = sum(routing.probs.shape[-1] for routing in seen)
-    most = max(1, min(EXCERPT_TOKENS, MOST_NUMBERS // (EXCERPTS * numbers)))
+    stop = max(1, min(EXCERPT_TOKENS, MAX_PROBS // (EXCERPTS * numbers)))
     return Excerpt(
-        pieces=pieces.show(window.ids_S[:most]),
-        types=window.types_S[:most].tolist(),
-        domain=stream.names[int(window.domains_S[0])],
-        experts=[leading_expert(routing)[row, :most].tolist() for routing in seen],
+        pieces=pieces.show(window.ids_S[:stop]),
+        types=window.types_S[:stop].tolist(),
+        domain=domain_names[int(window.domains_S[0])],
+        experts=[leading_expert(routing)[row, :stop].tolist() for routing in seen],
         probs=[
-            [[round(p, 3) for p in token] for token in routing.probs[row, :most].tolist()] for routing in seen
+            [[round(p, 3) for p in token] for token in routing.probs[row, :stop].tolist()] for routing in seen
         ],
     )

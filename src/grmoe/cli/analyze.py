@@ -8,15 +8,18 @@ from typing import Annotated
 import typer
 
 from grmoe.cli.options import Checkpoint, RoutedText
-from grmoe.terminal import console, need, progress
+from grmoe.cli.shell import shell
+from grmoe.terminal import console, say, say_written, show_progress
 
 
 def analyze(
-    model: Annotated[Path, typer.Argument(help="Folder of `grmoe train` or of `grmoe export`.")],
+    model: Annotated[Path, typer.Argument(help="Folder of `grmoe train` or `grmoe export`.")],
     text: RoutedText = None,
-    tokens: Annotated[int, typer.Option(min=1, help="How many, rounded up to whole windows.")] = 50_000,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to route, rounded up to whole windows.")
+    ] = 50_000,
     alpha: Annotated[
-        float | None, typer.Option(min=0, help="The dial.", show_default="as saved with the model")
+        float | None, typer.Option(help="Setting of the dial.", show_default="as saved with the model")
     ] = None,
     checkpoint: Checkpoint = "best",
     out: Annotated[
@@ -28,19 +31,21 @@ def analyze(
         ),
     ] = None,
 ) -> None:
-    """Look at what each expert does: token types, domains, entropy, concentration, overlap, load over training.
+    """Show what each expert does: token types, domains, entropy, concentration, overlap, load over training.
 
     Works for every router. Specialisation is shown beside what chance and a hash of the tokens would give.
 
     Example: [bold]grmoe analyze runs/first --tokens 50000[/]
     """
-    need("transformers", "yaml", extra="lm")
-    need("scipy", "matplotlib")
-    from grmoe.analyze.command import run
-    from grmoe.runs.folder import results_folder
+    with shell("lm", "studies"):
+        from grmoe.analyze import Plan, run, save, show
+        from grmoe.runs.results import results_folder
 
-    place = out or results_folder(model, "analysis")
-    with progress() as bar:
-        written = run(model, text or [], tokens, alpha, checkpoint, place, bar)
-    for part in written:
-        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+        plan = Plan(model=model, texts=text or [], tokens=tokens, alpha=alpha, checkpoint=checkpoint)
+        with show_progress() as progress:
+            result = run(plan, progress)
+            progress("drawing", 0, 1)
+            written = save(result, out or results_folder(model, "analysis"))
+        for part in show(result):
+            say(part) if isinstance(part, str) else console.print(part)
+        say_written(**written)

@@ -1,16 +1,19 @@
 """lm-evaluation-harness tasks, from local files or the hub, through its own Python interface.
 
-For a local file we write a task of a few lines: the stock task with its data replaced. Prompts, scoring and metrics
-are the harness's, and so are the numbers.
+A local file becomes a short task file: the stock task with its data replaced. Prompts, scoring and metrics stay the
+harness's, and so do the numbers.
 """
 
 from __future__ import annotations
 
 import difflib
+import io
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,12 @@ import yaml
 
 from grmoe.checks import require
 from grmoe.model import GrmoeForCausalLM
+from grmoe.terminal import Progress, silent
 
 
 @dataclass(frozen=True)
 class Stock:
-    """A task of the harness: its file there, and which of its splits are for what."""
+    """A task of the harness: its file there, and what it uses each of its splits for."""
 
     path: str
     training: str | None
@@ -54,10 +58,10 @@ _NAME = re.compile(
 def find_files(folder: Path) -> dict[str, dict[str, Path]]:
     """{task: {split: file}} of the files TASK_SPLIT.jsonl (also .gz, .xz, .zst) in `folder`.
 
-    SPLIT is train, val, valid, validation, dev or test; without one it is the split the stock task evaluates. Tasks of
-    which there are training rows alone are left out.
+    SPLIT is train, val, valid, validation, dev or test. A name without one is the split that the stock task evaluates.
+    A task with training rows only is left out.
     """
-    require(folder.is_dir(), f"there is no folder {folder} to take tasks from")
+    require(folder.is_dir(), f"tasks_from must be a folder, got {folder}")
     found: dict[str, dict[str, Path]] = {}
     for path in sorted(folder.iterdir()):
         match = _NAME.fullmatch(path.name.lower())
@@ -73,12 +77,12 @@ def find_files(folder: Path) -> dict[str, dict[str, Path]]:
     return {task: files for task, files in found.items() if set(files) != {"train"}}
 
 
-def describe(task: str, files: dict[str, Path], stock_folder: Path) -> dict[str, Any]:
+def task_config(task: str, files: dict[str, Path], stock_folder: Path) -> dict[str, Any]:
     """The stock task with its data replaced.
 
-    Where there are training rows, examples for few-shot prompts come from them, as in the stock task. Where there are
-    none, they come from the rows evaluated, never the one being asked: the harness leaves it out if the split of the
-    examples is the test split, so that is what we call it.
+    Few-shot examples come from the training rows, as in the stock task. Without training rows they come from the
+    evaluated rows, but never from the row being asked: the harness leaves that row out if the examples come from the
+    test split, so we call the evaluated split "test_split".
     """
     stock = STOCK[task]
     config: dict[str, Any] = {
@@ -100,10 +104,10 @@ def describe(task: str, files: dict[str, Path], stock_folder: Path) -> dict[str,
     }
 
 
-def specify(tasks: Sequence[str], folder: Path | None, out: Path) -> list[str]:
-    """What the harness is to load: YAML files for what is local or known, names for the rest.
+def task_specs(tasks: Sequence[str], folder: Path | None, out: Path) -> list[str]:
+    """What the harness loads: YAML files for local and known tasks, names for the others.
 
-    Tasks made from local files are written to `out`, where the harness's own command finds them (--include_path).
+    Tasks made from local files are written to `out`. The harness's own command finds them there (--include_path).
     """
     import lm_eval.tasks
 
@@ -111,19 +115,19 @@ def specify(tasks: Sequence[str], folder: Path | None, out: Path) -> list[str]:
     found = {} if folder is None else find_files(folder)
     if folder is not None and not tasks:
         known = ", ".join(STOCK)
-        require(bool(found), f"{folder} holds no TASK_SPLIT.jsonl (also .gz, .xz, .zst) of the tasks {known}")
+        require(bool(found), f"{folder} must hold TASK_SPLIT.jsonl (also .gz, .xz, .zst) of one of {known}")
     specs = []
     for given in dict.fromkeys(tasks or found):
         name = ALIASES.get(given, given)
         if given.endswith((".yaml", ".yml")):
-            require(Path(given).is_file(), f"there is no task file {given}")
+            require(Path(given).is_file(), f"task must be a file that exists, got {given}")
             specs.append(str(Path(given).resolve()))
         elif folder is not None:
             held = ", ".join(found) or "none"
-            require(name in found, f"task {given} is not among those of {folder}: {held}")
+            require(name in found, f"task must be one that {folder} holds ({held}), got {given}")
             out.mkdir(parents=True, exist_ok=True)
             path = out / f"{name}.yaml"
-            path.write_text(yaml.safe_dump(describe(name, found[name], stock_folder), sort_keys=False))
+            path.write_text(yaml.safe_dump(task_config(name, found[name], stock_folder), sort_keys=False))
             specs.append(str(path.resolve()))
         else:
             specs.append(str(stock_folder / STOCK[name].path) if name in STOCK else name)
@@ -135,22 +139,20 @@ def _is_file(spec: str) -> bool:
 
 
 class Harness:
-    """Loaded tasks and the model they are put to. A dial that moves in between is the caller's."""
+    """Loaded tasks and the model that answers them. The caller sets the dial between two runs."""
 
     def __init__(
         self, specs: Sequence[str], model: GrmoeForCausalLM, tokenizer: Any, batch: int, shots: int | None
     ) -> None:
-        """shots: examples in a prompt; None leaves each task its own number."""
+        """shots: examples per prompt. None keeps each task's own number."""
         import datasets
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        datasets.logging.set_verbosity(
-            logging.CRITICAL
-        )  # what it logs of a file it cannot read, it raises too
+        datasets.logging.set_verbosity(logging.CRITICAL)  # errors about a file are raised as well
         datasets.disable_progress_bars()
-        # Reading all of its thousands of task files takes a while: only for a name that we do not know.
+        # Reading its thousands of task files takes a while. Only a name that we do not know needs them.
         self.manager = TaskManager(include_defaults=not all(map(_is_file, specs)))
         self.tasks = [task for spec in specs for task in self._load(spec)]
         for task in self.tasks:
@@ -164,37 +166,50 @@ class Harness:
         name = Path(spec).stem
         if not _is_file(spec) and spec not in self.manager.all_tasks:
             near = difflib.get_close_matches(spec, self.manager.all_tasks) or list(STOCK)
-            raise ValueError(f"lm_eval has no task {spec}; near it: {', '.join(near)}")
+            raise ValueError(f"task must be one of lm_eval, got {spec}; similar names: {', '.join(near)}")
         try:
             return list(self.manager.load([spec])["tasks"].values())
-        except (
-            Exception
-        ) as error:  # the hub's, the network's, the template's: whatever a row or a proxy comes up with
+        except Exception as error:  # of the hub, the network, the template or a row: any type at all
             reason = (str(error).strip().splitlines() or [""])[0]
             raise ValueError(
                 f"task {name} could not be loaded ({type(error).__name__}: {reason}); "
                 "--tasks-from FOLDER takes it from local files"
             ) from error
 
-    def run(self, limit: int | None) -> dict[str, dict[str, Any]]:
-        """{task: {"metric,filter": number}}, names and numbers as the harness has them, with its own seeds.
+    def run(self, limit: int | None, progress: Progress = silent) -> dict[str, dict[str, Any]]:
+        """{task: {"metric,filter": number}}: names, numbers and seeds are the harness's.
 
-        limit: rows of each task.
+        limit: most rows of each task.
         """
         from lm_eval import simple_evaluate
 
-        answer: Any = simple_evaluate(
-            model=self.lm,
-            tasks=list(self.tasks),
-            num_fewshot=self.shots,
-            limit=limit,
-            batch_size=self.batch,
-            task_manager=self.manager,
-            log_samples=False,
-        )
+        with _bars_as(progress):
+            answer: Any = simple_evaluate(
+                model=self.lm,
+                tasks=list(self.tasks),
+                num_fewshot=self.shots,
+                limit=limit,
+                batch_size=self.batch,
+                task_manager=self.manager,
+                log_samples=False,
+            )
         return {
             name: {key: value for key, value in numbers.items() if "," in key}
             | {"shots": answer["n-shot"][name], "rows": answer["n-samples"][name]["effective"]}
             for name, numbers in answer["results"].items()
             if name in answer["n-shot"]
         }
+
+
+@contextmanager
+def _bars_as(progress: Progress) -> Iterator[None]:
+    """The harness draws bars with tqdm, which would fight with ours for the terminal: show them as progress."""
+    from tqdm import std
+
+    start, display = std.tqdm.__init__, std.tqdm.display
+    std.tqdm.__init__ = partialmethod(start, file=io.StringIO())
+    std.tqdm.display = lambda bar, *_, **__: progress(bar.desc.strip(": ") or "tasks", bar.n, bar.total or 0)
+    try:
+        yield
+    finally:
+        std.tqdm.__init__, std.tqdm.display = start, display

@@ -1,74 +1,67 @@
-"""Perplexity of token streams: by token, word and byte.
+"""Perplexity of a text per token, word and byte.
 
-With NLL = −Σ log p(token | the tokens before it in its window), in nats, over all tokens of a stream, each document's
-end-of-text among them:
+NLL = −Σ log p(token | the tokens before it in its window), in nats. The sum runs over all tokens, the end-of-text of
+each document included.
 
     token perplexity  exp(NLL / tokens)
     word perplexity   exp(NLL / words)      words: split by whitespace
     byte perplexity   exp(NLL / bytes)      bytes: of UTF-8
     bits per byte     NLL / (bytes · ln 2)
 
-The first depends on the tokenizer; the others have the text alone below the fraction, so models with different
-tokenizers can be compared.
+Token perplexity depends on the tokenizer. The others divide by properties of the text, so they compare models with
+different tokenizers.
+
+Legend: B windows per batch, S tokens per window.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from grmoe.evaluate.texts import Stream
+from grmoe.evaluate.texts import DomainText
 from grmoe.head import IGNORED
 from grmoe.model import GrmoeForCausalLM
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    nll: float  # nats, the sum
+    """A model's predictions of a text. NaN where there is nothing to divide by."""
+
+    nll: float
+    """The sum, nats."""
     tokens: int
     words: int
     bytes: int
     documents: int
+    loss: float = field(init=False)
+    """NLL / tokens."""
+    perplexity: float = field(init=False)
+    word_perplexity: float = field(init=False)
+    byte_perplexity: float = field(init=False)
+    bits_per_byte: float = field(init=False)
 
-    @property
-    def loss(self) -> float:
-        return self.nll / self.tokens
-
-    @property
-    def perplexity(self) -> float:
-        return _exp(self.loss)
-
-    @property
-    def word_perplexity(self) -> float:
-        return _exp(self.nll / self.words) if self.words else math.nan
-
-    @property
-    def byte_perplexity(self) -> float:
-        return _exp(self.nll / self.bytes) if self.bytes else math.nan
-
-    @property
-    def bits_per_byte(self) -> float:
-        return self.nll / (self.bytes * math.log(2)) if self.bytes else math.nan
+    def __post_init__(self) -> None:
+        derived = {
+            "loss": self.nll / self.tokens,
+            "perplexity": _exp(self.nll / self.tokens),
+            "word_perplexity": _exp(self.nll / self.words) if self.words else math.nan,
+            "byte_perplexity": _exp(self.nll / self.bytes) if self.bytes else math.nan,
+            "bits_per_byte": self.nll / (self.bytes * math.log(2)) if self.bytes else math.nan,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def __add__(self, other: Perplexity) -> Perplexity:
-        return Perplexity(
-            self.nll + other.nll,
-            self.tokens + other.tokens,
-            self.words + other.words,
-            self.bytes + other.bytes,
-            self.documents + other.documents,
-        )
-
-    def numbers(self) -> dict[str, float]:
-        """Everything above by name."""
-        derived = ("loss", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
-        return {name: getattr(self, name) for name in (*self.__dataclass_fields__, *derived)}
+        """Both texts as one."""
+        counts = ("nll", "tokens", "words", "bytes", "documents")
+        return Perplexity(**{name: getattr(self, name) + getattr(other, name) for name in counts})
 
 
 def _exp(value: float) -> float:
@@ -78,51 +71,54 @@ def _exp(value: float) -> float:
 def windows(
     tokens: NDArray[np.int64], length: int, stride: int, batch: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """(inputs, targets), both (b, s), in order; every token but the first is a target exactly once.
+    """Yield (inputs, targets), both (B, S), in order. Every token but the first is a target exactly once.
 
-    Window w holds the inputs w·stride … w·stride + length − 1. Where it overlaps the one before, its targets are
-    left out: what is scored has length − stride tokens of context at least, but for the start of the stream. The last
-    window may be shorter and comes alone.
+    Window w holds the inputs w·stride … w·stride + length − 1. Targets that the window before it has scored are
+    ignored, so a scored token has at least length − stride tokens of context, except at the start of the text. The
+    last window may be shorter; it is a batch of its own.
     """
     targets = len(tokens) - 1
-    begins = range(0, max(1, targets - length + stride), stride)
-    full = [b for b in begins if b + length <= targets]
+    starts = range(0, max(1, targets - length + stride), stride)
+    full = [start for start in starts if start + length <= targets]
     groups = [full[i : i + batch] for i in range(0, len(full), batch)]
-    for group in [*groups, *([b] for b in begins[len(full) :])]:
-        rows = np.stack([tokens[b : b + length + 1] for b in group])
+    for group in [*groups, *([start] for start in starts[len(full) :])]:
+        rows = np.stack([tokens[start : start + length + 1] for start in group])
         inputs, wanted = rows[:, :-1], rows[:, 1:].copy()
-        for row, begin in enumerate(group):
-            if begin:
+        for row, start in enumerate(group):
+            if start:
                 wanted[row, : length - stride] = IGNORED
         yield inputs, wanted
 
 
-def count_windows(stream: Stream, length: int, stride: int) -> int:
-    return len(range(0, max(1, len(stream.tokens) - 1 - length + stride), stride))
+def count_windows(text: DomainText, length: int, stride: int) -> int:
+    return len(range(0, max(1, len(text.tokens) - 1 - length + stride), stride))
 
 
 @torch.no_grad()
-def measure(
+def measure_text(
     model: GrmoeForCausalLM,
-    stream: Stream,
+    text: DomainText,
     length: int,
     stride: int,
     batch: int,
-    watch: Callable[[int], None] = lambda done: None,
+    done: Callable[[int], None] = lambda windows: None,
 ) -> Perplexity:
-    """`stream` in windows of `length` tokens. `watch` is told how many windows are done.
+    """Perplexity at the model's present setting. done: called with the number of windows of each batch.
 
     Windows cut through documents, and attention sees across an end-of-text, as in training.
     """
     nll = torch.zeros((), dtype=torch.float64, device=model.device)
-    done = 0
-    for inputs, wanted in windows(stream.tokens, length, stride, batch):
-        ids, targets = (torch.from_numpy(a).to(model.device) for a in (inputs, wanted))
-        count = int((wanted != IGNORED).sum())
+    for inputs, wanted in windows(text.tokens, length, stride, batch):
+        ids_BS, targets_BS = (torch.from_numpy(a).to(model.device) for a in (inputs, wanted))
         loss: Any = model(
-            input_ids=ids, labels=targets, shift_labels=targets, use_cache=False, skip_logits=True
+            input_ids=ids_BS, labels=targets_BS, shift_labels=targets_BS, use_cache=False, skip_logits=True
         ).loss
-        nll += loss.double() * count
-        done += len(inputs)
-        watch(done)
-    return Perplexity(nll.item(), len(stream.tokens) - 1, stream.words, stream.bytes, stream.documents)
+        nll += loss.double() * int((wanted != IGNORED).sum())
+        done(len(inputs))
+    return Perplexity(
+        nll=nll.item(),
+        tokens=len(text.tokens) - 1,
+        words=text.words,
+        bytes=text.bytes,
+        documents=text.documents,
+    )

@@ -1,0 +1,137 @@
+"""`grmoe eval`: open a model, go through texts and tasks at each α."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from grmoe.checks import positive_int, require
+from grmoe.evaluate.perplexity import Perplexity, count_windows, measure_text
+from grmoe.evaluate.report import save
+from grmoe.evaluate.results import Alpha, Evaluation, Point, Result, show_alpha
+from grmoe.evaluate.texts import DomainText, read_texts
+from grmoe.model import GrmoeForCausalLM
+from grmoe.probe.routing import routing_figures
+from grmoe.probe.text import VALIDATION
+from grmoe.probe.windows import window_length
+from grmoe.runs.folder import versions
+from grmoe.runs.open import LoadedModel, open_model
+from grmoe.terminal import Progress, Steps, silent
+
+LIBRARIES = ("torch", "transformers", "lm_eval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to measure."""
+
+    model: Path
+    """Folder of a run or of an exported model."""
+    out: Path
+    """Folder for results.json and the task files made."""
+    texts: Sequence[str] = ()
+    """As `grmoe.probe.text` names them. Empty: the validation split, unless there are tasks."""
+    tasks: Sequence[str] = ()
+    """Names of the harness, or YAML files of it. Empty: all of `tasks_from`."""
+    tasks_from: Path | None = None
+    """Folder of TASK_SPLIT.jsonl to take tasks from."""
+    alphas: Sequence[float] = ()
+    """Empty: as saved with the model."""
+    shots: int | None = None
+    """Examples per prompt of a task. None: the task's own number."""
+    limit: int | None = None
+    """Most rows of each task."""
+    tokens: int | None = None
+    """Most tokens of each domain of a text."""
+    length: int | None = None
+    """Tokens per window. None: as trained, or the model's longest."""
+    stride: int | None = None
+    """Tokens from window to window. None: the length, so that windows do not overlap."""
+    batch: int = 8
+    """Windows, or sequences of a task, per forward pass."""
+    checkpoint: str = "best"
+
+
+def run(plan: Plan, progress: Progress = silent) -> Result:
+    """Measure texts first, then tasks. OUT/results.json is written after every point, with all that is known."""
+    loaded = open_model(plan.model, plan.checkpoint)
+    length = window_length(loaded, plan.length)
+    stride = positive_int("stride", length if plan.stride is None else plan.stride)
+    require(stride <= length, f"stride must be at most the length of a window, {length}, got {stride}")
+    alphas = check_alphas(loaded.model, plan.alphas)
+    wants_tasks = bool(plan.tasks) or plan.tasks_from is not None
+    sources = plan.texts or ([] if wants_tasks else [VALIDATION])
+    texts = read_texts(sources, loaded, plan.tokens)
+    points: list[Point] = []  # grows while the evaluation is saved again and again
+    evaluation = Evaluation(
+        length=length, stride=stride, batch=plan.batch, tokens=plan.tokens, shots=plan.shots, limit=plan.limit,
+        versions=versions(LIBRARIES), points=points,
+    )  # fmt: skip
+    result = Result(loaded=loaded, evaluation=evaluation)
+    harness = None
+    if wants_tasks:  # loaded before anything is measured, so that a wrong name shows at once
+        from grmoe.evaluate.harness import Harness, task_specs
+
+        specs = task_specs(plan.tasks, plan.tasks_from, plan.out / "tasks")
+        harness = Harness(specs, loaded.model, loaded.tokenizer, plan.batch, plan.shots)
+    if texts:
+        windows = sum(count_windows(text, length, stride) for text in texts)
+        steps = Steps(progress, windows * len(alphas))
+        for alpha in alphas:
+            _set_alpha(loaded, alpha)
+            points.append(_measure_texts(loaded.model, texts, alpha, evaluation, steps))
+            save(result, plan.out)
+    if harness is not None:
+        for place, alpha in enumerate(alphas):
+            _set_alpha(loaded, alpha)
+            at = show_alpha(alpha)
+            tasks = harness.run(plan.limit, lambda s, n, of, at=at: progress(f"{s} at {at}", n, of))
+            routing = routing_figures(loaded.model)
+            if not texts:
+                points.append(Point(alpha=alpha, experts_per_token=routing.experts_per_token))
+            points[place] = replace(points[place], tasks=tasks, task_routing=routing)
+            save(result, plan.out)
+    return result
+
+
+def check_alphas(model: GrmoeForCausalLM, alphas: Sequence[float]) -> list[Alpha]:
+    """The settings to measure, each once. None given: the model's own. The model refuses a wrong one here."""
+    own = model.config.alpha
+    saved: Alpha = float(own) if isinstance(own, int | float) else [float(a) for a in own]
+    require(
+        not alphas or model.config.router != "hash",
+        "a hash router has no dial, because its gate is a fixed choice: leave --alpha out",
+    )
+    for alpha in alphas:
+        model.set_alpha(alpha)
+    model.set_alpha(saved)
+    return list(dict.fromkeys(map(float, alphas))) or [saved]
+
+
+def _set_alpha(loaded: LoadedModel, alpha: Alpha) -> None:
+    loaded.model.set_alpha(alpha)
+    loaded.model.reset_routing_metrics()
+
+
+def _measure_texts(
+    model: GrmoeForCausalLM, texts: Sequence[DomainText], alpha: Alpha, evaluation: Evaluation, steps: Steps
+) -> Point:
+    """All texts at the model's present setting, which is `alpha`."""
+    length, stride, batch = evaluation.length, evaluation.stride, evaluation.batch
+    found: dict[str, dict[str, Perplexity]] = {}
+    totals: dict[str, Perplexity] = {}
+    for text in texts:
+        done = partial(steps, f"{text.domain} at {show_alpha(alpha)}")
+        value = measure_text(model, text, length, stride, batch, done)
+        found.setdefault(text.text, {})[text.domain] = value
+        totals[text.text] = totals[text.text] + value if text.text in totals else value
+    routing = routing_figures(model)
+    return Point(
+        alpha=alpha,
+        experts_per_token=routing.experts_per_token,
+        texts=found,
+        totals=totals,
+        text_routing=routing,
+    )
