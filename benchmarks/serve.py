@@ -3,11 +3,15 @@
     grmoe export runs/demo/grmoe --out runs/demo/model --dtype fp32
     python benchmarks/serve.py runs/demo/model [--seconds 300] [--clients 32] [--alone] [--json PATH]
 
-Starts the server as a process of its own on 127.0.0.1. First come the offline answers (`set_alpha`, `generate`, greedy,
-batch of one) of every prompt at every α; then one client alone, for the rate to compare with; then all clients at once,
-half of their requests streamed, with malformed, oversized and out-of-range ones among them. In the middle of a second
-such crowd the server is killed (-9) and started again on the same port. At the end it gets SIGTERM, and its status,
-port, processes and temporary files are looked at. The exit status is 1 if anything was not as it should be.
+Starts the server as its own process on 127.0.0.1. The study has four parts:
+
+1. Offline answers of every prompt at every α (`set_alpha`, `generate`, greedy, batch of one).
+2. One client alone: the rate to compare with.
+3. All clients at once. Half of their requests are streamed; malformed, oversized and out-of-range ones are among them.
+4. A second such crowd, in the middle of which the server is killed (-9) and started again on the same port.
+
+At the end the server gets SIGTERM; status, port, processes and temporary files are checked. The exit status is 1 if
+anything went wrong.
 """
 
 from __future__ import annotations
@@ -50,16 +54,18 @@ Key = tuple[str, float]
 
 @dataclass
 class Tally:
-    """What the clients saw; shared by their threads."""
+    """What the clients saw. Their threads share it."""
 
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
     streamed: int = 0
-    refused: Counter[str] = field(default_factory=Counter)  # kind of bad request -> refused as it should be
+    refused: Counter[str] = field(
+        default_factory=Counter
+    )  # bad requests refused correctly, by kind
     busy: int = 0
     interrupted: int = 0  # cut off by the kill
     wrong: list[str] = field(default_factory=list)
-    took: float = 0.0  # seconds, all in all
+    took: float = 0.0  # seconds in total
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -93,13 +99,13 @@ class Server:
 
 def offline(folder: Path, tokens: int) -> dict[Key, list[int]]:
     """Greedy answers of each prompt alone, at each α, without the end token."""
-    opened = open_model(folder)
-    model: Any = opened.model
+    loaded = open_model(folder)
+    model: Any = loaded.model
     answers = {}
     for alpha in ALPHAS:
         model.set_alpha(alpha)
         for prompt in PROMPTS:
-            ids = opened.tokenizer(prompt, return_tensors="pt").input_ids
+            ids = loaded.tokenizer(prompt, return_tensors="pt").input_ids
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -162,7 +168,7 @@ BAD: dict[str, tuple[bytes, int, str]] = {
 
 
 def misbehave(client: httpx.Client, kind: str) -> str | None:
-    """Send a bad request; what was wrong with the refusal."""
+    """Send a bad request. Returns what is wrong with the refusal, or None."""
     body, status, word = BAD[kind]
     response = client.post("/v1/completions", content=body)
     message = response.json()["error"]["message"]
@@ -173,7 +179,7 @@ def misbehave(client: httpx.Client, kind: str) -> str | None:
 def one_client(
     seed: int, port: int, stop: threading.Event, answers: dict[Key, list[int]], tally: Tally, bad: bool
 ) -> None:
-    """Requests one after the other until told to stop; a server that is away is tried again."""
+    """Send requests one after another until `stop` is set. Try again while the server is down."""
     draw = random.Random(seed)
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         while not stop.is_set():
@@ -211,7 +217,7 @@ def one_client(
 
 @contextmanager
 def crowd(count: int, port: int, answers: dict[Key, list[int]], *, bad: bool) -> Iterator[Tally]:
-    """So many clients while the block runs; what they saw."""
+    """Run `count` clients during the block. Yields what they saw."""
     tally, start, stop = Tally(), time.monotonic(), threading.Event()
     threads = [
         threading.Thread(target=one_client, args=(i, port, stop, answers, tally, bad)) for i in range(count)
@@ -251,7 +257,7 @@ def show(name: str, tally: Tally) -> dict[str, Any]:
 
 
 def study(folder: Path, seconds: float, clients: int, options: list[str]) -> dict[str, Any]:
-    """All parts; the problems found are in "problems"."""
+    """Run all parts. "problems" of the result lists what went wrong."""
     problems: list[str] = []
     answers = offline(folder, max(LENGTHS))
     different = sum(len({tuple(answers[p, a]) for a in ALPHAS}) > 1 for p in PROMPTS)
@@ -271,7 +277,7 @@ def study(folder: Path, seconds: float, clients: int, options: list[str]) -> dic
             time.sleep(seconds * 0.1)
         with crowd(clients, port, answers, bad=True) as many:
             time.sleep(seconds * 0.5)
-        # The kill: in the middle of a crowd that goes on asking; the second server takes the same port.
+        # The clients keep asking while the server is killed; the second one takes the same port.
         with crowd(clients, port, answers, bad=True) as killed:
             time.sleep(seconds * 0.1)
             if server.end(signal.SIGKILL) != -signal.SIGKILL:

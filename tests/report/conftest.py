@@ -1,4 +1,4 @@
-"""Runs of a second, one of them with its frontier, as pages; and a browser to open them in."""
+"""Runs trained in a second, one of them with its frontier, as pages; and a browser to open them in."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from counting import prepare_corpus
 from report_runs import report, train_run
 
-from grmoe.dial.report import write_results
-from grmoe.dial.run import Plan, run_dial
-from grmoe.dial.target import Target
+from grmoe.dial import Plan, Target
+from grmoe.dial import run as run_dial
+from grmoe.dial import save as save_dial
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Training in a session's fixture comes before the one thread that every test has.
+    # A session fixture runs before the fixture that sets one thread for every test.
     torch.set_num_threads(1)
     return tmp_path_factory.mktemp("report")
 
@@ -32,15 +32,15 @@ def data(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def run(folder: Path, data: Path) -> Path:
-    """With a frontier: what `grmoe dial` leaves."""
+    """With the results of `grmoe dial`."""
     made = train_run(folder / "run", data)
-    write_results(run_dial(made, Plan(Target("experts", 1.5), tokens=1024)), made / "dial")
+    save_dial(run_dial(Plan(model=made, target=Target("experts", 1.5), tokens=1024)), made / "dial")
     return made
 
 
 @pytest.fixture(scope="session")
 def softmax_run(folder: Path, data: Path) -> Path:
-    """Trained and nothing else."""
+    """Only trained."""
     return train_run(folder / "softmax", data, router="softmax", alpha=1.0)
 
 

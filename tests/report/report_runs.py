@@ -1,4 +1,4 @@
-"""Training a run of a second, making a page of it, and reading the page's data again."""
+"""Train a run in a second, make its page, and read the page's data."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Any
 
 from typer.testing import CliRunner
 
+from grmoe.analyze import analyze
 from grmoe.cli import app
 from grmoe.config import from_dict
+from grmoe.report import Content, Plan
+from grmoe.report import collect as collect_content
 from grmoe.runs.config import TrainConfig
+from grmoe.terminal import Progress, silent
 from grmoe.train.loop import train
 
 MODEL = {
@@ -35,13 +39,20 @@ def train_run(out: Path, data: Path, steps: int = 40, **model: object) -> Path:
     return out
 
 
+def collect(folder: Path, *, tokens: int = 500, progress: Progress = silent, **plan: Any) -> Content:
+    """What a page of one model would show."""
+    return collect_content(
+        folder, "run", Plan(models=[folder], analyse=analyze, tokens=tokens, **plan), progress
+    )
+
+
 def report(*arguments: object) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["report", *map(str, arguments)])
     return done.exit_code, done.output
 
 
 def data_of(page: Path) -> Any:
-    """What a page holds, taken out of its text."""
+    """The data in a page."""
     text = page.read_text(encoding="utf-8")
     start = text.index('id="data">') + len('id="data">')
     return json.loads(text[start : text.index("</script>", start)])

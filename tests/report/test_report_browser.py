@@ -14,7 +14,7 @@ from report_runs import data_of
 from torch import Tensor
 
 from grmoe.certificates import entropy_bounds
-from grmoe.report import Content, render
+from grmoe.report import Content, Note, render
 from grmoe.routing import Dense, Mass, Selection, TopK
 
 BAD = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'>"
@@ -104,9 +104,7 @@ def expected(run: Any, layer: int, alpha: float, selection: Selection) -> dict[s
     probs_TN = torch.softmax(logits_TN, -1)
     kept_TN = selection(probs_TN)
     band = entropy_bounds(logits_TN)
-    N = probs_TN.shape[-1]
-    counted_TN = torch.nn.functional.one_hot(probs_TN.argmax(-1), N) if selection.dense else kept_TN
-    load_N = counted_TN.double().sum(0) / counted_TN.sum()
+    load_N = kept_TN.double().mean(0)  # the share of tokens an expert receives
     return {
         "entropy": float(-torch.xlogy(probs_TN, probs_TN).sum(-1).mean()),
         "lower": float(band.lower.bound.mean()),
@@ -116,7 +114,7 @@ def expected(run: Any, layer: int, alpha: float, selection: Selection) -> dict[s
         "load": load_N.tolist(),
         "gate": probs_TN.mean(0).tolist(),
         "sorted": probs_TN.sort(-1, descending=True).values.mean(0).tolist(),
-        "cv": float(load_N.std(correction=0) * N),
+        "cv": float(load_N.std(correction=0) / load_N.mean()),
     }
 
 
@@ -287,10 +285,12 @@ def test_the_frontier_marks_what_was_measured(page: Path, show: Callable[[Path],
     dial = shown.data["runs"][0]["dial"]
     shown.settle()
     chosen = dial["chosen"]
-    assert f"{chosen['experts']:.2f} experts a token" in shown.text("#frontier")
+    assert f"{chosen['experts_per_token']:.2f} experts per token" in shown.text("#frontier")
     assert len(shown.all("#frontier .plot .ring")) == 2
     said = shown.point_at(shown.all("#frontier .point")[0])
-    assert any(f"{p['perplexity']:.2f}" in said and f"{p['experts']:.3f}" in said for p in dial["points"])
+    assert any(
+        f"{p['perplexity']:.2f}" in said and f"{p['experts_per_token']:.3f}" in said for p in dial["points"]
+    )
     tables = shown.all("#frontier table")
     assert len(tables[0].find_elements("css selector", "tbody tr")) == len(dial["table"]) + 2
     assert len(tables[1].find_elements("css selector", "tbody tr")) == len(dial["certificates"]) == 2
@@ -306,7 +306,7 @@ def test_several_runs_side_by_side(both: tuple[Path, str], show: Callable[[Path]
         assert f"{run['training']['validation']['perplexity']:.2f}" in shown.text("#summary tbody")
     assert f"grmoe dial {second['path']}" in shown.text("#frontier .note")
     shown.settle()
-    # A line for each run in each picture of training; two in that of the least and most used.
+    # One line per run in each picture of training; two in the one of smallest and largest load.
     counts = shown.js(
         "return [...document.querySelectorAll('#training svg[role=img]')]"
         ".map((s) => s.querySelectorAll('.line').length)"
@@ -316,6 +316,32 @@ def test_several_runs_side_by_side(both: tuple[Path, str], show: Callable[[Path]
     shown.settle()
     want = expected(second, 0, 1.0, Mass(0.5, cap=2))
     assert number(shown.text(".card [data-stat=entropy]")) == pytest.approx(want["entropy"], abs=0.000501)
+
+
+def test_a_tooltip_holds_nothing_but_its_rows(
+    page: Path, tmp_path: Path, show: Callable[[Path], Page]
+) -> None:
+    (run,) = data_of(page)["runs"]
+    run["training"]["validation"]["domains"] = {"books": 1.0, "code": 2.0}
+    path = tmp_path / "domains.html"
+    path.write_text(render([Content(**run)]), encoding="utf-8")
+    shown = show(path)
+    shown.settle()
+    said = shown.point_at(shown.one("#summary .point"))
+    assert said.split() == ["books", run["name"], "2.72"]
+
+
+def test_notes_on_experts_stand_with_what_is_shown(
+    page: Path, tmp_path: Path, show: Callable[[Path], Page]
+) -> None:
+    """An analysis was made for the page, and the old one is named all the same."""
+    (run,) = data_of(page)["runs"]
+    run["notes"] = [Note("experts", "Old results.", "grmoe analyze run")]
+    path = tmp_path / "notes.html"
+    path.write_text(render([Content(**run)]), encoding="utf-8")
+    shown = show(path)
+    assert shown.text("#types .note") == "Old results. Get it with grmoe analyze run"
+    assert shown.all(".heat")
 
 
 def test_a_picture_of_frontiers_holds_all_of_them(page: Path, show: Callable[[Path], Page]) -> None:

@@ -1,28 +1,28 @@
-"""What a page is made from: gates that survive their 16 bits, notes on what is missing, text that cannot break out."""
+"""What a page is made from: gates in 16 bits, notes on what is missing, text that cannot break out."""
 
 from __future__ import annotations
 
 import base64
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from report_runs import data_of, report, train_run
+from report_runs import collect, data_of, report, train_run
 from typer.testing import CliRunner
 
-from grmoe.analyze.source import Prepared, windows
 from grmoe.cli import app
-from grmoe.dial.gates import layer_inputs, moe_layers
-from grmoe.dial.text import Text
-from grmoe.report import Content, collect, render
+from grmoe.probe.routing import layer_inputs, moe_layers
+from grmoe.probe.text import open_stream
+from grmoe.report import Content, render
 from grmoe.report.page import as_json
-from grmoe.report.sample import NUMBERS, STEPS, quantise, take
+from grmoe.report.sample import MAX_NUMBERS, STEPS, quantise, sample_gates
 from grmoe.runs.export import export
 from grmoe.runs.open import open_model
 
@@ -32,7 +32,7 @@ def test_scores_are_kept_to_half_a_step_and_their_largest_exactly(N: int, size: 
     b_TN = size * torch.randn(7, N, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     kept = quantise(torch.zeros(N), b_TN)
     below_TN = b_TN - b_TN.amax(-1, keepdim=True)
-    # Half a step, and the rounding of the division that found it.
+    # Half a step, and the rounding of the division.
     assert float((kept.b_TN - below_TN).abs().max()) <= kept.step * (0.5 + 1e-9)
     assert bool((kept.b_TN.amax(-1) == 0).all())
     assert 0 <= int(kept.steps_TN.min()) <= int(kept.steps_TN.max()) <= STEPS
@@ -47,19 +47,21 @@ def test_equal_scores_stay_equal() -> None:
 
 @pytest.mark.parametrize("dial", ["posterior", "likelihood"])
 def test_the_sample_has_the_routers_logits_at_any_alpha(dial: str, run: Path) -> None:
-    """a + α·b of the page against the router itself, on the inputs it has in the model."""
-    opened = open_model(run)
-    model = opened.model
+    """a + α·b of the page against the router itself, on its inputs in the model."""
+    loaded = open_model(run)
+    model = loaded.model
     for layer in moe_layers(model):
         layer.router.dial = dial
         layer.router.log_prior += torch.linspace(-0.5, 0.5, 4)  # trained ones are small here
-    assert opened.data is not None
-    stream = Prepared(opened.data)
-    sample = take(opened, stream)
+    stream = open_stream([], loaded, 10_000)
+    sample = sample_gates(loaded, stream)
     assert model.alpha == [1.5, 1.0]  # as it was
-    length = len(sample.windows[0]["pieces"])
-    rows = [w.ids_S for w in windows(stream, _Pieces(), len(sample.windows) * (length + 1), length + 1)]  # type: ignore[arg-type]
-    inputs = layer_inputs(model, Text("", torch.from_numpy(np.stack(rows))), 10**6)
+    length, count = len(sample.windows[0]["pieces"]), len(sample.windows)
+    places = stream.tokens // length
+    rows = [
+        stream.read(i * places // count * length, (i * places // count + 1) * length) for i in range(count)
+    ]
+    inputs = layer_inputs(model, torch.from_numpy(np.stack(rows)))
     for layer, kept, x_TD in zip(moe_layers(model), sample.layers, inputs, strict=True):
         assert bool(kept.a_N.any()) == (dial == "likelihood")
         for alpha in (0.0, 0.5, 3.0):
@@ -72,26 +74,17 @@ def test_the_sample_has_the_routers_logits_at_any_alpha(dial: str, run: Path) ->
             assert float((shown_TN - exact_TN).abs().max()) <= off
 
 
-class _Pieces:
-    """Types are not looked at."""
-
-    def types(self, ids: Any) -> Any:
-        return np.zeros(len(ids), dtype=np.int8)
-
-
 def test_a_page_of_many_runs_has_a_budget(run: Path) -> None:
-    opened = open_model(run)
-    assert opened.data is not None
-    small = take(
-        opened, Prepared(opened.data), share=NUMBERS // (8 * 100)
-    )  # 100 tokens of 2 layers × 4 experts
+    loaded = open_model(run)
+    # A budget of 100 tokens of 2 layers × 4 experts.
+    small = sample_gates(loaded, open_stream([], loaded, 10_000), models=MAX_NUMBERS // (8 * 100))
     assert sum(len(w["pieces"]) for w in small.windows) == len(small.layers[0].steps_TN) <= 100
     assert len(small.windows) >= 4
 
 
 def test_a_router_without_a_dial_is_shown_as_it_is(data: Path, tmp_path: Path) -> None:
     folder = train_run(tmp_path / "run", data, 4, router="switch", alpha=1.0, num_experts_per_tok=1)
-    content = collect(folder, "switch", tokens=500)
+    content = collect(folder)
     assert content.sample is not None
     assert content.sample["dial"] is False
     assert content.model is not None
@@ -110,9 +103,9 @@ def test_everything_of_a_run_that_was_only_trained(both: tuple[Path, str], softm
     assert second["curves"]["steps"][-1] == 40
     assert second["training"]["validation"]["step"] == 40
     assert second["training"]["tokens"] == 40 * 8 * 32
-    assert first["dial"]["chosen"]["experts"] <= 1.5
+    assert first["dial"]["chosen"]["experts_per_token"] <= 1.5
     assert f"grmoe dial {softmax_run}" in said.replace("\n", "")
-    # Kept, so that a second page is made in no time.
+    # Saved, so that a second page takes no time.
     assert (softmax_run / "analysis" / "results.json").is_file()
 
 
@@ -126,42 +119,93 @@ def test_the_page_is_one_small_file_that_names_no_other(page: Path) -> None:
 def test_an_analysis_of_another_step_is_made_again_and_left_alone(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
+    collect(copy)
     path = copy / "analysis" / "results.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"step": 7, "text": "old"}))
-    content = collect(copy, "run", tokens=500)
+    change_results(path, step=7)
+    change_results(path, text="old", inside="body")
+    before = path.read_bytes()
+    content = collect(copy)
     assert content.analysis is not None
     assert content.analysis["text"] != "old"
-    assert json.loads(path.read_text())["text"] == "old"
+    assert path.read_bytes() == before
+    assert [n for n in content.notes if n.section == "experts"] == []
+
+
+def change_results(path: Path, inside: str | None = None, **changes: object) -> None:
+    envelope = json.loads(path.read_text())
+    (envelope if inside is None else envelope[inside]).update(changes)
+    path.write_text(json.dumps(envelope))
+
+
+@pytest.mark.parametrize("broken", ["format", "json"])
+def test_results_of_another_version_become_notes(
+    run: Path, tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither read nor overwritten: the page names the command that makes new ones."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    collect(copy)
+    files = {kind: copy / kind / "results.json" for kind in ("dial", "analysis")}
+    for path in files.values():
+        if broken == "format":
+            change_results(path, format=1)
+        else:
+            path.write_text('{"step": 40')
+    before = {kind: path.read_bytes() for kind, path in files.items()}
+    status, said = report(copy, "--tokens", 500)
+    assert status == 0, said
+    (found,) = data_of(copy / "report.html")["runs"]
+    assert found["dial"] is None
+    assert found["analysis"]["tokens"] >= 500  # made for the page
+    notes = {note["section"]: note for note in found["notes"]}
+    assert notes["frontier"]["command"] == f"grmoe dial {copy}"
+    assert notes["experts"]["command"] == f"grmoe analyze {copy}"
+    words = "another version" if broken == "format" else "damaged"
+    for note in notes.values():
+        assert words in note["text"]
+        assert note["command"] in said
+    assert {kind: path.read_bytes() for kind, path in files.items()} == before
+
+
+def test_the_report_imports_no_sibling() -> None:
+    """Other rooms come in as results or as functions."""
+    rooms = ("analyze", "dial", "evaluate", "prune", "serve", "train")
+    code = "import grmoe.report, sys; print(*(m for m in sys.modules if m.startswith('grmoe.')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {module.split(".")[1] for module in done.stdout.split()}
+    assert "probe" in loaded
+    assert loaded.isdisjoint(rooms)
 
 
 def test_an_analysis_of_another_dial_is_made_again_and_left_alone(run: Path, tmp_path: Path) -> None:
-    """The page says that types are counted at the α saved with the model."""
+    """The page says that types are counted at the saved α."""
     copy = tmp_path / "run"
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("analysis"))
     done = CliRunner().invoke(app, ["analyze", str(copy), "--alpha", "3.3", "--tokens", "500"])
     assert done.exit_code == 0, done.output
-    content = collect(copy, "run", tokens=500)
+    content = collect(copy)
     assert content.analysis is not None
     assert [layer["alpha"] for layer in content.analysis["layers"]] == [1.5, 1.0]
     kept = json.loads((copy / "analysis" / "results.json").read_text())
-    assert [layer["alpha"] for layer in kept["layers"]] == pytest.approx([3.3, 3.3])
+    assert [layer["alpha"] for layer in kept["body"]["layers"]] == pytest.approx([3.3, 3.3])
 
 
 def test_an_analysis_is_found_again_whatever_the_digits_of_alpha(data: Path, tmp_path: Path) -> None:
     run = train_run(tmp_path / "run", data, 2, alpha=[0.7, 1.3])
-    collect(run, "run", tokens=500)
-    labels: list[str] = []
-    collect(run, "run", tokens=500, watch=lambda label, step, steps: labels.append(label))
-    assert "routing" not in labels
+    stages: list[str] = []
+    for _ in range(2):
+        stages.clear()
+        collect(run, progress=lambda stage, done, total: stages.append(stage))
+    assert "sampling gates" in stages
+    assert "routing" not in stages
 
 
 def test_a_frontier_of_another_step_is_named_and_not_shown(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     path = copy / "dial" / "results.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 7}))
-    content = collect(copy, "run", tokens=500)
+    change_results(path, step=7)
+    content = collect(copy)
     assert content.dial is None
     (note,) = [n for n in content.notes if n.section == "frontier"]
     assert "step 7" in note.text
@@ -203,11 +247,11 @@ def test_a_run_whose_model_is_gone_is_shown_by_its_log(run: Path, tmp_path: Path
     with (copy / "log.jsonl").open("a") as log:  # a run that went wrong
         line = json.loads((run / "log.jsonl").read_text().splitlines()[0])
         log.write(json.dumps(line | {"step": 41, "loss": float("nan")}) + "\n")
-    content = collect(copy, "gone")
+    content = collect(copy)
     assert content.model is None
     assert content.curves is not None
     assert content.notes[0].section == "model"
-    assert '"loss":[' in as_json(content.as_json()["curves"])  # NaN became null: JSON has none
+    assert '"loss":[' in as_json(content.as_json()["curves"])  # NaN became null
     render([content])
 
 
@@ -227,5 +271,5 @@ def test_no_text_ends_the_script_it_stands_in(text: str) -> None:
 
 
 def test_a_title_is_text() -> None:
-    content = Content("<b>&{{script}}", "path", exported=True)
+    content = Content(name="<b>&{{script}}", path="path", exported=True)
     assert "<title>&lt;b&gt;&amp;{{script}}" in render([content])

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM
-from grmoe.serve.choice import Sampling
-from grmoe.serve.command import Options
+from grmoe.serve import Options
+from grmoe.serve.sampling import Sampling
 
 EOS = 256
 CHAT = (
@@ -66,8 +66,5 @@ def offline(
 
 
 def options(folder: Path, **changes: Any) -> Options:
-    plain = Options(
-        folder=folder, alpha=1.5, alpha_range=(0.5, 5.0), dtype=None, together=None, prompt_tokens=None,
-        max_tokens=None, body_bytes=20_000, concurrency=8, queue=64, timeout=60, grace=5, api_key=None,
-    )  # fmt: skip
+    plain = Options(folder=folder, alpha=1.5, max_body=20_000, concurrency=8, timeout=60, grace=5)
     return replace(plain, **changes)

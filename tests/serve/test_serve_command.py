@@ -21,10 +21,10 @@ from small_model import make_model, make_tokenizer, offline, options
 from typer.testing import CliRunner
 
 from grmoe.cli import app
-from grmoe.serve.choice import Choice, Sampling
-from grmoe.serve.command import make_service
-from grmoe.serve.compute import Sequence
+from grmoe.serve import Options, make_service
+from grmoe.serve.batching import Sequence
 from grmoe.serve.requests import Invalid
+from grmoe.serve.sampling import Sampling, TokenSampler
 
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "GRMOE_API_KEY"} | {"OMP_NUM_THREADS": "1"}
 
@@ -55,16 +55,27 @@ def test_what_is_not_served(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("out: x\n")
     assert "grmoe export" in refused(str(tmp_path), "--port", "0")
     assert "model.safetensors" in refused(str(tmp_path / "nothing"), "--port", "0")
-    assert "alpha must lie within --alpha-range, 0.5 to 5, got 7" in refused(
-        str(folder), "--alpha", "7", "--port", "0"
-    )
-    assert "alpha-range must be" in refused(str(folder), "--alpha-range", "5", "--port", "0")
+    assert "alpha must be between 0.5 and 5, got 7" in refused(str(folder), "--alpha", "7", "--port", "0")
+    for text in ("5", "5:1", "a:b", "1:inf", "1:nan", "0:1:2"):
+        assert re.search("alpha.range must be", refused(str(folder), "--alpha-range", text, "--port", "0"))
     assert "dtype must be" in refused(str(folder), "--dtype", "int8", "--port", "0")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         assert f"cannot listen on 127.0.0.1:{port}" in refused(str(folder), "--port", port)
+
+
+def test_the_command_takes_the_defaults_of_the_options(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One list of defaults: what the command passes on is what `Options` has."""
+    monkeypatch.delenv("GRMOE_API_KEY", raising=False)
+    passed: list[Options] = []
+    monkeypatch.setattr("grmoe.serve.server.serve", passed.append)
+    result = CliRunner().invoke(app, ["serve", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert passed == [Options(folder=tmp_path)]
 
 
 def test_code_in_the_folder_is_not_run(folder: Path, tmp_path: Path) -> None:
@@ -88,8 +99,8 @@ def test_code_in_the_folder_is_not_run(folder: Path, tmp_path: Path) -> None:
     template = "{{ cycler.__init__.__globals__.os.system('touch " + str(mark) + "') }}"
     (model / "chat_template.jinja").write_text(template)
     service = make_service(options(model))
-    sequence = Sequence([1, 2], service.dial.default, Choice(Sampling(), 257))
-    service.engine.compute.start(sequence)
+    sequence = Sequence(prompt=[1, 2], alphas=service.alphas(None), sampler=TokenSampler(Sampling()))
+    service.engine.generator.start(sequence)
     assert sequence.tokens == offline(make_model(), [1, 2], 1.5, 1)
     with pytest.raises(Invalid, match="unsafe"):
         service._encode_chat([{"role": "user", "content": "x"}])

@@ -17,7 +17,7 @@ import uvicorn
 from small_model import make_model, make_tokenizer, offline, options
 
 from grmoe.serve.app import Service, build
-from grmoe.serve.command import Server, bind, make_service
+from grmoe.serve.server import Server, bind, make_service
 
 ALPHAS = (0.5, 1.5, 4.0)
 GREEDY = {"temperature": 0, "return_token_ids": True}
@@ -49,13 +49,13 @@ def until(condition: Callable[[], bool], seconds: float = 15) -> None:
 
 def slow_down(service: Service, seconds: float) -> None:
     """Every step of the engine takes at least so long."""
-    step = service.engine.compute.step
+    step = service.engine.generator.step
 
     def slow(sequences: Any) -> None:
         time.sleep(seconds)
         step(sequences)
 
-    service.engine.compute.step = slow  # type: ignore[method-assign]
+    service.engine.generator.step = slow  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_chat_without_a_template(
         ({"prompt": "x", "max_tokens": 128}, 400, "max_tokens", "at most 127"),
         ({"prompt": "x" * 100, "max_tokens": 100}, 400, "max_tokens", "fit into 128"),
         ({"prompt": "x" * 30_000}, 413, None, "20000 bytes"),
-        ({"prompt": "x", "top_k": 4}, 400, "top_k", "no field"),
+        ({"prompt": "x", "top_k": 4}, 400, "top_k", "unknown field"),
     ],
 )
 def test_refusals(client: httpx.Client, body: dict[str, Any], status: int, param: str, words: str) -> None:
@@ -258,14 +258,14 @@ def test_the_key(folder: Path) -> None:
 def test_what_cannot_be_computed_fails_alone(folder: Path) -> None:
     """Out of memory while one prompt is read: the others get their answers."""
     service = make_service(options(folder))
-    start = service.engine.compute.start
+    start = service.engine.generator.start
 
     def failing(sequence: Any) -> None:
         if sequence.prompt == [13]:
             raise torch_memory_error()
         start(sequence)
 
-    service.engine.compute.start = failing  # type: ignore[method-assign]
+    service.engine.generator.start = failing  # type: ignore[method-assign]
     with running(service) as client, ThreadPoolExecutor(4) as pool:
         asked = [[i] for i in (1, 13, 2, 13)]
         body = GREEDY | {"max_tokens": 20, "alpha": 1.0}

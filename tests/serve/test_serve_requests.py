@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grmoe.serve import Options
+from grmoe.serve.options import parse_range
 from grmoe.serve.requests import ChatRequest, CompletionRequest, Invalid, parse
-from grmoe.serve.settings import Dial, parse_range
 
 
 def refusal(body: bytes | dict[str, Any], kind: Any = CompletionRequest) -> Invalid:
@@ -84,12 +87,17 @@ def test_refused_messages(body: dict[str, Any]) -> None:
 
 
 def test_the_range_of_alpha() -> None:
-    dial = Dial((1.0, 2.0), *parse_range("0.5:5"))
-    assert dial.of(None) == (1.0, 2.0)
-    assert dial.of(5.0) == (5.0, 5.0)
-    for alpha in (0.49, 5.01):
+    options = Options(folder=Path(), alpha=1.5, alpha_range=parse_range("0.5:5"))
+    for alpha in (0.5, 5.0):
+        options.check_alpha(alpha)
+    for alpha in (0.49, 5.01, float("nan")):
         with pytest.raises(ValueError, match=r"between 0\.5 and 5"):
-            dial.of(alpha)
-    for text in ("5", "5:1", "a:b", "-1:2", "1:inf", "1:nan", ""):
+            options.check_alpha(alpha)
+    with pytest.raises(ValueError, match=r"between 2 and 5, got 1\.5"):
+        replace(options, alpha_range=(2.0, 5.0))
+    for text in ("5", "a:b", "", "1:2:3"):
         with pytest.raises(ValueError, match="alpha-range"):
             parse_range(text)
+    for bad in ((5.0, 1.0), (-1.0, 2.0), (1.0, float("inf")), (1.0, float("nan"))):
+        with pytest.raises(ValueError, match="alpha_range"):
+            replace(options, alpha_range=bad)

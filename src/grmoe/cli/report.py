@@ -1,4 +1,4 @@
-"""Runs as one page to look at: `grmoe report`."""
+"""Models as one page to look at: `grmoe report`."""
 
 from __future__ import annotations
 
@@ -8,35 +8,42 @@ from typing import Annotated
 import typer
 
 from grmoe.cli.options import Checkpoint, RoutedText
-from grmoe.terminal import console, need, progress
+from grmoe.cli.shell import shell
+from grmoe.terminal import say, say_written, show_progress
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of `grmoe train` or of `grmoe export`.")],
+    models: Annotated[
+        list[Path], typer.Argument(metavar="MODEL...", help="Folders of `grmoe train` or `grmoe export`.")
+    ],
     out: Annotated[
         Path | None,
         typer.Option(
             dir_okay=False,
-            help="The page.",
-            show_default="RUN/report.html; MODEL-report.html of an exported one; report.html of several",
+            help="The page to write.",
+            show_default="RUN/report.html, or MODEL-report.html; report.html for several models",
         ),
     ] = None,
     text: RoutedText = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Of the analysis, where a run has none yet.")] = 50_000,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to route for a model that has no analysis yet.")
+    ] = 50_000,
     checkpoint: Checkpoint = "best",
 ) -> None:
-    """Write runs as one HTML page: curves, frontiers, experts and text, under a dial that moves.
+    """Write one HTML page about one or several models: curves, frontiers, experts and text, with a dial that moves.
 
-    The page needs no network and no other file. It takes what `grmoe dial` and `grmoe analyze` left in a run's folder;
-    a missing analysis is made, a missing frontier (minutes) is named with the command that makes it.
+    The page needs no network and no other file. It shows what `grmoe dial` and `grmoe analyze` measured. A missing
+    analysis is made here. A missing frontier takes minutes: the page names the command that measures it.
 
     Example: [bold]grmoe report runs/first runs/second --out report.html[/]
     """
-    need("transformers", "yaml", extra="lm")
-    need("scipy")
-    from grmoe.report.command import run
+    with shell("lm", "studies"):
+        from grmoe.analyze import analyze
+        from grmoe.report import Plan, default_path, run, save, show
 
-    with progress() as bar:
-        said = run(runs, out, text or [], tokens, checkpoint, bar)
-    for line in said:
-        console.print(line, highlight=False, soft_wrap=True)
+        plan = Plan(models=models, analyse=analyze, texts=text or [], tokens=tokens, checkpoint=checkpoint)
+        with show_progress() as progress:
+            result = run(plan, progress)
+        say_written(**save(result, out or default_path(models)))
+        for line in show(result):
+            say(line)

@@ -6,99 +6,95 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from grmoe.terminal import fail, need
+from grmoe.cli.shell import shell
+from grmoe.serve.options import Options, parse_range
 
 
 def serve(
     folder: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of `grmoe export`.")],
     alpha: Annotated[
         float | None,
-        typer.Option(
-            min=0, help="The dial where a request names none.", show_default="as saved with the model"
-        ),
-    ] = None,
+        typer.Option(min=0, help="α for requests that name none.", show_default="as saved with the model"),
+    ] = Options.alpha,
     alpha_range: Annotated[
-        str, typer.Option(metavar="LOW:HIGH", help="What a request may ask for.")
-    ] = "0.5:5",
+        str, typer.Option(metavar="LOW:HIGH", help="Values of α that a request may ask for.")
+    ] = "{:g}:{:g}".format(*Options.alpha_range),
     host: Annotated[
-        str, typer.Option(help="Address; 0.0.0.0 is every network of this machine.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    dtype: Annotated[str, typer.Option(help="auto (as saved), fp32 or bf16; routers are fp32.")] = "auto",
+        str, typer.Option(help="Address to listen on; 0.0.0.0 is every network of this machine.")
+    ] = Options.host,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = Options.port,
+    dtype: Annotated[
+        str, typer.Option(help="auto (as saved), fp32 or bf16; routers stay in fp32.")
+    ] = Options.dtype,
     together: Annotated[
         bool | None,
         typer.Option(
             "--together/--alone",
-            help="Compute answers in one batch, or each by itself in turns.",
+            help="Compute requests in one batch, or each by itself in turns.",
             show_default="together in fp32, where near ties are computed again alone",
         ),
-    ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Answers in the making at a time.")] = 16,
-    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more get a 429.")] = 64,
+    ] = Options.together,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Requests computed at the same time.")
+    ] = Options.concurrency,
+    queue: Annotated[
+        int, typer.Option(min=0, help="Requests that may wait; the next one gets a 429.")
+    ] = Options.queue,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of an answer.", show_default="the context")
-    ] = None,
+        int | None, typer.Option(min=1, help="Tokens per answer.", show_default="the context")
+    ] = Options.max_tokens,
     max_prompt: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a prompt.", show_default="the context")
-    ] = None,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 1 << 20,
+        int | None, typer.Option(min=1, help="Tokens per prompt.", show_default="the context")
+    ] = Options.max_prompt,
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes per request.")] = Options.max_body,
     timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds a request may take, queue and all.")
-    ] = 120,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds for running answers after SIGTERM.")] = 10,
+        float, typer.Option(min=0.001, help="Seconds per request, time in the queue included.")
+    ] = Options.timeout,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that running requests have after SIGTERM.")
+    ] = Options.grace,
     api_key: Annotated[
         str | None,
         typer.Option(
             envvar="GRMOE_API_KEY",
             show_envvar=True,
-            help="Asked of every request; better in the environment, for `ps` shows arguments.",
+            help="Key that every request must carry. Use the environment variable: `ps` shows arguments.",
         ),
-    ] = None,
+    ] = Options.api_key,
 ) -> None:
-    """Serve a model over HTTP in OpenAI's protocol, with alpha in the request.
+    """Serve a model over HTTP in OpenAI's protocol, with α in the request.
 
     POST /v1/completions and /v1/chat/completions, whole or streamed; GET /v1/models, /health, /ready, /metrics. Each
-    request may set "alpha": clients with different budgets share one set of weights, and every answer is the one that
-    generate gives for it alone at that alpha. Code in the model's folder is never run.
+    request may set "alpha", so clients with different budgets share one set of weights. Every answer equals what
+    generate gives for that request alone at that α. Code in the model's folder is never run.
 
     Example: [bold]grmoe serve my-model --alpha 1.5 --alpha-range 0.5:5[/]
 
     Then: [bold]curl localhost:8000/v1/completions -H 'content-type: application/json'
     -d '{"prompt": "def main(", "max_tokens": 32, "temperature": 0, "alpha": 2}'[/]
     """
-    need("transformers", "safetensors", extra="lm")
-    need("uvicorn", "starlette", "pydantic", extra="serve")
-    import torch
-    from transformers.utils import logging
+    with shell("lm", "serve"):
+        from grmoe.serve import serve as run
 
-    from grmoe.serve.command import Options, bind, make_service
-    from grmoe.serve.command import serve as run
-    from grmoe.serve.settings import parse_range
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    dtypes = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
-    if dtype not in dtypes:
-        fail(f"dtype must be auto, fp32 or bf16, got {escape(dtype)}")
-    try:
-        options = Options(
-            folder=folder,
-            alpha=alpha,
-            alpha_range=parse_range(alpha_range),
-            dtype=dtypes[dtype],
-            together=together,
-            prompt_tokens=max_prompt,
-            max_tokens=max_tokens,
-            body_bytes=max_body,
-            concurrency=concurrency,
-            queue=queue,
-            timeout=timeout,
-            grace=grace,
-            api_key=api_key or None,
+        run(
+            Options(
+                folder=folder,
+                host=host,
+                port=port,
+                alpha=alpha,
+                alpha_range=parse_range(alpha_range),
+                dtype=dtype,
+                together=together,
+                concurrency=concurrency,
+                queue=queue,
+                max_tokens=max_tokens,
+                max_prompt=max_prompt,
+                max_body=max_body,
+                timeout=timeout,
+                grace=grace,
+                api_key=api_key or None,
+            )
         )
-        with bind(host, port) as sock:
-            run(make_service(options), sock)
-    except ValueError as error:
-        fail(escape(str(error)))

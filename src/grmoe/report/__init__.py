@@ -1,6 +1,11 @@
-"""Runs as one page to look at: curves, frontiers, experts and text under a dial that moves (`grmoe report`)."""
+"""`grmoe report`: models as one HTML page with curves, frontiers, experts and text, and a dial that moves.
 
-from grmoe.report.collect import Content, collect
+`facts` and `sample` say what one model is and does, `content` puts that together, `page` writes the file. The page is
+`page.html`, `page.css` and the scripts; `math.js` computes gates and bounds in the browser.
+"""
+
+from grmoe.report.content import Content, Note, Plan, collect
 from grmoe.report.page import render
+from grmoe.report.run import Report, default_path, run, save, show
 
-__all__ = ["Content", "collect", "render"]
+__all__ = ["Content", "Note", "Plan", "Report", "collect", "default_path", "render", "run", "save", "show"]

@@ -1,19 +1,20 @@
-// The dial as the reader sets it: α, and how experts are chosen.
+// The controls: run, layer, α, and how experts are selected.
 
-const ALPHAS = Array.from({ length: 81 }, (_, i) => niceAlpha(10 ** (i / 40 - 1))); // the slider's places, 0.1 to 10
+// Positions of the slider, 0.1 to 10.
+const ALPHAS = Array.from({ length: 81 }, (_, i) => niceAlpha(10 ** (i / 40 - 1)));
 
 function niceAlpha(value) {
   const round = Number(value.toPrecision(2));
   return Math.abs(round / value - 1) < 0.003 ? round : Number(value.toPrecision(3));
 }
 
-// α of a layer: the reader's, or the one saved with the model. Gates without a dial are what they are.
+// α of a layer: the one set here, or the one saved with the model. 1 for gates without a dial.
 function alphaOf(run, layer, state) {
   if (!run.sample.dial) return 1;
   return has(state.alpha) ? state.alpha : run.model.alphas[layer];
 }
 
-// The selection the page starts with: by mass, as `grmoe dial` chose it where it did.
+// The selection the page starts with: the one `grmoe dial` chose, or mass 0.5.
 function firstSelection(run) {
   const own = run.model.selection;
   if (!run.sample || !run.sample.dial) return own;
@@ -30,7 +31,7 @@ const nearest = (alpha) =>
     0,
   );
 
-// At the top of the window while experts are looked at: run, layer, α.
+// The bar that stays at the top of the window: run, layer, α.
 function drawControls(host, runs, state) {
   const choose = (name, options, value, act) =>
     el(
@@ -102,10 +103,9 @@ function drawControls(host, runs, state) {
     reset.setAttribute("aria-pressed", !has(state.alpha));
   };
   listen(update);
-  update();
 }
 
-// How experts are chosen: by mass, or top-k.
+// How experts are selected: by mass, top-k, or all of them.
 function selectionControls(run, state) {
   const N = run.model.experts;
   const tau = el("input", {
@@ -114,10 +114,10 @@ function selectionControls(run, state) {
     min: 0.05,
     max: 1,
     step: 0.01,
-    "aria-label": "τ, the mass to reach",
+    "aria-label": "τ, the probability to reach",
   });
   const tauText = el("output", { for: "tau" });
-  const most = el("input", { type: "number", id: "most", min: 1, max: N, step: 1 });
+  const cap = el("input", { type: "number", id: "cap", min: 1, max: N, step: 1 });
   const kinds = { mass: "mass τ", topk: "top-k", dense: "all experts" };
   const radios = Object.entries(kinds).map(([kind, name]) =>
     el(
@@ -136,35 +136,35 @@ function selectionControls(run, state) {
     "input",
     () => setState({ selection: { ...selectionOf(run, state), tau: Number(tau.value) } }),
   );
-  most.addEventListener(
+  cap.addEventListener(
     "change",
     () =>
       setState({
         selection: {
           ...selectionOf(run, state),
-          k: Math.max(1, Math.min(N, Math.round(Number(most.value) || 1))),
+          k: Math.max(1, Math.min(N, Math.round(Number(cap.value) || 1))),
         },
       }),
   );
   const tauLabel = el("label", { class: "tau" }, "τ", tau, tauText);
-  const mostLabel = el("label", {}, el("span", {}, "at most"), most, "experts");
+  const capLabel = el("label", {}, el("span", {}, "at most"), cap, "experts");
   const node = el(
     "fieldset",
     { class: "selection", disabled: !run.sample.dial },
-    el("legend", {}, "Experts computed by"),
+    el("legend", {}, "Select experts by"),
     ...radios,
     tauLabel,
-    mostLabel,
+    capLabel,
   );
   node.update = () => {
     const { kind, tau: value, k } = selectionOf(run, state);
     node.querySelectorAll("input[type=radio]").forEach((radio) => (radio.checked = radio.value === kind));
     tau.value = value || 0.5;
     tauText.textContent = digits(value || 0.5);
-    most.value = k;
+    cap.value = k;
     tauLabel.hidden = kind !== "mass";
-    mostLabel.hidden = kind === "dense" || kind === "threshold";
-    mostLabel.firstChild.textContent = kind === "mass" ? "at most" : "k =";
+    capLabel.hidden = kind === "dense" || kind === "threshold";
+    capLabel.firstChild.textContent = kind === "mass" ? "at most" : "k =";
   };
   return node;
 }

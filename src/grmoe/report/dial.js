@@ -1,24 +1,7 @@
-// What every layer's gates do at the reader's setting of the dial.
+// What the gates of every layer do at the α and selection set above.
 
-const FEW = 4; // layers: each has a card of its own; of more, the chosen one and an overview
+const FEW = 4; // layers that get one card each; with more, one card for the chosen layer and an overview
 const CURVE = Array.from({ length: 25 }, (_, i) => 10 ** (i / 12 - 1)); // α of the curves
-
-function drawDial(host, runs, state) {
-  let shown = null, view = null;
-  const update = () => {
-    const run = runs[state.run];
-    if (run !== shown) {
-      shown = run;
-      view = run.sample ? dialView(run, state) : { nodes: missing(run), update() {} };
-      host.replaceChildren(...view.nodes);
-    }
-    view.update();
-  };
-  listen(update);
-  update();
-}
-
-const missing = (run) => run.notes.filter((n) => ["experts", "model"].includes(n.section)).map(note);
 
 function dialView(run, state) {
   const gates = gatesOf(run);
@@ -29,11 +12,10 @@ function dialView(run, state) {
   const holder = el("div", { class: "cards" }, cards);
   const over = gates.length > FEW ? overview(run, () => stats) : null;
   const intro = run.sample.dial
-    ? `${
-      grouped(gates[0].T)
-    } real tokens through each router, recomputed here as you move α. Inputs are those of the saved setting: ` +
-      "a layer turned alone does exactly this, layers turned together move each other's inputs a little."
-    : `Router ${run.model.router} chooses its experts by itself: its gates are shown as saved, without a dial.`;
+    ? `Gates of ${grouped(gates[0].T)} real tokens, computed in this page for the α you set. ` +
+      "The inputs of each layer are those at the saved α. The figures are exact when one layer is turned alone. " +
+      "When all layers are turned, they are approximate, because each layer changes the inputs of the next."
+    : `Router ${run.model.router} selects experts by its own rule. It has no dial: its gates are shown as saved.`;
   let single = null;
   return {
     nodes: [el("p", {}, intro), controls, total, over, holder].filter(has),
@@ -43,12 +25,11 @@ function dialView(run, state) {
       controls.update();
       const means = (key) => mean(stats.map((s) => s[key]));
       total.replaceChildren(
-        el("b", {}, `${fixed(means("experts"), 3)} experts a token`),
+        el("b", {}, `${fixed(means("experts"), 3)} experts per token`),
         ` (${saySelection(selection)}), entropy `,
         el("b", {}, `${fixed(means("entropy"), 3)} nats`),
-        `, certified between ${fixed(means("lower"), 3)} and ${
-          fixed(means("upper"), 3)
-        }: means over ${gates.length} layer${gates.length > 1 ? "s" : ""}`,
+        `, certified between ${fixed(means("lower"), 3)} and ${fixed(means("upper"), 3)}. `,
+        gates.length > 1 ? `Means over ${gates.length} layers.` : "",
       );
       if (over) {
         over.update();
@@ -70,9 +51,12 @@ function layerCard(run, layer, state, stats) {
     "Entropy over α, with its certified band",
     (width) => entropyPlot(width, gates, stats(), N),
   );
-  const load = figure("Load of each expert (line: its mean gate)", (width) => loadPlot(width, stats(), N));
+  const load = figure(
+    "Load: share of tokens each expert receives (line: mean gate; dotted: equal shares)",
+    (width) => loadPlot(width, stats(), N),
+  );
   const sorted = figure(
-    "Mean gate by rank (line: summed up, dotted: τ)",
+    "Mean gate by rank (line: cumulative; dotted: τ)",
     (width) => sortedPlot(width, stats(), selectionOf(run, state)),
   );
   const card = el(
@@ -92,10 +76,10 @@ function layerCard(run, layer, state, stats) {
       ["entropy H, nats", fixed(s.entropy, 3), "entropy"],
       ["certified", `${fixed(s.lower, 3)} – ${fixed(s.upper, 3)}`, "band"],
       ["exp(H)", fixed(Math.exp(s.entropy), 2), "effective"],
-      ["experts a token", fixed(s.experts, 3), "experts"],
+      ["experts per token", fixed(s.experts, 3), "experts"],
       ["mass dropped", percent(s.dropped), "dropped"],
       ["load", `${fixed(100 * Math.min(...s.load), 1)} – ${fixed(100 * Math.max(...s.load), 1)} %`, "load"],
-      ["load: std / mean", fixed(s.cv, 3), "cv"],
+      ["load CV", fixed(s.cv, 3), "cv"],
     ];
     if (run.sample.dial === false) shown.shift();
     facts.replaceChildren(
@@ -154,7 +138,7 @@ function entropyPlot(width, gates, s, N) {
 }
 
 function loadPlot(width, s, N) {
-  const top = Math.max(...s.load, ...s.gate, 1.5 / N) * 1.08;
+  const top = Math.max(...s.load, ...s.gate, 1.5 * s.fair) * 1.08;
   const bars = s.load.map((value, e) => ({
     name: String(e),
     value,
@@ -162,15 +146,15 @@ function loadPlot(width, s, N) {
     color: expertColor(e, N),
     content: () => [
       tipTitle(`expert ${e}`),
-      tipRow("load", percent(value)),
+      tipRow("load: tokens received", percent(value)),
+      tipRow("tokens led", percent(s.lead[e])),
       tipRow("mean gate", percent(s.gate[e])),
-      tipRow("leads", percent(s.lead[e])),
     ],
   }));
   return barChart(width, {
     bars,
     top,
-    rule: 1 / N,
+    rule: s.fair,
     xLabel: "expert",
     label: "Load of each expert",
     height: 160,
@@ -187,7 +171,7 @@ function sortedPlot(width, s, { kind, tau }) {
     content: () => [
       tipTitle(`rank ${i + 1}`),
       tipRow("mean gate", percent(value)),
-      tipRow("this and above", percent(summed[i])),
+      tipRow("ranks up to here", percent(summed[i])),
     ],
   }));
   return barChart(width, {
@@ -195,13 +179,13 @@ function sortedPlot(width, s, { kind, tau }) {
     top: 1,
     line: summed,
     rule: kind === "mass" ? tau : null,
-    xLabel: "rank of an expert for a token",
+    xLabel: "rank of the expert",
     label: "Mean gate by rank",
     height: 160,
   });
 }
 
-// All layers of a deep model in two pictures.
+// Two pictures of all layers, for a deep model.
 function overview(run, stats) {
   const N = run.model.experts, names = run.model.moe_layers;
   const x = { domain: [-0.5, names.length - 0.5], label: "layer", format: (i) => names[i] };
@@ -249,30 +233,22 @@ function overview(run, stats) {
       "entropy",
       "lower",
       "upper",
-      (
-        s,
-      ) => [
+      (s) => [
         tipRow("entropy", fixed(s.entropy, 3)),
         tipRow("certified", `${fixed(s.lower, 3)} – ${fixed(s.upper, 3)}`),
       ],
     ),
   );
   const experts = figure(
-    "Experts a token",
+    "Experts per token",
     (width) =>
       draw(
-        "Experts a token",
-        {
-          domain: [
-            0,
-            Math.max(...stats().map((s) => s.experts)) * 1.1,
-          ],
-          label: "experts",
-        },
+        "Experts per token",
+        { domain: [0, Math.max(...stats().map((s) => s.experts)) * 1.1], label: "experts" },
         "experts",
         null,
         null,
-        (s) => [tipRow("experts a token", fixed(s.experts, 3)), tipRow("mass dropped", percent(s.dropped))],
+        (s) => [tipRow("experts per token", fixed(s.experts, 3)), tipRow("mass dropped", percent(s.dropped))],
       )(width),
   );
   const node = el("div", { class: "grid2" }, entropy, experts);

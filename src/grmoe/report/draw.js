@@ -1,4 +1,4 @@
-// Elements, numbers as words, and the one tooltip. Text from data only ever becomes a text node.
+// Elements, numbers as text, and the tooltip. Text from the data only ever becomes a text node.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -32,9 +32,9 @@ function short(value) {
   return `${digits(value / 1000 ** power)} ${["", "k", "M", "G", "T"][power]}`.trim();
 }
 
-const clipped = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+const clipped = (text, length) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);
 
-// One α, those of a few layers, or the range of many.
+// One α, the values of a few layers, or the range of many.
 function sayAlphas(alphas) {
   if (new Set(alphas).size === 1) return digits(alphas[0]);
   if (alphas.length <= 6) return alphas.map((a) => digits(a)).join(", ");
@@ -49,20 +49,19 @@ function saySelection({ kind, tau, k }) {
 
 // -- colours ----------------------------------------------------------------------------------------
 
-// Runs and families: colours of the style sheet, told apart by their marks and dashes too.
+// Runs and families have colours of the style sheet, and different marks and dashes.
 const MARKS = ["circle", "square", "triangle", "diamond"];
 const DASHES = [null, "6 3", "2 3", "8 3 2 3"];
 const seriesColor = (i) => `var(--c${i % 6})`;
 
-// Experts: eight colours for the colour-blind (Okabe and Ito); beyond, hues a golden angle apart at two depths.
-const EXPERTS = [[0, 114, 178], [230, 159, 0], [0, 158, 115], [204, 121, 167], [213, 94, 0], [86, 180, 233], [
-  150,
-  140,
-  30,
-], [120, 120, 130]];
+// Experts: eight colours that colour-blind readers can tell apart (Okabe and Ito). For more experts, hues a golden
+// angle apart.
+const EXPERTS = [
+  "0,114,178", "230,159,0", "0,158,115", "204,121,167", "213,94,0", "86,180,233", "150,140,30", "120,120,130",
+];
 
 function expertColor(e, N, strength = 1) {
-  if (N <= EXPERTS.length) return `rgba(${EXPERTS[e].join(",")},${strength.toFixed(3)})`;
+  if (N <= EXPERTS.length) return `rgba(${EXPERTS[e]},${strength.toFixed(3)})`;
   return `hsla(${(e * 137.508) % 360},${e % 2 ? 75 : 55}%,${e % 3 === 1 ? 62 : 48}%,${strength.toFixed(3)})`;
 }
 
@@ -87,7 +86,7 @@ const tip = {
     const top = y + 16 + h < H ? y + 16 : Math.max(6, y - h - 12);
     this.node.style.transform = `translate(${Math.round(left)}px, ${Math.round(top)}px)`;
   },
-  // When the page scrolls: a focused owner takes it along, the pointer has left any other.
+  // When the page scrolls, the tooltip moves with a focused element. The pointer has left any other element.
   follow() {
     if (!this.owner) return;
     const box = this.owner.getBoundingClientRect();
@@ -101,14 +100,14 @@ const tip = {
   },
 };
 
-// A finger that is lifted has not left: what it tapped stays explained until it taps elsewhere.
+// Lifting a finger does not hide the tooltip. Tapping elsewhere does.
 const hasLeft = (event) => event.pointerType !== "touch";
 
-// A node that says more when it is pointed at, tapped or focused.
+// Shows a tooltip when the node is pointed at, tapped or focused.
 function explain(node, content) {
   const follow = ({ clientX: x, clientY: y }) =>
     tip.owner === node ? tip.move(x, y) : tip.show(node, content(), x, y);
-  // Moving too: scrolling may have hidden it under a resting pointer.
+  // Also when the pointer moves: scrolling may have hidden the tooltip.
   for (const kind of ["pointerenter", "pointermove", "click"]) node.addEventListener(kind, follow);
   node.addEventListener("pointerleave", (event) => hasLeft(event) && tip.hide(node));
   node.addEventListener("focus", () => {
@@ -125,7 +124,7 @@ document.addEventListener("pointerdown", (event) => {
 document.addEventListener("keydown", (event) => event.key === "Escape" && tip.hide());
 document.addEventListener("scroll", () => tip.follow(), { passive: true });
 
-// "name  value" lines of a tooltip; a colour before the name where there is one.
+// Lines of a tooltip: "name  value", with a colour before the name where given.
 const tipTitle = (text) => el("div", { class: "tip-title" }, text);
 const tipRow = (name, value, color) =>
   el(
@@ -138,7 +137,7 @@ const tipRow = (name, value, color) =>
 
 // -- tables and legends -----------------------------------------------------------------------------
 
-// Rows of cells; the first cell of a row is its heading. Wide tables scroll by themselves, never the page.
+// The first cell of a row is its heading. A wide table scrolls by itself, the page does not.
 function table(headings, rows, attributes = {}) {
   const head = el("tr", {}, headings.map((h) => el("th", { scope: "col" }, h)));
   const body = rows.map((row) => {
@@ -191,7 +190,7 @@ function legend(entries) {
   );
 }
 
-// A figure with its caption, and room for a picture that is drawn to the width there is.
+// A figure with its caption. draw(width) makes the picture for the width there is.
 function figure(caption, draw, attributes = {}) {
   const plot = el("div", { class: "plot" });
   const node = el("figure", attributes, el("figcaption", {}, caption), plot);
@@ -207,11 +206,12 @@ function figure(caption, draw, attributes = {}) {
   return node;
 }
 
-function note(found) {
-  return el(
-    "p",
-    { class: "note" },
-    found.text,
-    found.command ? [" Get it with ", el("code", {}, found.command)] : null,
-  );
+function note({ text, command }) {
+  return el("p", { class: "note" }, text, command ? [" Get it with ", el("code", {}, command)] : null);
 }
+
+// A run's notes on some sections, with its name where several runs are shown.
+const notesOf = (run, sections, named = false) =>
+  run.notes
+    .filter((n) => sections.includes(n.section))
+    .map((n) => note({ ...n, text: named ? `${run.name}: ${n.text}` : n.text }));

@@ -1,9 +1,10 @@
-"""What a run is in numbers, from its configuration and its log: the page's table and its curves."""
+"""The numbers in a page's summary and its curves, from a model's configuration and its log."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from grmoe.data import unigram_perplexity
@@ -12,16 +13,16 @@ from grmoe.model.count import count
 from grmoe.runs.folder import ENVIRONMENT, read_log, saved_config
 from grmoe.runs.open import LoadedModel
 
-MOST_STEPS = 400  # of a curve: more are closer together than pixels
-OF_VALIDATION = (
+MAX_STEPS = 400  # of a curve: more are closer together than pixels
+VALIDATION = (
     "step", "loss", "perplexity", "domains", "entropy", "load_cv", "min_load", "experts_per_token", "max_overlap",
 )  # fmt: skip
 
 Line = dict[str, Any]
 
 
-def model_facts(opened: LoadedModel) -> dict[str, Any]:
-    config: GrmoeConfig = opened.model.config
+def model_facts(loaded: LoadedModel) -> dict[str, Any]:
+    config: GrmoeConfig = loaded.model.config
     cost = count(config)
     return {
         "router": config.router,
@@ -36,37 +37,38 @@ def model_facts(opened: LoadedModel) -> dict[str, Any]:
         "active": cost.active,
         "alphas": list(config.alphas),
         "selection": _selection(config),
-        "step": opened.step,
+        "step": loaded.step,
     }
 
 
 def _selection(config: GrmoeConfig) -> dict[str, Any]:
-    """How experts are chosen, as the page's selection is said."""
+    """How experts are selected, in the form of the page's controls."""
     kind, k = config.selection, config.num_experts_per_tok
     if config.router in OWN_CHOICE:
         kind = "topk" if OWN_CHOICE[config.router] else "dense"
     return {"kind": kind, "tau": config.selection_tau, "k": k}
 
 
-def training_facts(folder: Path, opened: LoadedModel | None) -> dict[str, Any]:
+def training_facts(folder: Path, loaded: LoadedModel | None) -> dict[str, Any]:
     """How a run was trained, and its last validation up to the checkpoint that is shown."""
     config, lines = saved_config(folder), read_log(folder)
-    reached = opened.step if opened is not None and opened.step is not None else config.steps
+    reached = loaded.step if loaded is not None and loaded.step is not None else config.steps
     trained = [line for line in lines if line["kind"] == "train"]
     validated = [line for line in lines if line["kind"] == "validation" and line["step"] <= reached]
     speeds = sorted(line["tokens_per_second"] for line in trained if line.get("tokens_per_second"))
     last = trained[-1] if trained else {}
     batch = last["tokens"] / last["step"] if trained else None
+    data = None if loaded is None else loaded.data
     return {
         "preset": config.model.get("preset"),
         "steps": config.steps,
         "logged": last.get("step"),
-        "tokens": round(batch * reached) if batch and opened is not None else last.get("tokens"),
+        "tokens": round(batch * reached) if batch and loaded is not None else last.get("tokens"),
         "text": config.data.path,
         "device": _device(folder),
         "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
-        "validation": {key: validated[-1].get(key) for key in OF_VALIDATION} if validated else None,
-        "unigram": None if opened is None or opened.data is None else _unigram(opened),
+        "validation": {key: validated[-1].get(key) for key in VALIDATION} if validated else None,
+        "unigram": None if data is None or not data.tokens else unigram_perplexity(data),
     }
 
 
@@ -78,19 +80,14 @@ def _device(folder: Path) -> str | None:
     return device
 
 
-def _unigram(opened: LoadedModel) -> float | None:
-    assert opened.data is not None
-    return unigram_perplexity(opened.data) if opened.data.tokens else None
-
-
 def curves(folder: Path) -> dict[str, Any] | None:
-    """Series over logged steps; [mean, least, most] over layers where layers have their own. None without a log."""
+    """Series over logged steps. [mean, smallest, largest] over layers where layers differ. None without a log."""
     lines = read_log(folder)
     train = [line for line in lines if line["kind"] == "train"]
     if not train:
         return None
     held_out = [line for line in lines if line["kind"] == "validation"]
-    train = [*train[:: -(-len(train) // MOST_STEPS)], *train[-1:]]
+    train = [*train[:: -(-len(train) // MAX_STEPS)], *train[-1:]]
     train = list({line["step"]: line for line in train}.values())
     loads = [[share for layer in line["layers"] for share in layer["load"]] for line in train]
     return {
@@ -99,7 +96,9 @@ def curves(folder: Path) -> dict[str, Any] | None:
         "load_cv": _over_layers(train, "load_cv"),
         "entropy": _over_layers(train, "entropy"),
         "load": [[min(shares), max(shares)] for shares in loads],
-        "fair": 1 / len(train[-1]["layers"][0]["load"]),
+        "fair": fmean(
+            loads[-1]
+        ),  # K/N: the share of tokens each expert would receive if all received equally many
         "validation": {
             "steps": [line["step"] for line in held_out],
             "loss": [line["loss"] for line in held_out],

@@ -1,12 +1,9 @@
-// What `grmoe dial` measured: perplexity against experts a token and against tokens/s, and the proofs beside it.
+// What `grmoe dial` measured: perplexity against experts per token and against speed, and the certificates.
 
 const frontierOf = (dial) => dial.points.filter((p) => p.on_frontier);
 const uniformOf = (dial) => dial.points.filter((p) => p.on_uniform_frontier);
 
-function topKOf(dial) {
-  const own = dial.trained.setting.selection === "topk" ? [dial.trained] : [];
-  return [...own, ...dial.points.filter((p) => p.family === "top-k")].sort((a, b) => a.experts - b.experts);
-}
+const topKOf = (dial) => dial.points.filter((p) => p.family !== "uniform" && p.setting.selection === "topk");
 
 function saySetting({ alpha, selection, selection_tau: tau, num_experts_per_tok: k }) {
   return `α ${sayAlphas([alpha].flat())}, ${saySelection({ kind: selection, tau, k })}`;
@@ -15,9 +12,9 @@ function saySetting({ alpha, selection, selection_tau: tau, num_experts_per_tok:
 function pointTip(point, name) {
   return [
     tipTitle(`${name}: ${saySetting(point.setting)}`),
-    tipRow("experts a token", fixed(point.experts, 3)),
+    tipRow("experts per token", fixed(point.experts_per_token, 3)),
     tipRow("perplexity", fixed(point.perplexity, 2)),
-    tipRow("against trained", signed(point.increase.value)),
+    tipRow("increase", signed(point.increase.value)),
     tipRow("90 % interval", `${signed(point.increase.low)} to ${signed(point.increase.high)}`),
     point.speed
       ? tipRow(
@@ -31,7 +28,7 @@ function pointTip(point, name) {
   ].filter(has);
 }
 
-// All of the frontiers, and what lies not far above: a top-1 that is much worse would flatten them, and is left out.
+// All of the frontiers, and points not far above. A top-1 that is much worse would flatten the picture: it is left out.
 function perplexityRange(series, chosen) {
   const frontiers = series.filter((s) => s.line).flatMap((s) => s.points);
   const reached = [...frontiers, ...chosen].map((p) => p.perplexity);
@@ -40,9 +37,9 @@ function perplexityRange(series, chosen) {
   return padded([...reached, ...others.filter((v) => v <= low + 1.5 * (high - low))], 0.08);
 }
 
-// series: [{name, color, mark, dash, points, line}]; chosen: points to ring.
+// series: [{name, color, mark, dash, points, line}]. chosen: points with a ring.
 function pareto(series, chosen, speed) {
-  const of = (point) => (speed ? point.speed && point.speed.tokens_per_second : point.experts);
+  const of = (point) => (speed ? point.speed && point.speed.tokens_per_second : point.experts_per_token);
   const draw = (width) => {
     const [low, high] = perplexityRange(series, chosen);
     const visible = (p) => has(of(p)) && p.perplexity <= high;
@@ -50,7 +47,7 @@ function pareto(series, chosen, speed) {
     if (!xs.length) return el("p", { class: "note" }, "Nothing was timed.");
     const x = {
       domain: padded(xs),
-      label: speed ? "tokens/s, measured prefill" : "experts a token",
+      label: speed ? "tokens/s, measured prefill" : "experts per token",
       format: speed ? short : undefined,
     };
     return axes(width, {
@@ -59,7 +56,7 @@ function pareto(series, chosen, speed) {
       height: 300,
       label: "Perplexity against cost",
       paint(pane) {
-        // Points of several series coincide: the first lies on top, the others show around it.
+        // Points of several series coincide. The first lies on top, the others show around it.
         for (
           const { name, color, mark: kind, dash, points, line: joined, r, hollow } of [...series].reverse()
         ) {
@@ -86,18 +83,14 @@ function pareto(series, chosen, speed) {
   return figure(
     speed
       ? "Against measured speed (bars: middle 80 %)"
-      : "Against experts a token (line: the best with at most so many)",
+      : "Against experts per token (line: lowest perplexity with at most that many)",
     draw,
   );
 }
 
 function drawFrontier(host, runs, state) {
   const measured = runs.map((run, i) => ({ run, i })).filter(({ run }) => run.dial);
-  for (const { name, notes } of runs) {
-    for (const found of notes.filter((n) => n.section === "frontier")) {
-      host.append(note({ ...found, text: runs.length > 1 ? `${name}: ${found.text}` : found.text }));
-    }
-  }
+  for (const run of runs) host.append(...notesOf(run, ["frontier"], runs.length > 1));
   if (!measured.length) return;
   if (measured.length > 1) {
     const series = measured.map(({ run, i }) => ({
@@ -118,19 +111,17 @@ function drawFrontier(host, runs, state) {
   const detail = el("div");
   host.append(detail);
   let shown = null;
-  const redraw = () => {
+  listen(() => {
     if (shown === state.run) return;
     shown = state.run;
     detail.replaceChildren(...frontierDetail(runs[state.run], runs.length > 1));
-  };
-  listen(redraw);
-  redraw();
+  });
 }
 
 function frontierDetail(run, named) {
   if (!run.dial) {
     return named
-      ? [el("h3", {}, run.name), el("p", { class: "note" }, "Its frontier has not been measured.")]
+      ? [el("h3", {}, run.name), el("p", { class: "note" }, "The frontier of this run is not measured.")]
       : [];
   }
   const { dial } = run, { chosen, trained } = dial;
@@ -155,29 +146,20 @@ function frontierDetail(run, named) {
     },
     { name: "top-k", color: seriesColor(2), mark: "triangle", r: 4.4, points: topKOf(dial) },
   ];
-  const stale = run.model && has(run.model.step) && dial.step !== run.model.step
-    ? note({
-      text: `Measured at step ${grouped(dial.step)}; the rest of this page shows step ${
-        grouped(run.model.step)
-      }.`,
-    })
-    : null;
   return [
     named ? el("h3", {}, run.name) : null,
-    stale,
     el(
       "p",
       {},
-      `Asked for ${sayTarget(dial.target)}, on ${
-        grouped(dial.calibration.tokens)
-      } tokens (${dial.device}, ${dial.dtype}). Chosen: ${saySetting(chosen.setting)}. `,
-      el("b", {}, `${fixed(chosen.experts, 2)} experts a token`),
-      ` in place of ${fixed(trained.experts, 2)}, perplexity ${fixed(chosen.perplexity, 2)} in place of ${
-        fixed(trained.perplexity, 2)
-      }: `,
+      `Target: ${sayTarget(dial.target)}. `,
+      `Measured on ${grouped(dial.calibration.tokens)} tokens (${dial.device}, ${dial.dtype}). `,
+      `Chosen: ${saySetting(chosen.setting)}. It computes `,
+      el("b", {}, `${fixed(chosen.experts_per_token, 2)} experts per token`),
+      ` instead of ${fixed(trained.experts_per_token, 2)}. Perplexity is ${fixed(chosen.perplexity, 2)} instead of `,
+      `${fixed(trained.perplexity, 2)}: `,
       el("b", {}, signed(chosen.increase.value)),
       ` (90 % interval ${signed(chosen.increase.low)} to ${signed(chosen.increase.high)})`,
-      chosen.speed ? `, ${fixed(chosen.speed.relative, 2)} times the trained speed.` : ".",
+      chosen.speed ? `. Speed is ${fixed(chosen.speed.relative, 2)} times that of the trained setting.` : ".",
     ),
     legend([...series.map((s) => ({ ...s, dash: s.line ? s.dash : "0 30" })), {
       name: "chosen",
@@ -191,18 +173,15 @@ function frontierDetail(run, named) {
 
 function sayTarget({ kind, value }) {
   if (kind === "perplexity") return `perplexity at most ${digits(100 * value)} % above the trained setting's`;
-  if (kind === "experts") return `at most ${digits(value)} experts a token`;
+  if (kind === "experts") return `at most ${digits(value)} experts per token`;
   return `at least ${digits(value)} times the trained speed`;
 }
 
 function alphaTable(dial) {
-  const row = (
-    name,
-    p,
-  ) => [
+  const row = (name, p) => [
     name,
     fixed(p.effective_experts_entropy, 2),
-    fixed(p.experts, 3),
+    fixed(p.experts_per_token, 3),
     fixed(p.perplexity, 2),
     p.speed ? fixed(p.speed.relative, 2) : "–",
   ];
@@ -210,28 +189,17 @@ function alphaTable(dial) {
     cells: row("chosen", dial.chosen),
     class: "strong",
   }];
+  const { selection: kind, selection_tau: tau, num_experts_per_tok: k } = dial.table[0].setting;
   return el(
     "figure",
     {},
-    el(
-      "figcaption",
-      {},
-      `What α does, measured (${
-        saySelection({
-          kind: dial.table[0].setting.selection,
-          tau: dial.table[0].setting.selection_tau,
-          k: dial.table[0].setting.num_experts_per_tok,
-        })
-      })`,
-    ),
-    table(["α", "exp(H)", "experts", "perplexity", "speed"], rows, { label: "What α does" }),
+    el("figcaption", {}, `What α does (${saySelection({ kind, tau, k })}; speed relative to trained)`),
+    table(["α", "exp(H)", "experts per token", "perplexity", "speed"], rows, { label: "What α does" }),
   );
 }
 
 function certificateTable(dial) {
-  const rows = dial.certificates.map((
-    c,
-  ) => [
+  const rows = dial.certificates.map((c) => [
     String(c.layer),
     fixed(c.dropped_mean, 3),
     fixed(c.dropped_max, 3),
@@ -247,9 +215,8 @@ function certificateTable(dial) {
     el(
       "figcaption",
       {},
-      `Certificates of the chosen setting, ${
-        grouped(dial.certificates[0].tokens)
-      } tokens, against all experts at the same α`,
+      `Certificates of the chosen setting: ${grouped(dial.certificates[0].tokens)} tokens, ` +
+        "compared with all experts at the same α",
     ),
     table(["layer", "mass dropped", "at most", "entropy", "certified", "‖ŷ‖", "error", "bound"], rows, {
       label: "Certificates",
@@ -259,12 +226,10 @@ function certificateTable(dial) {
 
 function checksOf(dial) {
   if (!dial.checks.length) return null;
-  const rows = dial.checks.map((
-    c,
-  ) => [
+  const rows = dial.checks.map((c) => [
     c.text,
     grouped(c.tokens),
-    fixed(c.experts, 3),
+    fixed(c.experts_per_token, 3),
     `${fixed(c.perplexity_trained, 2)} → ${fixed(c.perplexity, 2)}`,
     signed(c.increase.value),
     has(c.missed_by)
@@ -278,7 +243,7 @@ function checksOf(dial) {
   return el(
     "figure",
     {},
-    el("figcaption", {}, "The promise on other text"),
-    table(["text", "tokens", "experts", "perplexity", "increase", ""], rows, { label: "Checks" }),
+    el("figcaption", {}, "The target on other text"),
+    table(["text", "tokens", "experts per token", "perplexity", "increase", "target"], rows, { label: "Checks" }),
   );
 }

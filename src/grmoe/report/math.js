@@ -1,12 +1,12 @@
-// Gates at any α, their entropy with its certified band, and the experts a selection computes: what
-// grmoe.routing and grmoe.certificates compute, in doubles. The tests hold the two against each other.
+// Gates at any α, their entropy with its certified band, and the experts that a selection keeps. The same as
+// grmoe.routing and grmoe.certificates, in doubles; the tests compare the two.
 //
 // Legend: T tokens, N experts. ℓ = a + α·b; b is stored as 16-bit steps below each token's largest.
 
 function decodeGates(packed, N) {
   const bytes = atob(packed.scores), count = bytes.length / 2;
   const b = new Float64Array(count);
-  // Experts by probability, sorted anew at each α; nearly sorted already, as α seldom changes an order.
+  // Experts sorted by probability. Kept from one α to the next, because the order seldom changes.
   const order = new Uint16Array(count);
   for (let i = 0; i < count; i++) {
     b[i] = -packed.step * (bytes.charCodeAt(2 * i) + 256 * bytes.charCodeAt(2 * i + 1));
@@ -77,7 +77,7 @@ function sortExperts(order, from, N, p) {
   }
 }
 
-// How many experts a selection computes of a token; `at(i)` is its i-th largest probability.
+// How many experts a selection keeps for a token. at(i): its i-th largest probability.
 function keptOf(selection, N, at) {
   const { kind, tau, k } = selection;
   if (kind === "dense") return N;
@@ -97,7 +97,7 @@ function gateStats(gates, alpha, selection) {
   const l = new Float64Array(N), p = new Float64Array(N);
   const gate = new Float64Array(N),
     sorted = new Float64Array(N),
-    work = new Float64Array(N),
+    received = new Float64Array(N),
     lead = new Float64Array(N);
   let entropy = 0, lower = 0, upper = 0, pairs = 0, kept = 0;
   for (let t = 0; t < T; t++) {
@@ -110,7 +110,7 @@ function gateStats(gates, alpha, selection) {
       gate[e] += p[e];
       sorted[i] += p[e];
       if (i < count) {
-        work[e]++;
+        received[e]++;
         kept += p[e];
       }
     }
@@ -121,18 +121,18 @@ function gateStats(gates, alpha, selection) {
     lower += band[0];
     upper += band[1];
   }
-  const share = (values, total) => Array.from(values, (v) => v / total);
-  // Where everything is computed, that is uniform; then the expert that leads is what load means.
-  const load = selection.kind === "dense" ? share(lead, T) : share(work, pairs);
-  const fair = 1 / N;
+  const share = (values) => Array.from(values, (v) => v / T);
+  // Load: the share of tokens that an expert receives. All experts together receive K = pairs / T per token.
+  const load = share(received), fair = pairs / T / N;
   const cv = Math.sqrt(load.reduce((sum, v) => sum + (v - fair) ** 2, 0) / N) / fair;
   return {
     alpha,
     load,
+    fair,
     cv,
-    gate: share(gate, T),
-    sorted: share(sorted, T),
-    lead: share(lead, T),
+    gate: share(gate),
+    sorted: share(sorted),
+    lead: share(lead),
     entropy: entropy / T,
     lower: lower / T,
     upper: upper / T,
@@ -152,7 +152,7 @@ function tokenGate(gates, t, alpha, selection) {
   return { p, order, kept, entropy: entropyOf(p), band: entropyBounds(l) };
 }
 
-// Entropy with its band at each of several α, over all tokens: the curve under the dial.
+// Mean entropy with its band at each of several α: the curve in the dial section.
 function entropyCurve(gates, alphas) {
   const { T, N } = gates;
   const l = new Float64Array(N), p = new Float64Array(N);

@@ -1,4 +1,4 @@
-"""The page as one file: markup, style, scripts and data put together, and nothing that reaches out of it."""
+"""The page as one file: markup, style, scripts and data. It loads nothing else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from importlib.resources import files
 
 import grmoe
-from grmoe.report.collect import Content
+from grmoe.report.content import Content
 
 SCRIPTS = (
     "math.js", "draw.js", "plot.js", "summary.js", "frontier.js", "controls.js", "dial.js", "types.js", "text.js",
@@ -21,7 +21,7 @@ SCRIPTS = (
 
 
 def render(runs: Sequence[Content]) -> str:
-    """Data go in as JSON in which no tag can begin; the browser runs the one script whose hash the page names."""
+    """Data is embedded as JSON with `<` escaped. The page's policy allows only its own script, by hash."""
     folder = files("grmoe.report")
     script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
     script = f'"use strict";\n{script}'
@@ -38,17 +38,17 @@ def render(runs: Sequence[Content]) -> str:
         "data": as_json(data),
         "script": script,
     }
-    # In one pass: what stands in the data is never taken for a place to fill.
+    # In one pass, so that a placeholder inside the data stays as it is.
     page = folder.joinpath("page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
 
 
 def as_json(data: object) -> str:
-    """JSON that may stand inside a script element, whatever is in its strings."""
+    """JSON that is safe inside a script element, whatever its strings hold."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
-    # Half a surrogate pair, from a token that cuts a character in two, has no UTF-8.
+    # A token may cut a character in two: half a surrogate pair has no UTF-8.
     return re.sub("[\ud800-\udfff]", "�", text)
 
 

@@ -1,4 +1,4 @@
-// Axes and what is drawn between them. A picture is an SVG of the width it is given, in pixels.
+// Axes and what is drawn between them. A picture is an SVG; widths are in pixels.
 
 const MARGIN = { left: 46, right: 12, top: 24, bottom: 34 };
 
@@ -28,7 +28,7 @@ function scaleOf({ domain, log }, from, to) {
   return (v) => from + (((log ? Math.log(v) : v) - low) / span) * (to - from);
 }
 
-// Room around values, so that nothing sits on an axis.
+// The range of values with some room, so that nothing lies on an axis.
 function padded(values, share = 0.06) {
   const finite = values.filter(Number.isFinite);
   const low = Math.min(...finite), high = Math.max(...finite);
@@ -36,9 +36,9 @@ function padded(values, share = 0.06) {
   return [low - room, high + room];
 }
 
-const HALF_LETTER = 3.6; // pixels, of a tick's words, at most
+const HALF_LETTER = 3.6; // half the width of a letter in a tick's label
 
-// spec: x, y {domain, log, label, format, ticks}, height; `paint(pane)` draws with pane.X, pane.Y into pane.g.
+// spec: x and y {domain, log, label, format, ticks}, height. paint(pane) draws into pane.g with pane.X and pane.Y.
 function axes(width, spec) {
   const { x, y, height = 240, label } = spec;
   const margin = { ...MARGIN, ...spec.margin };
@@ -56,7 +56,7 @@ function axes(width, spec) {
   }
   for (const v of ticksOf(x, right - margin.left, 62)) {
     const words = String(format(x)(v));
-    const middle = Math.min(X(v), width - HALF_LETTER * words.length); // a tick at the edge keeps its words inside
+    const middle = Math.min(X(v), width - HALF_LETTER * words.length); // a label at the edge stays inside
     root.append(
       svg("line", { class: "tickmark", x1: X(v), x2: X(v), y1: bottom, y2: bottom + 4 }),
       svg("text", { class: "tick", x: middle, y: bottom + 15, "text-anchor": "middle" }, words),
@@ -99,7 +99,7 @@ function line(pane, points, color, attributes = {}) {
   pane.g.append(svg("path", { class: "line", d, stroke: color, ...attributes }));
 }
 
-// A staircase: the value holds until the next point.
+// A staircase: each value holds until the next point.
 function stairs(pane, points, color, attributes = {}) {
   const steps = points.flatMap(([x, y], i) => (i ? [[x, points[i - 1][1]], [x, y]] : [[x, y]]));
   line(pane, steps, color, attributes);
@@ -131,7 +131,7 @@ function markAt(kind, x, y, color, r, attributes = {}) {
 
 const HOLLOW = (color) => ({ class: "mark hollow", stroke: color });
 
-// A mark that explains itself; the area to hit is larger than what is seen.
+// A mark with a tooltip. The area to point at is larger than the mark.
 function mark(pane, kind, x, y, color, content, r = 3.6, hollow = false) {
   const node = svg(
     "g",
@@ -156,7 +156,7 @@ function rule(pane, y, text) {
   }
 }
 
-// A line that follows the pointer over a picture of series, and says what they are there.
+// A line that follows the pointer, with a tooltip for the values there.
 function crosshair(pane, xs, content) {
   const hair = svg("line", { class: "hair", y1: pane.top, y2: pane.bottom, visibility: "hidden" });
   const area = svg("rect", {
@@ -185,7 +185,7 @@ function crosshair(pane, xs, content) {
   pane.g.append(hair, area);
 }
 
-// Bars from zero, one for each expert or rank. bars: [{name, value, color, tick, content}]; tick: a second value.
+// One bar per expert or rank. bars: [{name, value, color, tick, content}]; tick: a second value, drawn as a line.
 function barChart(width, spec) {
   const { bars, top, label, xLabel, rule: dotted, height, line: cumulated } = spec;
   const every = Math.ceil(bars.length / Math.max(1, Math.floor((width - 60) / 20)));

@@ -1,10 +1,10 @@
-"""A sample of a model's gates that fits into a page: real tokens, and what each router makes of them at any α.
+"""A sample of a model's gates that fits into a page: real tokens, and what each router does with them at any α.
 
-A gate's logits are affine in α, ℓ = a + α·b, and a (a prior the dial leaves alone) is the same for every token. A
-softmax does not see a shift of a token's logits, so b is kept as its distance below the token's largest, in 16-bit
-steps: off by at most half a step, range/131070.
+A gate's logits are affine in α, ℓ = a + α·b, and a (a prior that α does not scale) is the same for every token. A
+softmax does not change when all logits of a token shift, so b is kept as its distance below the token's largest, in
+16-bit steps. The error is at most half a step: range/131070.
 
-Legend: T tokens, N experts, S tokens of a window.
+Legend: T tokens, N experts, W windows, S tokens per window.
 """
 
 from __future__ import annotations
@@ -17,30 +17,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grmoe.analyze.record import recorded
-from grmoe.analyze.source import Stream, Window, windows
-from grmoe.analyze.study import sequence_length
 from grmoe.checks import require
-from grmoe.dial.gates import layer_inputs, moe_layers
-from grmoe.dial.text import Text
 from grmoe.model import GrmoeForCausalLM
 from grmoe.model.configuration_grmoe import OWN_CHOICE
+from grmoe.probe.gates import AffineGate, affine_gates
 from grmoe.probe.pieces import Pieces
+from grmoe.probe.routing import recorded
+from grmoe.probe.text import Stream
+from grmoe.probe.typed_windows import TypedWindow, covering_starts, typed_windows
+from grmoe.probe.windows import window_length
 from grmoe.runs.open import LoadedModel
 
-TOKENS = 4096  # a mean of so many is known to about a percent
-NUMBERS = 600_000  # of all layers, tokens and experts: 1.6 MB of the page
-PASSAGES = 8  # at least, where windows are long
+MAX_TOKENS = 4096  # enough to know a mean to about one percent
+MAX_NUMBERS = 600_000  # layers × tokens × experts of all models of a page: 1.6 MB
+MIN_PASSAGES = 8  # long windows are shortened for this
 STEPS = 65535
 
 
 @dataclass(frozen=True)
 class LayerGates:
-    """ℓ = a + α·b of one MoE layer, with b = −step · (16-bit numbers)."""
+    """ℓ = a + α·b of one MoE layer, with b = −step · steps_TN."""
 
-    a_N: Tensor  # fp64
+    a_N: Tensor
+    """fp64."""
     step: float
-    steps_TN: Tensor  # int32, 0 … STEPS
+    steps_TN: Tensor
+    """int32, 0 … STEPS."""
 
     @property
     def b_TN(self) -> Tensor:
@@ -49,92 +51,64 @@ class LayerGates:
 
     def as_json(self) -> dict[str, Any]:
         packed = self.steps_TN.numpy().astype("<u2").tobytes()
-        return {
-            "a": self.a_N.tolist(),
-            "step": self.step,
-            "scores": base64.b64encode(packed).decode("ascii"),
-        }
+        scores = base64.b64encode(packed).decode("ascii")
+        return {"a": self.a_N.tolist(), "step": self.step, "scores": scores}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """dial: whether α moves these gates; a router that chooses by itself is shown as it is, at a = 0 and α = 1."""
-
     dial: bool
+    """Whether α moves these gates. Other routers are shown as they are, with a = 0 and α = 1."""
     layers: list[LayerGates]
-    windows: list[
-        dict[str, Any]
-    ]  # pieces, types and domain of each; their tokens in order are the T of the layers
+    windows: list[dict[str, Any]]
+    """Pieces, types and domain of each window. Their tokens in order are the T of the layers."""
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "dial": self.dial,
-            "layers": [layer.as_json() for layer in self.layers],
-            "windows": self.windows,
-        }
+        layers = [layer.as_json() for layer in self.layers]
+        return {"dial": self.dial, "layers": layers, "windows": self.windows}
 
 
-def take(opened: LoadedModel, stream: Stream, share: int = 1) -> Sample:
-    """Windows at even distances over the stream, routed at the setting the model has now.
+def sample_gates(loaded: LoadedModel, stream: Stream, models: int = 1) -> Sample:
+    """Gates of windows spread evenly over the stream, at the model's present setting.
 
-    share: of how many runs in one page this is one.
+    models: how many models share the page.
     """
-    config = opened.model.config
-    most = min(TOKENS, NUMBERS // share // (len(config.moe_layers) * config.num_experts))
-    length = max(1, min(sequence_length(opened), most // PASSAGES, stream.tokens - 1))
-    pieces = Pieces(opened.tokenizer)
-    # The last token of a window is only ever predicted: it is not routed.
-    found = list(windows(stream, pieces, max(1, most // length) * (length + 1), length + 1))
+    config, pieces = loaded.model.config, Pieces(loaded.tokenizer)
+    tokens = max(1, min(MAX_TOKENS, MAX_NUMBERS // models // (len(config.moe_layers) * config.num_experts)))
+    length = max(1, min(window_length(loaded), tokens // MIN_PASSAGES, stream.tokens))
+    starts = covering_starts(stream.tokens, tokens // length * length, length)
+    windows = list(typed_windows(stream, pieces, starts, length))
+    ids_WS = torch.from_numpy(np.stack([window.ids_S for window in windows]))
     dial = config.router not in OWN_CHOICE
-    gates = _gates(opened.model, found) if dial else _fixed(opened.model, found)
-    require(
-        all(bool(torch.isfinite(a).all() and torch.isfinite(b).all()) for a, b in gates),
-        "gates of this model are NaN or Inf",
-    )
-    return Sample(
-        dial, [quantise(a_N, b_TN) for a_N, b_TN in gates], [_shown(w, pieces, stream) for w in found]
-    )
+    gates = affine_gates(loaded.model, ids_WS) if dial else _fixed_gates(loaded.model, ids_WS)
+    layers = [quantise(gate.a_TN[0], gate.b_TN) for gate in gates]
+    return Sample(dial, layers, [_describe(window, pieces, stream) for window in windows])
 
 
 def quantise(a_N: Tensor, b_TN: Tensor) -> LayerGates:
+    finite = bool(torch.isfinite(a_N).all() and torch.isfinite(b_TN).all())
+    require(finite, "the gates of this model are NaN or Inf")
     below_TN = (b_TN.amax(-1, keepdim=True) - b_TN).double().cpu()
     step = max(float(below_TN.max()), 1e-12) / STEPS
     return LayerGates(a_N.double().cpu(), step, (below_TN / step).round().int())
 
 
 @torch.no_grad()
-def _gates(model: GrmoeForCausalLM, found: list[Window]) -> list[tuple[Tensor, Tensor]]:
-    """(a, b) of every layer, on the inputs it has at the present setting."""
-    rows_WS = torch.from_numpy(np.stack([w.ids_S for w in found]))
-    inputs = layer_inputs(model, Text("sample", rows_WS), rows_WS.numel())
-    out = []
-    for layer, x_TD, alpha in zip(moe_layers(model), inputs, model.alpha, strict=True):
-        ends = []
-        for value in (0.0, 1.0):
-            layer.router.alpha = value
-            ends.append(layer.router.gate(x_TD.float(), None))
-        layer.router.alpha = alpha
-        out.append((ends[0][0], ends[1] - ends[0]))
-    return out
-
-
-@torch.no_grad()
-def _fixed(model: GrmoeForCausalLM, found: list[Window]) -> list[tuple[Tensor, Tensor]]:
-    """The logits as they are, for routers without a dial."""
-    parts: list[list[Tensor]] = []
+def _fixed_gates(model: GrmoeForCausalLM, ids_WS: Tensor) -> list[AffineGate]:
+    """The logits of routers without a dial, as they are."""
+    parts = []
     with recorded(model) as seen:
-        for window in found:
+        for ids_S in ids_WS:
             seen.clear()
-            ids_S = torch.from_numpy(window.ids_S[:-1]).to(model.device)
-            model.model(input_ids=ids_S[None], use_cache=False)
+            model.model(input_ids=ids_S[None].to(model.device), use_cache=False)
             parts.append([routing.logits.flatten(0, -2) for routing in seen])
     layers = [torch.cat(logits) for logits in zip(*parts, strict=True)]
-    return [(torch.zeros(b_TN.shape[-1]), b_TN) for b_TN in layers]
+    return [AffineGate(torch.zeros_like(b_TN), b_TN) for b_TN in layers]
 
 
-def _shown(window: Window, pieces: Pieces, stream: Stream) -> dict[str, Any]:
+def _describe(window: TypedWindow, pieces: Pieces, stream: Stream) -> dict[str, Any]:
     return {
-        "pieces": pieces.show(window.ids_S[:-1]),
-        "types": window.types_S[:-1].tolist(),
-        "domain": stream.names[int(window.domains_S[0])],
+        "pieces": pieces.show(window.ids_S),
+        "types": window.types_S.tolist(),
+        "domain": stream.domain_names[int(window.domains_S[0])],
     }

@@ -1,15 +1,15 @@
-// What the runs are, side by side, and how they were trained.
+// What the models are, side by side, and how they were trained.
 
 const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 
-// What is known of routing on held-out text: the log's last validation, or else the analysis.
+// Routing figures on held-out text: from the last validation, or from the analysis.
 function routingOf(run) {
   if (run.training && run.training.validation) return run.training.validation;
   if (run.analysis) return { entropy: mean(run.analysis.layers.map((l) => l.entropy)) };
   return {};
 }
 
-// [heading, value of a run, whether a tile says it too]
+// [heading, value for a run, whether a tile shows it too]
 const FACTS = [
   ["preset", (r) => r.training && r.training.preset],
   ["router", (r) => r.model && r.model.router + (r.model.rank ? `, rank ${r.model.rank}` : "")],
@@ -34,13 +34,13 @@ const FACTS = [
     "tokens",
     (r) => r.training && has(r.training.tokens) && `${short(r.training.tokens)} of ${r.training.text}`,
   ],
-  ["speed of training", (r) =>
+  ["training speed", (r) =>
     r.training && has(r.training.tokens_per_second) &&
     `${short(r.training.tokens_per_second)} tokens/s, ${r.training.device || "unknown device"}`],
   ["perplexity, held-out", (r) => perplexityOf(r) && fixed(perplexityOf(r), 2), true],
-  ["a unigram model's", (r) => r.training && has(r.training.unigram) && fixed(r.training.unigram, 1), true],
+  ["perplexity of a unigram model", (r) => r.training && has(r.training.unigram) && fixed(r.training.unigram, 1), true],
   [
-    "experts a token",
+    "experts per token",
     (r) => has(routingOf(r).experts_per_token) && fixed(routingOf(r).experts_per_token, 2),
     true,
   ],
@@ -53,10 +53,10 @@ const FACTS = [
       }`,
     true,
   ],
-  ["load: std / mean", (r) => has(routingOf(r).load_cv) && fixed(routingOf(r).load_cv, 3), true],
-  ["load of the least used", (r) => has(routingOf(r).min_load) && percent(routingOf(r).min_load)],
+  ["load CV (std / mean)", (r) => has(routingOf(r).load_cv) && fixed(routingOf(r).load_cv, 3), true],
+  ["smallest load, share of tokens", (r) => has(routingOf(r).min_load) && percent(routingOf(r).min_load)],
   [
-    "largest overlap of experts",
+    "largest overlap of two experts",
     (r) => has(routingOf(r).max_overlap) && fixed(routingOf(r).max_overlap, 3),
     true,
   ],
@@ -74,15 +74,11 @@ function drawSummary(host, runs) {
     .map(([name, value]) => [name, ...runs.map((run) => value(run) || "–")])
     .filter(([, ...cells]) => cells.some((c) => c !== "–"));
   const headings = runs.map((run, i) => (runs.length > 1 ? runName(run, i) : run.name));
-  const facts = table(["", ...headings], rows, { label: "What the runs are" });
+  const facts = table(["", ...headings], rows, { label: "Summary of the models" });
   facts.classList.add("facts");
   const domains = domainChart(runs);
   host.append(el("div", { class: domains ? "two" : "" }, facts, domains));
-  for (const run of runs) {
-    for (const found of run.notes.filter((n) => n.section === "model")) {
-      host.append(note({ ...found, text: `${run.name}: ${found.text}` }));
-    }
-  }
+  for (const run of runs) host.append(...notesOf(run, ["model"], true));
 }
 
 const runName = (run, i) =>
@@ -104,7 +100,7 @@ function tiles(run) {
       run.model ? `${short(run.model.active)} active` : "",
     ],
     [
-      "experts a token",
+      "experts per token",
       fixed(routing.experts_per_token, 2),
       run.model ? `of ${run.model.experts}, ${saySelection(run.model.selection)}` : "",
     ],
@@ -113,7 +109,7 @@ function tiles(run) {
       fixed(routing.entropy, 2),
       run.model ? `nats, uniform ${fixed(Math.log(run.model.experts), 2)}` : "nats",
     ],
-    ["load imbalance", fixed(routing.load_cv, 3), "std / mean over experts"],
+    ["load CV", fixed(routing.load_cv, 3), "std / mean of tokens received"],
     ["largest overlap", fixed(routing.max_overlap, 3), "of two experts' subspaces"],
   ].filter(([, value]) => value !== "–");
   return el(
@@ -131,7 +127,7 @@ function tiles(run) {
   );
 }
 
-// Perplexity of every domain, a row each; the runs' marks in one row.
+// Perplexity by domain: one row per domain, one mark per run.
 function domainChart(runs) {
   const losses = runs.map((run) =>
     (run.training && run.training.validation && run.training.validation.domains) || {}
@@ -166,36 +162,29 @@ function domainChart(runs) {
         names.forEach((name, i) =>
           losses.forEach((own, run) => {
             if (!has(own[name])) return;
-            const row = (
-              value,
-            ) => [
+            const content = () => [
               tipTitle(name),
               ...losses.map((l, j) =>
                 tipRow(runs[j].name, fixed(has(l[name]) ? Math.exp(l[name]) : null, 2), seriesColor(j))
               ),
-              value,
             ];
-            mark(pane, MARKS[run % 4], Math.exp(own[name]), i, seriesColor(run), () => row(null), 4.4);
+            mark(pane, MARKS[run % 4], Math.exp(own[name]), i, seriesColor(run), content, 4.4);
           })
         );
       },
     });
   };
-  return figure("Perplexity of each domain, last validation", draw);
+  return figure("Perplexity by domain, last validation", draw);
 }
 
 // -- curves -----------------------------------------------------------------------------------------
 
 function drawTraining(host, runs) {
   const logged = runs.map((run, i) => ({ run, i, c: run.curves })).filter(({ c }) => c);
-  for (const run of runs) {
-    for (const found of run.notes.filter((n) => n.section === "curves")) {
-      host.append(note({ ...found, text: `${run.name}: ${found.text}` }));
-    }
-  }
+  for (const run of runs) host.append(...notesOf(run, ["curves"], true));
   if (!logged.length) {
     if (!host.childNodes.length) {
-      host.append(note({ text: "Exported models come without the log of their training." }));
+      host.append(note({ text: "An exported model has no training log." }));
     }
     return;
   }
@@ -215,18 +204,18 @@ function drawTraining(host, runs) {
     el(
       "div",
       { class: "grid2" },
-      curve(logged, "Loss, nats a token (marks: validation)", (c) => c.loss.map((v) => [v]), {
+      curve(logged, "Loss, nats per token (marks: validation)", (c) => c.loss.map((v) => [v]), {
         held: true,
         zero: false,
         places: 3,
       }),
       curve(logged, "Entropy of the gate, nats (band: layers)", (c) => c.entropy, { places: 3 }),
-      curve(logged, "Load imbalance: std / mean over experts (band: layers)", (c) => c.load_cv, {
+      curve(logged, "Load CV: std / mean of the tokens experts receive (band: layers)", (c) => c.load_cv, {
         places: 3,
       }),
       curve(
         logged,
-        "Least and most used expert of any layer (dotted: equal shares)",
+        "Smallest and largest load: share of tokens an expert receives (dotted: equal shares)",
         (c) => c.load.map(([a, b]) => [a, b]),
         { pair: true },
       ),
@@ -234,7 +223,8 @@ function drawTraining(host, runs) {
   );
 }
 
-// One quantity over steps, all runs over each other. Values: [mean, least, most], [value] or, as a pair, [least, most].
+// One quantity over steps, for all runs. values(c): [value], [mean, smallest, largest] or, as a pair,
+// [smallest, largest].
 function curve(logged, caption, values, { held = false, pair = false, zero = true, places = 1 }) {
   const say = (v) => (pair ? percent(v, 1) : fixed(v, places));
   const draw = (width) => {

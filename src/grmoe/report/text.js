@@ -1,24 +1,9 @@
-// Real text, each token in the colour of its leading expert; the token under the pointer shows its gate.
+// Real text. Each token has the colour of its leading expert, and a tooltip with its gate.
 
-const PASSAGE = 220; // tokens shown together, at least; whole windows
-const MANY = 12; // experts: of more, the largest are shown
+const PASSAGE = 220; // tokens shown together at least, in whole windows
+const MANY = 12; // experts in a tooltip; of more, the largest gates are shown
 
-function drawText(host, runs, state) {
-  let shown = null, view = null;
-  const update = () => {
-    const run = runs[state.run];
-    if (run !== shown) {
-      shown = run;
-      view = run.sample ? textView(run, state) : { nodes: missing(run), update() {} };
-      host.replaceChildren(...view.nodes);
-    }
-    view.update();
-  };
-  listen(update);
-  update();
-}
-
-// Windows in groups of enough tokens to read: [{from, windows}].
+// Windows in groups that are long enough to read: [{from, windows, tokens}].
 function passagesOf(windows) {
   const out = [];
   let from = 0;
@@ -39,9 +24,9 @@ function textView(run, state) {
     class: "tokens",
     id: "tokens",
     role: "list",
-    "aria-label": "Tokens; arrow keys go from one to the next",
+    "aria-label": "Tokens; arrow keys move between them",
   });
-  // Only the tokens of one expert, until its button is pressed again.
+  // A button shows only the tokens of its expert, until it is pressed again.
   const keys = Array.from({ length: N }, (_, e) => {
     const choose = () => {
       only = only === e ? null : e;
@@ -138,7 +123,8 @@ function textView(run, state) {
       el(
         "p",
         {},
-        `Tokens of ${run.analysis.text} in the colours of their leading experts, stronger where the gate is surer, at the α above. Point at, tap or focus a token for its gate.`,
+        `Text: ${run.analysis.text}. Each token has the colour of its leading expert at the α above; ` +
+          "the stronger the colour, the larger the gate. Point at, tap or focus a token to see its gate.",
       ),
       el(
         "div",
@@ -153,7 +139,7 @@ function textView(run, state) {
   };
 }
 
-// A line end and a lone space would else be invisible.
+// Makes line ends and tabs visible.
 const visible = (piece) => piece.replace(/\r?\n/g, "↵\n").replace(/\t/g, "→\t");
 
 function tokenTip(run, state, gates, span) {

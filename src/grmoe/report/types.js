@@ -1,22 +1,19 @@
-// Which expert has which tokens: the tables of `grmoe analyze`, a layer at a time.
+// Which expert leads which tokens: the tables of `grmoe analyze`, one layer at a time.
 
 function drawTypes(host, runs, state) {
   let before = {};
-  const update = () => {
+  listen(() => {
     if (before.run === state.run && before.layer === state.layer) return;
     before = { ...state };
     const run = runs[state.run];
-    host.replaceChildren(
-      ...(run.analysis ? typesView(run.analysis, run.analysis.layers[state.layer]) : missing(run)),
-    );
-  };
-  listen(update);
-  update();
+    const view = run.analysis ? typesView(run.analysis, run.analysis.layers[state.layer]) : [];
+    host.replaceChildren(...notesOf(run, ["model", "experts"]), ...view);
+  });
 }
 
 function typesView(analysis, layer) {
   const present = analysis.domain_tokens.map((n, i) => (n ? i : -1)).filter((i) => i >= 0);
-  const most = (rows) => Math.max(0.3, ...rows.flat().filter(has));
+  const largest = (rows) => Math.max(0.3, ...rows.flat().filter(has));
   const types = analysis.types.map((name, i) => ({ name, tokens: analysis.type_tokens[i] }));
   const domains = present.map((i) => ({ name: analysis.domains[i], tokens: analysis.domain_tokens[i] }));
   const ofDomain = layer.counts.map((_, e) => present.map((d) => layer.domain_of_expert[d][e]));
@@ -24,32 +21,28 @@ function typesView(analysis, layer) {
     [
       tipTitle(`expert ${e}, ${types[c].name}`),
       tipRow("tokens it leads", grouped(layer.counts[e][c])),
-      tipRow("of the type's tokens", percent(layer.of_type[e][c])),
-      tipRow("of the expert's tokens", percent(layer.of_expert[e][c])),
+      tipRow("share of the type's tokens", percent(layer.of_type[e][c])),
+      tipRow("share of the expert's tokens", percent(layer.of_expert[e][c])),
       layer.kappa ? tipRow("κ of the expert", digits(layer.kappa[e])) : null,
     ].filter(has);
-  const aboutDomain = (
-    e,
-    c,
-  ) => [
+  const aboutDomain = (e, c) => [
     tipTitle(`expert ${e}, ${domains[c].name}`),
-    tipRow("of the domain's tokens", percent(ofDomain[e][c])),
+    tipRow("share of the domain's tokens", percent(ofDomain[e][c])),
   ];
   return [
     el(
       "p",
       {},
-      `${grouped(analysis.tokens)} tokens of ${analysis.text}, each with its leading expert, at α ${
-        digits(layer.alpha)
-      } as saved. ${informationText(layer)}`,
+      `The leading experts of ${grouped(analysis.tokens)} tokens, at the saved α (${digits(layer.alpha)}). ` +
+        `Text: ${analysis.text}. ${informationText(layer)}`,
     ),
     el(
       "div",
       { class: "grid2" },
-      heatMap("Who has a type: % of the column", types, layer.of_type, most(layer.of_type), aboutType),
-      heatMap("What an expert has: % of the row", types, layer.of_expert, 1, aboutType),
+      heatMap("Which expert leads a type: % of the column", types, layer.of_type, largest(layer.of_type), aboutType),
+      heatMap("Which types an expert leads: % of the row", types, layer.of_expert, 1, aboutType),
       present.length > 1
-        ? heatMap("Who has a domain: % of the column", domains, ofDomain, most(ofDomain), aboutDomain)
+        ? heatMap("Which expert leads a domain: % of the column", domains, ofDomain, largest(ofDomain), aboutDomain)
         : null,
     ),
   ];
@@ -58,12 +51,11 @@ function typesView(analysis, layer) {
 function informationText(layer) {
   const found = layer.information;
   if (!found || !has(found.value)) return "";
-  return `Layer ${layer.layer}: I(expert; type) = ${
-    fixed(found.value, 3)
-  } nats, where a hash of the tokens has ${fixed(found.by_token_mean, 3)}.`;
+  return `Layer ${layer.layer}: the mutual information of expert and type is ${fixed(found.value, 3)} nats. ` +
+    `If a hash of the token chose the expert, it would be ${fixed(found.by_token_mean, 3)}.`;
 }
 
-// Experts down, kinds of tokens across.
+// One row per expert, one column per kind of token.
 function heatMap(caption, columns, rows, top, content) {
   const head = el(
     "tr",

@@ -33,6 +33,10 @@ COMMANDS = {"dial": "dial", "eval": "eval", "analysis": "analyze", "prune": "pru
 class ResultsError(ValueError):
     """A results.json that is damaged or of another version; the message names the command that makes a new one."""
 
+    def __init__(self, problem: str, command: str) -> None:
+        super().__init__(f"{problem}; make it again with: {command}")
+        self.problem = problem
+
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
@@ -88,12 +92,12 @@ def load_results(path: Path, kind: str) -> Results:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ResultsError(f"{path} is damaged ({error}); {_again(path, kind)}") from error
+        raise ResultsError(f"{path} is damaged ({error})", _again(path, kind)) from error
     if not isinstance(found, Mapping) or found.get("format") != FORMAT or found.get("kind") != kind:
-        raise ResultsError(f"{path} was written by another version of grmoe; {_again(path, kind)}")
+        raise ResultsError(f"{path} was written by another version of grmoe", _again(path, kind))
     missing = [f.name for f in fields(Results) if f.name not in found]
     if missing:
-        raise ResultsError(f"{path} is damaged (without {', '.join(missing)}); {_again(path, kind)}")
+        raise ResultsError(f"{path} is damaged (without {', '.join(missing)})", _again(path, kind))
     return Results(**{f.name: found[f.name] for f in fields(Results)})
 
 
@@ -122,7 +126,7 @@ def _again(path: Path, kind: str) -> str:
     model = path.parent.parent
     if not (model / CONFIG).is_file():
         model = path.parent.with_name(path.parent.name.removesuffix(f"-{kind}"))
-    return f"make it again with: {remake(model, kind)}"
+    return remake(model, kind)
 
 
 def device_name(device: torch.device) -> str:

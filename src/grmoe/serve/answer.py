@@ -1,4 +1,4 @@
-"""One answer on its way to its client: whole, or piece by piece as server-sent events."""
+"""Sends one answer to its client: whole, or piece by piece as server-sent events."""
 
 from __future__ import annotations
 
@@ -29,38 +29,40 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Answer:
-    """An ASGI response that sends events of the engine; a client that leaves and time that runs out are events too."""
+    """An ASGI response fed by events. The engine sends them; a client that leaves and a timeout are events too."""
 
     job: Job
     events: asyncio.Queue[Event]
     request: Request
     chat: bool
-    head: dict[str, Any]  # id, created, model
+    head: dict[str, Any]
+    """id, created and model, the same in every chunk."""
     timeout: float
     cancel: Callable[[Job], None]
-    done: Callable[[int, str], None]  # status and outcome, for the log
+    done: Callable[[int, str], None]
+    """Called at the end with status and outcome, for the log."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         late = Failed(504, f"the answer took more than {self.timeout:g} s")
         timer = asyncio.get_running_loop().call_later(self.timeout, self.events.put_nowait, late)
-        watcher = asyncio.create_task(self._watch(receive))
+        gone = asyncio.create_task(self._wait_for_disconnect(receive))
         status, outcome = 499, "gone"
         try:
-            # The timer ends the answer. A client that does not read what it is sent is given up later.
+            # The timer ends the answer. This longer limit ends one that its client does not read.
             async with asyncio.timeout(2 * self.timeout):
                 send_all = self._stream if self.request.stream else self._whole
                 status, outcome = await send_all(send)
-        except (OSError, TimeoutError):  # sent to nobody
+        except (OSError, TimeoutError):  # the client is gone
             pass
         finally:
             timer.cancel()
-            watcher.cancel()
+            gone.cancel()
             self.cancel(self.job)
             self.done(status, outcome)
 
-    async def _watch(self, receive: Receive) -> None:
+    async def _wait_for_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self.events.put_nowait(GONE)
@@ -114,12 +116,13 @@ class Answer:
         return choice | {"token_ids": tokens} if self.request.return_token_ids else choice
 
     def _usage(self) -> dict[str, Any]:
-        prompt, answer, experts = len(self.job.prompt), self.job.tokens, self.job.experts_per_token
+        sequence = self.job.sequence
+        prompt, answer, experts = len(sequence.prompt), len(sequence.tokens), sequence.experts_per_token
         return {
             "prompt_tokens": prompt,
             "completion_tokens": answer,
             "total_tokens": prompt + answer,
-            "alpha": self.job.alphas[0] if len(set(self.job.alphas)) == 1 else list(self.job.alphas),
+            "alpha": sequence.alphas[0] if len(set(sequence.alphas)) == 1 else list(sequence.alphas),
             "experts_per_token": None if experts is None else round(experts, 4),
         }
 

@@ -1,4 +1,4 @@
-"""The HTTP side: routes, checks, errors in OpenAI's form, one log line a request."""
+"""The HTTP side: routes, checks, errors in OpenAI's form, one log line per request."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -21,28 +20,47 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from grmoe.model import GrmoeConfig
 from grmoe.serve.answer import Answer, error_body, to_json
-from grmoe.serve.counts import Counts
+from grmoe.serve.answer_text import AnswerText
+from grmoe.serve.batching import Sequence
 from grmoe.serve.engine import Engine, Event, Job, Refused
+from grmoe.serve.metrics import Metrics
+from grmoe.serve.options import Options
 from grmoe.serve.requests import ChatRequest, CompletionRequest, Invalid, Request, parse
-from grmoe.serve.settings import Dial, Limits
+from grmoe.serve.sampling import TokenSampler
 
 log = logging.getLogger("grmoe.serve")
-DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it; a chat answer may be as long as allowed
+DEFAULT_TOKENS = 16  # of a completion, OpenAI's default; a chat answer may be as long as allowed
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Service:
-    """What the routes need."""
+    """A model with its engine, and the routes that answer requests."""
 
     name: str
     engine: Engine
     tokenizer: Any
-    limits: Limits
-    dial: Dial
-    api_key: str | None = None
-    counts: Counts = field(default_factory=Counts)
+    options: Options
+    metrics: Metrics = field(default_factory=Metrics)
     started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def config(self) -> GrmoeConfig:
+        return self.engine.generator.model.config
+
+    @property
+    def context(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        length: int = self.config.max_position_embeddings
+        return length
+
+    def alphas(self, alpha: float | None) -> tuple[float, ...]:
+        """α of each MoE layer for a request. None: the model's own."""
+        if alpha is None:
+            return tuple(self.config.alphas)
+        self.options.check_alpha(alpha)
+        return (alpha,) * len(self.config.moe_layers)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -53,8 +71,8 @@ class Service:
             ids = await asyncio.to_thread(self._encode, prompt)
         else:
             ids = prompt
-            if any(not 0 <= token < self.engine.vocab_size for token in ids):
-                raise Invalid(f"prompt: tokens must be between 0 and {self.engine.vocab_size - 1}", "prompt")
+            if any(not 0 <= token < self.config.vocab_size for token in ids):
+                raise Invalid(f"prompt: tokens must be between 0 and {self.config.vocab_size - 1}", "prompt")
         return self._answer(http, request, "prompt", ids, request.max_tokens or DEFAULT_TOKENS)
 
     async def chat(self, http: HttpRequest) -> ASGIApp:
@@ -63,42 +81,38 @@ class Service:
             raise Invalid("the model's tokenizer has no chat template; use /v1/completions", "messages")
         messages = [message.plain() for message in request.messages]
         ids = await asyncio.to_thread(self._encode_chat, messages)
-        room = max(1, self._context - len(ids))
+        room = max(1, self.context - len(ids))
         asked = request.max_completion_tokens or request.max_tokens
-        return self._answer(http, request, "messages", ids, asked or min(room, self.limits.max_tokens))
+        return self._answer(
+            http, request, "messages", ids, asked or min(room, self._most(self.options.max_tokens))
+        )
 
     def _answer(self, http: HttpRequest, request: Request, field: str, ids: list[int], tokens: int) -> Answer:
-        """Check what needs the model, and queue it."""
-        limits = self.limits
+        """Check what only the model can tell, and queue the request."""
         if request.model is not None and request.model != self.name:
-            raise Invalid(
-                f"model must be {self.name!r}, got {request.model!r:.60}", "model", 404, "model_not_found"
-            )
+            message = f"model must be {self.name!r}, got {request.model!r:.60}"
+            raise Invalid(message, "model", 404, "model_not_found")
         try:
-            alphas = self.dial.of(request.alpha)
+            alphas = self.alphas(request.alpha)
         except ValueError as error:
             raise Invalid(str(error), "alpha") from error
+        max_prompt, max_tokens = self._most(self.options.max_prompt), self._most(self.options.max_tokens)
         if not ids:
             raise Invalid(f"{field} must hold at least one token", field)
-        if len(ids) > limits.prompt_tokens:
-            raise Invalid(f"{field} must have at most {limits.prompt_tokens} tokens, got {len(ids)}", field)
-        if tokens > limits.max_tokens:
-            raise Invalid(f"max_tokens must be at most {limits.max_tokens}, got {tokens}", "max_tokens")
-        if len(ids) + tokens > self._context:
-            raise Invalid(
-                f"{field} and max_tokens must fit into {self._context} tokens, got {len(ids)} + {tokens}",
-                "max_tokens",
-                code="context_length_exceeded",
-            )
+        if len(ids) > max_prompt:
+            raise Invalid(f"{field} must have at most {max_prompt} tokens, got {len(ids)}", field)
+        if tokens > max_tokens:
+            raise Invalid(f"max_tokens must be at most {max_tokens}, got {tokens}", "max_tokens")
+        if len(ids) + tokens > self.context:
+            message = f"{field} and max_tokens must fit into {self.context} tokens, got {len(ids)} + {tokens}"
+            raise Invalid(message, "max_tokens", code="context_length_exceeded")
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
         job = Job(
-            ids,
-            alphas,
-            request.sampling(),
-            tokens,
-            request.stops(),
-            bool(request.stream),
-            lambda event: loop.call_soon_threadsafe(events.put_nowait, event),  # type: ignore[arg-type]
+            sequence=Sequence(prompt=ids, alphas=alphas, sampler=TokenSampler(request.sampling())),
+            text=AnswerText(self.tokenizer, request.stops()),
+            max_tokens=tokens,
+            stream=bool(request.stream),
+            deliver=lambda event: loop.call_soon_threadsafe(events.put_nowait, event),  # type: ignore[arg-type]
         )
         self.engine.submit(job)
         chat = isinstance(request, ChatRequest)
@@ -109,15 +123,14 @@ class Service:
             request=request,
             chat=chat,
             head={"id": name, "created": int(time.time()), "model": self.name},
-            timeout=limits.timeout,
+            timeout=self.options.timeout,
             cancel=self.engine.cancel,
             done=lambda status, outcome: self._log(http, status, job, outcome),
         )
 
-    @property
-    def _context(self) -> int:
-        length: int = self.engine.compute.model.config.max_position_embeddings
-        return length
+    def _most(self, limit: int | None) -> int:
+        """A limit on tokens. One place of the context is left for the other side."""
+        return min(limit or self.context - 1, self.context - 1)
 
     def _encode(self, prompt: str) -> list[int]:
         ids: list[int] = self.tokenizer(prompt).input_ids
@@ -128,37 +141,38 @@ class Service:
             ids = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=True
             )
-        except Exception as error:  # a template refuses roles and orders by errors of its own
+        except Exception as error:  # templates raise errors of many kinds
             raise Invalid(f"messages do not fit the chat template: {error}", "messages") from error
         found: list[int] = ids["input_ids"]
         return found
 
     async def _body(self, http: HttpRequest) -> bytes:
         """The body, unless it is too long or too slow."""
-        most, body = self.limits.body_bytes, bytearray()
-        too_long = Invalid(f"the body must have at most {most} bytes", status=413)
+        limit, timeout, body = self.options.max_body, self.options.timeout, bytearray()
+        too_long = Invalid(f"the body must have at most {limit} bytes", status=413)
         try:
-            if int(http.headers.get("content-length", 0)) > most:
+            if int(http.headers.get("content-length", 0)) > limit:
                 raise too_long
-            async with asyncio.timeout(self.limits.timeout):
+            async with asyncio.timeout(timeout):
                 async for chunk in http.stream():
                     body += chunk
-                    if len(body) > most:
+                    if len(body) > limit:
                         raise too_long
         except TimeoutError as error:
-            raise Invalid(f"the body took more than {self.limits.timeout:g} s", status=408) from error
+            raise Invalid(f"the body took more than {timeout:g} s", status=408) from error
         return bytes(body)
 
-    # -- the rest ----------------------------------------------------------------------------------------------
+    # -- the other routes --------------------------------------------------------------------------------------
 
     async def models(self, http: HttpRequest) -> ASGIApp:
+        low, high = self.options.alpha_range
         about = {
             "id": self.name,
             "object": "model",
             "created": self.started,
             "owned_by": "grmoe",
-            "max_model_len": self._context,
-            "alpha": {"default": list(self.dial.default), "low": self.dial.low, "high": self.dial.high},
+            "max_model_len": self.context,
+            "alpha": {"default": self.config.alphas, "low": low, "high": high},
         }
         return _json(200, {"object": "list", "data": [about]})
 
@@ -172,10 +186,10 @@ class Service:
         why = self.engine.closing if self.engine.alive else "the engine has stopped"
         return _json(200 if why is None else 503, {"status": why or "ready"})
 
-    async def metrics(self, http: HttpRequest) -> ASGIApp:
+    async def show_metrics(self, http: HttpRequest) -> ASGIApp:
         engine = self.engine
-        text = self.counts.text(
-            running=len(engine.running), waiting=len(engine.waiting), recomputed=engine.compute.recomputed
+        text = self.metrics.text(
+            running=len(engine.running), waiting=len(engine.waiting), recomputed=engine.generator.recomputed
         )
         return Response(text, media_type="text/plain; version=0.0.4")
 
@@ -183,24 +197,24 @@ class Service:
         what = f"{http.method} {quote(http.url.path)} {status} {outcome}"
         if job is None:
             log.info(what)
-            self.counts.add("refused_total", status=str(status))
+            self.metrics.add("refused_total", status=str(status))
             return
-        alpha = ",".join(f"{a:g}" for a in dict.fromkeys(job.alphas))
-        experts = job.experts_per_token
+        sequence = job.sequence
+        alpha = show_alphas(sequence.alphas)
+        prompt, tokens, experts = len(sequence.prompt), len(sequence.tokens), sequence.experts_per_token
         shown = "" if experts is None else f" experts={experts:.3f}"
         seconds = time.monotonic() - job.arrived
-        log.info(f"{what} alpha={alpha} prompt={len(job.prompt)} tokens={job.tokens}{shown} {seconds:.3f}s")
-        self.counts.add("requests_total", alpha=alpha, outcome=outcome)
-        self.counts.add("prompt_tokens_total", len(job.prompt), alpha=alpha)
-        self.counts.add("completion_tokens_total", job.tokens, alpha=alpha)
-        if job.sequence is not None:
-            self.counts.add("experts_total", job.sequence.experts, alpha=alpha)
-            self.counts.add("routed_tokens_total", job.sequence.length, alpha=alpha)
+        log.info(f"{what} alpha={alpha} prompt={prompt} tokens={tokens}{shown} {seconds:.3f}s")
+        self.metrics.add("requests_total", alpha=alpha, outcome=outcome)
+        self.metrics.add("prompt_tokens_total", prompt, alpha=alpha)
+        self.metrics.add("completion_tokens_total", tokens, alpha=alpha)
+        self.metrics.add("experts_total", sequence.experts, alpha=alpha)
+        self.metrics.add("routed_tokens_total", sequence.length, alpha=alpha)
 
-    def guarded(
+    def protected(
         self, route: Callable[[HttpRequest], Awaitable[ASGIApp]]
     ) -> Callable[[HttpRequest], Awaitable[ASGIApp]]:
-        """A route behind the key, its refusals in OpenAI's form."""
+        """A route that checks the key and turns refusals into OpenAI's form."""
 
         async def checked(http: HttpRequest) -> ASGIApp:
             try:
@@ -215,26 +229,26 @@ class Service:
                 return _json(status, error_body(error.failure.message, status), {"retry-after": "1"})
             except ClientDisconnect:
                 self._log(http, 499, None, "gone")
-                return Response(status_code=400)  # to nobody
+                return Response(status_code=400)  # nobody reads it
 
         return checked
 
     def _check_key(self, http: HttpRequest) -> None:
-        if self.api_key is None:
+        if self.options.api_key is None:
             return
         given = http.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self.api_key}".encode()):
-            raise Invalid("the Authorization header must be `Bearer` and the key", status=401)
+        if not hmac.compare_digest(given.encode(), f"Bearer {self.options.api_key}".encode()):
+            raise Invalid("the Authorization header must be `Bearer KEY` with the server's key", status=401)
 
 
 def build(service: Service) -> Starlette:
-    guarded = service.guarded
+    protected = service.protected
     return Starlette(
         routes=[
-            Route("/v1/completions", guarded(service.completions), methods=["POST"]),
-            Route("/v1/chat/completions", guarded(service.chat), methods=["POST"]),
-            Route("/v1/models", guarded(service.models)),
-            Route("/metrics", guarded(service.metrics)),
+            Route("/v1/completions", protected(service.completions), methods=["POST"]),
+            Route("/v1/chat/completions", protected(service.chat), methods=["POST"]),
+            Route("/v1/models", protected(service.models)),
+            Route("/metrics", protected(service.show_metrics)),
             Route("/health", service.health),
             Route("/ready", service.ready),
         ],
@@ -243,7 +257,7 @@ def build(service: Service) -> Starlette:
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:
-    """No such route, or no such method."""
+    """Unknown route or method."""
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {http.method} {quote(http.url.path)}"
     return _json(error.status_code, error_body(message, error.status_code), dict(error.headers or {}))
@@ -257,5 +271,6 @@ def _json(status: int, body: dict[str, Any], headers: dict[str, str] | None = No
     return Response(to_json(body), status, headers, media_type="application/json")
 
 
-def model_name(folder: Path) -> str:
-    return folder.resolve().name
+def show_alphas(alphas: Iterable[float]) -> str:
+    """One number where all layers have the same α."""
+    return ",".join(f"{a:g}" for a in dict.fromkeys(alphas))

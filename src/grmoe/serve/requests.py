@@ -1,4 +1,4 @@
-"""What a client may ask for, checked field by field. Names and meanings are OpenAI's; `alpha` is ours."""
+"""What a client may ask for, checked field by field. Names and meanings are OpenAI's, except `alpha`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from grmoe.serve.choice import Sampling
+from grmoe.serve.sampling import Sampling
 
-# Fields of OpenAI's that do nothing at these values; at others they would be ignored, so they are refused.
+# Fields of OpenAI's that we do not support. At these values they change nothing; any other value is refused.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,), "suffix": ("",),
     "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "tools": ([],),
@@ -20,7 +20,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class Invalid(Exception):
-    """A request that cannot be answered: an HTTP status, why, and which field."""
+    """A bad request: HTTP status, message, and the field at fault."""
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str | None = None
@@ -48,7 +48,7 @@ class Message(_Strict):
     name: Annotated[str, Field(max_length=64)] | None = None
 
     def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """The form chat templates take."""
         content = self.content
         return {
             "role": self.role,
@@ -57,7 +57,7 @@ class Message(_Strict):
 
 
 class Request(_Strict):
-    """What completions and chat share."""
+    """Fields of both completions and chat."""
 
     model: str | None = None
     alpha: float | None = None
@@ -68,11 +68,12 @@ class Request(_Strict):
     stop: Annotated[str, Field(max_length=200)] | list[Annotated[str, Field(max_length=200)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool = False  # vLLM's name for the tokens beside their text
+    return_token_ids: bool = False
+    """vLLM's name: send token ids beside the text."""
     user: str | None = None
 
     def sampling(self) -> Sampling:
-        """OpenAI's defaults: temperature 1, everything kept, a seed nobody knows."""
+        """With OpenAI's defaults: temperature 1, top_p 1, a random seed."""
         seed = secrets.randbits(62) if self.seed is None else self.seed
         temperature = 1.0 if self.temperature is None else self.temperature
         if 0 < temperature < 1e-3:
@@ -103,10 +104,10 @@ Kind = TypeVar("Kind", bound=Request)
 
 
 def parse(body: bytes, kind: type[Kind]) -> Kind:
-    """The request in a body, or `Invalid`."""
+    """The request in a body. Raises `Invalid`."""
     try:
         values = json.loads(body)
-        json.dumps(values, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text
+        json.dumps(values, ensure_ascii=False).encode()  # half a surrogate pair is valid JSON, but not text
     except (ValueError, RecursionError) as error:
         raise Invalid(f"the body must be JSON: {error}") from error
     if not isinstance(values, dict):
@@ -121,6 +122,6 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"])
-        message = "is no field of this request" if first["type"] == "extra_forbidden" else first["msg"]
+        message = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
         got = "" if first["type"] == "missing" else f", got {first['input']!r:.60}"
         raise Invalid(f"{field}: {message}{got}", str(first["loc"][0]) if first["loc"] else None) from error

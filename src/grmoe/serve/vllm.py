@@ -1,7 +1,7 @@
-"""The plugin that makes vLLM know our architecture: with grmoe installed, `vllm serve MODEL` serves an exported folder.
+"""The plugin for vLLM: with grmoe installed, `vllm serve MODEL` serves an exported folder.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). Attention, caches and experts are
-vLLM's own; blocks and router are ours, run by its Transformers backend. α is one number for a server:
+vLLM's own. Blocks and routers are ours, run by vLLM's Transformers backend. A server has one α for all requests:
 `--hf-overrides '{"alpha": 2.0}'`.
 """
 

@@ -1,21 +1,21 @@
-"""The text of an answer while its tokens arrive: what can be shown already, and where a stop string ends it."""
+"""The text of an answer while its tokens arrive: what can be sent already, and where a stop string ends it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a byte-level tokenizer makes of half a character
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a byte-level tokenizer decodes half a character to
 
 
-class Text:
-    """Shows the pieces of `tokenizer.decode(tokens)`, which is decoded anew each time: joined they are that text."""
+class AnswerText:
+    """Cuts `tokenizer.decode(tokens)` into pieces. The pieces joined are that text."""
 
     def __init__(self, tokenizer: Any, stops: list[str]) -> None:
         self.tokenizer, self.stops = tokenizer, stops
-        self.shown = 0
+        self.sent = 0  # characters
 
     def add(self, tokens: list[int], last: bool) -> tuple[str, bool]:
-        """(the next piece, whether a stop string came) after all tokens so far; `last`: nothing follows."""
+        """(next piece, whether a stop string was found). tokens: all so far. last: no more will come."""
         text: str = self.tokenizer.decode(
             tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
@@ -24,12 +24,12 @@ class Text:
             text = text[: min(found)]
         elif not last:
             text = text.rstrip(UNFINISHED)
-            text = text[: len(text) - self._begun(text)]
-        piece, self.shown = text[self.shown :], max(self.shown, len(text))
+            text = text[: len(text) - self._held_back(text)]
+        piece, self.sent = text[self.sent :], max(self.sent, len(text))
         return piece, bool(found)
 
-    def _begun(self, text: str) -> int:
-        """Characters at the end that may become a stop string."""
+    def _held_back(self, text: str) -> int:
+        """Characters at the end that may turn out to begin a stop string."""
         for length in range(max(map(len, self.stops), default=1) - 1, 0, -1):
             if any(text.endswith(stop[:length]) for stop in self.stops if len(stop) > length):
                 return length

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_model import make_tokenizer
 
-from grmoe.serve.text import Text
+from grmoe.serve.answer_text import AnswerText
 
 TOKENIZER = make_tokenizer()
 
 
 def pieces(tokens: list[int], stops: list[str]) -> tuple[list[str], bool]:
-    text, shown = Text(TOKENIZER, stops), []
+    text, shown = AnswerText(TOKENIZER, stops), []
     for n in range(1, len(tokens) + 1):
         piece, stopped = text.add(tokens[:n], last=n == len(tokens))
         shown.append(piece)

@@ -1,21 +1,21 @@
-"""Counters of the server, for each α, in the text format Prometheus reads."""
+"""The server's counters by α, in the text format that Prometheus reads."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-# Clients choose α freely: past so many different ones the rest is counted together.
-MOST_ALPHAS = 64
+# Clients choose α freely. Beyond this many values the others are counted together.
+MAX_ALPHAS = 64
 
 
-class Counts:
+class Metrics:
     def __init__(self) -> None:
         self.values: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.alphas: set[str] = set()
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         if "alpha" in labels and labels["alpha"] not in self.alphas:
-            if len(self.alphas) >= MOST_ALPHAS:
+            if len(self.alphas) >= MAX_ALPHAS:
                 labels["alpha"] = "other"
             self.alphas.add(labels["alpha"])
         text = ",".join(f'{key}="{value}"' for key, value in labels.items())

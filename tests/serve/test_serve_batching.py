@@ -12,9 +12,9 @@ from small_model import EOS, make_model, offline
 
 from grmoe.routing import ROUTERS, Routing, build_router
 from grmoe.routing.selection import Dense, Mass, Selection, Threshold, TopK
-from grmoe.serve.choice import MARGIN, Choice, Sampling
-from grmoe.serve.compute import MOST_TIES, Compute, Sequence, can_batch, set_dials
-from grmoe.serve.watch import steady_experts
+from grmoe.serve.batching import MAX_TIES, BatchGenerator, Sequence, can_batch, set_alphas
+from grmoe.serve.near_ties import MARGIN, clear_experts
+from grmoe.serve.sampling import Sampling, TokenSampler
 
 ALPHAS = (0.5, 1.0, 3.0)
 
@@ -42,18 +42,20 @@ def crowd(seed: int, count: int, temperatures: tuple[float, ...] = (0.0,)) -> li
     ]
 
 
-def together(compute: Compute, asked: list[Asked]) -> list[list[int]]:
+def together(generator: BatchGenerator, asked: list[Asked]) -> list[list[int]]:
     """Everybody joins at their step and leaves when done."""
-    layers = len(compute.routers)
+    layers = len(generator.routers)
     sequences: dict[int, Sequence] = {}
     running: list[int] = []
     for step in range(100):
         if running:
-            compute.step([sequences[i] for i in running])
+            generator.step([sequences[i] for i in running])
         for i, ask in enumerate(asked):
             if ask.arrives == step:
-                sequences[i] = Sequence(ask.prompt, (ask.alpha,) * layers, Choice(ask.sampling, 257))
-                compute.start(sequences[i])
+                sequences[i] = Sequence(
+                    prompt=ask.prompt, alphas=(ask.alpha,) * layers, sampler=TokenSampler(ask.sampling)
+                )
+                generator.start(sequences[i])
                 running.append(i)
         running = [
             i
@@ -79,10 +81,10 @@ def test_answers_equal_generate(changes: dict[str, Any]) -> None:
     model = make_model(**changes)
     asked = crowd(1, 9)
     expected = [offline(model, a.prompt, a.alpha, a.tokens) for a in asked]
-    compute = Compute(model, together=can_batch(model))
-    assert together(compute, asked) == expected
-    assert compute.together == (changes.get("router") != "switch")
-    if compute.together:  # otherwise nothing was shown about α
+    generator = BatchGenerator(model, together=can_batch(model))
+    assert together(generator, asked) == expected
+    assert generator.together == (changes.get("router") != "switch")
+    if generator.together:  # otherwise nothing was shown about α
         other = [offline(model, a.prompt, 2.0, a.tokens) for a in asked[:4]]
         assert other != expected[:4]
 
@@ -92,7 +94,7 @@ def test_sampled_answers_equal_generate(batched: bool) -> None:
     model = make_model()
     asked = crowd(2, 9, temperatures=(0.0, 0.7, 1.3))
     expected = [offline(model, a.prompt, a.alpha, a.tokens, a.sampling) for a in asked]
-    assert together(Compute(model, together=batched), asked) == expected
+    assert together(BatchGenerator(model, together=batched), asked) == expected
 
 
 def test_alone_in_bf16() -> None:
@@ -101,7 +103,7 @@ def test_alone_in_bf16() -> None:
     torch.nn.Module.to(model, torch.bfloat16)
     asked = crowd(3, 5)
     expected = [offline(model, a.prompt, a.alpha, a.tokens) for a in asked]
-    assert together(Compute(model, together=False), asked) == expected
+    assert together(BatchGenerator(model, together=False), asked) == expected
 
 
 def test_ties_are_computed_again() -> None:
@@ -111,12 +113,12 @@ def test_ties_are_computed_again() -> None:
         model.lm_head.weight[128:256] = model.lm_head.weight[:128]
     asked = crowd(4, 7)
     expected = [offline(model, a.prompt, a.alpha, a.tokens) for a in asked]
-    compute = Compute(model, together=True)
-    assert together(compute, asked) == expected
-    assert compute.recomputed > 0
+    generator = BatchGenerator(model, together=True)
+    assert together(generator, asked) == expected
+    assert generator.recomputed > 0
     # With ties all along a sequence ends up by itself: the effort is bounded.
-    assert max(a.tokens for a in asked) > MOST_TIES
-    assert compute.recomputed <= MOST_TIES * len(asked)
+    assert max(a.tokens for a in asked) > MAX_TIES
+    assert generator.recomputed <= MAX_TIES * len(asked)
 
 
 @pytest.mark.parametrize(
@@ -128,12 +130,12 @@ def test_one_alpha_for_each_sequence(name: str) -> None:
     router = build_router(name, 16, 4, selection=TopK(2), **options).eval()
     x = torch.randn(3, 5, 16)
     alphas = [0.5, 1.0, 4.0]
-    set_dials([router], [(a,) for a in alphas])
+    set_alphas([router], [(a,) for a in alphas])
     router.backend = "triton"  # whose kernel takes one α: the router has to know that it cannot
     mixed = router(x)
     router.backend = "reference"
     for row, alpha in enumerate(alphas):
-        set_dials([router], [(alpha,)])
+        set_alphas([router], [(alpha,)])
         assert router.alpha_value.ndim == 0
         assert router.alpha == alpha
         alone = router(x)  # the same shape: not a test of rounding
@@ -142,7 +144,7 @@ def test_one_alpha_for_each_sequence(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("selection", "probs", "steady"),
+    ("selection", "probs", "clear"),
     [
         (TopK(2), [0.4, 0.3, 0.2, 0.1], True),
         (TopK(2), [0.4, 0.25, 0.25 - MARGIN / 2, 0.1], False),
@@ -156,32 +158,33 @@ def test_one_alpha_for_each_sequence(name: str) -> None:
         (TopK(2), [float("nan")] * 4, False),
     ],
 )
-def test_steady_experts(selection: Selection, probs: list[float], steady: bool) -> None:
+def test_clear_experts(selection: Selection, probs: list[float], clear: bool) -> None:
     router = build_router("softmax", 8, 4, selection=selection)
     p = torch.tensor([[probs]])
     routing = Routing(p.log(), p, selection(p), p, torch.zeros(()))
-    assert steady_experts(router, routing).tolist() == [steady]
+    assert clear_experts(router, routing).tolist() == [clear]
 
 
-def test_a_choice_is_steady_if_it_leads() -> None:
+def test_a_choice_is_clear_if_it_leads() -> None:
     logits = torch.zeros(8)
     logits[3], logits[5] = 1.0, 1.0 - MARGIN / 2
-    assert Choice(Sampling(), 8).of(logits) == (3, False)
+    assert TokenSampler(Sampling()).choose(logits) == (3, False)
     logits[5] = 0.9
-    assert Choice(Sampling(), 8).of(logits) == (3, True)
-    # A sample is one draw, however often the token is computed; the next token has another.
-    choice = Choice(Sampling(1.0, 1.0, seed=5), 8)
-    assert choice.of(logits) == choice.of(logits)
-    before = choice.noise_V
-    choice.draw()
-    assert not torch.equal(before, choice.noise_V)  # type: ignore[arg-type]
+    assert TokenSampler(Sampling()).choose(logits) == (3, True)
+    # A token has one draw of noise, however often it is computed; the next token has another.
+    sampler = TokenSampler(Sampling(1.0, 1.0, seed=5))
+    assert sampler.choose(logits) == sampler.choose(logits)
+    before = sampler.noise_V
+    sampler.advance()
+    sampler.choose(logits)
+    assert not torch.equal(before, sampler.noise_V)  # type: ignore[arg-type]
 
 
-def test_an_edge_of_top_p_that_decides_is_not_steady() -> None:
+def test_an_edge_of_top_p_that_decides_is_not_clear() -> None:
     probs = torch.tensor([0.5, 0.3, 0.2])
-    # The kept ones are {0}, or with an edge a little higher {0, 1}. Token 1 is the one drawn, if it is there.
-    choice = Choice(Sampling(1.0, 0.5, seed=0), 3)
-    choice.noise_V = torch.tensor([1.0, 0.01, 1.0])
-    assert choice.of(probs.log())[1] is False
-    choice.noise_V = torch.tensor([1.0, 10.0, 1.0])
-    assert choice.of(probs.log()) == (0, True)
+    # top_p keeps {0}, or with a slightly higher edge {0, 1}. Token 1 would be drawn if it were kept.
+    sampler = TokenSampler(Sampling(1.0, 0.5, seed=0))
+    sampler.noise_V = torch.tensor([1.0, 0.01, 1.0])
+    assert sampler.choose(probs.log())[1] is False
+    sampler.noise_V = torch.tensor([1.0, 10.0, 1.0])
+    assert sampler.choose(probs.log()) == (0, True)

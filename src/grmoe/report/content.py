@@ -1,0 +1,174 @@
+"""What a page says about one model: its log, the results of other commands, its gates on real text."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grmoe.model.configuration_grmoe import OWN_CHOICE
+from grmoe.probe.text import open_stream
+from grmoe.report.facts import curves, model_facts, training_facts
+from grmoe.report.sample import sample_gates
+from grmoe.runs.checkpoint import CheckpointError
+from grmoe.runs.folder import CONFIG
+from grmoe.runs.open import LoadedModel, open_model
+from grmoe.runs.results import (
+    Results,
+    ResultsError,
+    find_results,
+    plain,
+    remake,
+    results_folder,
+    save_results,
+)
+from grmoe.terminal import Progress, silent
+
+DIGITS = 6  # significant digits of numbers in the page
+# Keys of an analysis that the page uses.
+ANALYSIS = ("text", "tokens", "types", "type_tokens", "domains", "domain_tokens")
+LAYER = (
+    "layer", "alpha", "counts", "of_expert", "of_type", "domain_of_expert", "entropy", "kappa", "information",
+)  # fmt: skip
+
+Analyse = Callable[[LoadedModel, Sequence[str], int, Progress], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to show."""
+
+    models: Sequence[Path]
+    """Folders of runs or exported models."""
+    analyse: Analyse
+    """Makes a missing analysis: (model, texts, tokens, progress) → body of its results. `grmoe.analyze.analyze`."""
+    texts: Sequence[str] = ()
+    """Text to route. Empty: the text a run was validated on."""
+    tokens: int = 50_000
+    """Of an analysis that has to be made."""
+    checkpoint: str = "best"
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a section lacks."""
+
+    section: str
+    """"model", "curves", "frontier" or "experts"."""
+    text: str
+    command: str | None = None
+    """Makes what is missing."""
+
+
+@dataclass(kw_only=True)
+class Content:
+    """One model of a page, as plain data. None where there is nothing to show."""
+
+    name: str
+    path: str
+    exported: bool
+    model: dict[str, Any] | None = None
+    training: dict[str, Any] | None = None
+    curves: dict[str, Any] | None = None
+    dial: dict[str, Any] | None = None
+    analysis: dict[str, Any] | None = None
+    sample: dict[str, Any] | None = None
+    notes: list[Note] = field(default_factory=list)
+
+    def as_json(self) -> Any:
+        # The sample keeps all digits: the page computes with them.
+        return plain(vars(self) | {"sample": None}, DIGITS) | {"sample": plain(self.sample)}
+
+
+def collect(folder: Path, name: str, plan: Plan, progress: Progress = silent) -> Content:
+    """Everything about one model. If its checkpoint or text cannot be read, the log is shown and a note says why."""
+    content = Content(name=name, path=str(folder), exported=not (folder / CONFIG).is_file())
+    loaded: LoadedModel | None = None
+    progress("opening", 0, 1)
+    try:
+        loaded = open_model(folder, plan.checkpoint)
+        content.model = model_facts(loaded)
+    except (ValueError, CheckpointError) as error:
+        if content.exported or curves(folder) is None:
+            raise
+        content.notes.append(Note("model", f"The model cannot be opened: {error}."))
+    if not content.exported:
+        content.training = training_facts(folder, loaded)
+        content.curves = curves(folder)
+        if content.curves is None:
+            content.notes.append(Note("curves", "The log is still empty."))
+    _add_frontier(content, folder, loaded)
+    if loaded is not None:
+        _add_experts(content, loaded, plan, progress)
+    return content
+
+
+def _find(content: Content, kind: str) -> tuple[Results | None, str | None]:
+    """(results of another command, why they cannot be read)."""
+    try:
+        return find_results(Path(content.path), kind), None
+    except ResultsError as error:
+        return None, f"{error.problem}."
+
+
+def _add_frontier(content: Content, folder: Path, loaded: LoadedModel | None) -> None:
+    router = None if loaded is None else loaded.model.config.router
+    if router in OWN_CHOICE:
+        text = f"Router {router!r} selects experts by its own rule: it has no dial to set."
+        content.notes.append(Note("frontier", text))
+        return
+    command = remake(folder, "dial") + (" --text FILE" if content.exported else "")
+    found, problem = _find(content, "dial")
+    if found is None:
+        content.notes.append(Note("frontier", problem or "Not measured yet.", command))
+    elif loaded is not None and found.step != loaded.step:
+        text = f"Measured at step {found.step}. This page shows step {loaded.step}."
+        content.notes.append(Note("frontier", text, f"{command} --checkpoint {loaded.step}"))
+    else:
+        body = {key: value for key, value in found.body.items() if key != "sensitivities"}
+        content.dial = body | {"device": found.device, "dtype": found.dtype}
+
+
+def _add_experts(content: Content, loaded: LoadedModel, plan: Plan, progress: Progress) -> None:
+    """The analysis and the sample of gates. An analysis that does not fit this model and text is made anew."""
+    found, problem = _find(content, "analysis")
+    if problem is not None:
+        content.notes.append(Note("experts", problem, remake(loaded.path, "analysis")))
+    body = None if found is None else found.body
+    # An exported model has no text of its own: take the files of its last analysis.
+    known = body["text"].split(", ") if body is not None and content.exported else []
+    texts = plan.texts or [name for name in known if Path(name).exists()]
+    if loaded.data is None and not texts:
+        command = f"grmoe report {shlex.quote(content.path)} --text FILE"
+        content.notes.append(Note("experts", f"There is no text to route: {loaded.no_data}.", command))
+        return
+    try:
+        if found is None or body is None or not _fits(found, loaded, plan.texts):
+            body = plain(plan.analyse(loaded, texts, plan.tokens, progress), DIGITS)
+            if found is None and problem is None:  # a file that is there already stays
+                save_results(loaded, "analysis", body, results_folder(loaded.path, "analysis"))
+        progress("sampling gates", 0, 1)
+        stream = open_stream(texts, loaded, plan.tokens)
+        content.sample = sample_gates(loaded, stream, len(plan.models)).as_json()
+        layers = [{key: layer[key] for key in LAYER} for layer in body["layers"]]
+        content.analysis = {key: body[key] for key in ANALYSIS} | {"layers": layers}
+        progress("sampling gates", 1, 1)
+    except ValueError as error:  # the text is gone, or the model's gates are NaN
+        if plan.texts:
+            raise
+        content.notes.append(Note("experts", f"No text could be routed: {error}."))
+
+
+def _fits(found: Results, loaded: LoadedModel, texts: Sequence[str]) -> bool:
+    """Whether an analysis is of this checkpoint and its experts, at the saved α, on the text asked for."""
+    config, body = loaded.model.config, found.body
+    if texts and body["text"] != ", ".join(texts):
+        return False
+    if (found.step, body["experts"]) != (loaded.step, config.num_experts):
+        return False
+    # Routers keep α in fp32.
+    pairs = zip([layer["alpha"] for layer in body["layers"]], config.alphas, strict=True)
+    return all(math.isclose(a, b, rel_tol=1e-6) for a, b in pairs)

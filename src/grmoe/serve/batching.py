@@ -1,0 +1,216 @@
+"""Forward passes for many sequences, each at its own α. Every sequence gets the tokens it would get alone.
+
+A prompt is read alone, exactly as `model.generate` reads it. Then the sequence takes its steps as one row of a batch
+with a joint cache, padded on the left, with one α per row. A batch changes the last bits of logits and gates. Where
+these bits could decide (`near_ties`), the sequence is computed again alone, from its prompt on, and goes back into
+the batch with the cache of that computation. With `together=False` every sequence is computed alone all the time.
+
+Legend: B sequences, L positions of the joint cache, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import DynamicCache
+
+from grmoe.model import GrmoeForCausalLM
+from grmoe.probe.routing import recorded
+from grmoe.routing import Router, Routing, routers
+from grmoe.serve.near_ties import clear_experts
+from grmoe.serve.sampling import TokenSampler
+
+# A sequence with that many near ties leaves the batch for good: this bounds the work.
+MAX_TIES = 4
+
+
+@dataclass(eq=False, kw_only=True)
+class Sequence:
+    """A prompt and the answer so far."""
+
+    prompt: list[int]
+    alphas: tuple[float, ...]
+    """α of each MoE layer."""
+    sampler: TokenSampler
+    tokens: list[int] = field(default_factory=list)
+    """Of the answer."""
+    experts: float = 0.0
+    """Experts computed so far: the sum over tokens, the mean over layers."""
+    cache: DynamicCache | None = None
+    """Its own cache; None while it is a row of the batch."""
+    alone: bool = False
+    """Whether it stays outside the batch."""
+    ties: int = 0
+    """How often it was computed again."""
+    exact: bool = True
+    """Whether all steps in its cache were those of a batch of one."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in its cache: all but the last one, which is the next input."""
+        return len(self.prompt) + len(self.tokens) - 1 if self.tokens else 0
+
+    @property
+    def experts_per_token(self) -> float | None:
+        return self.experts / self.length if self.length else None
+
+
+def can_batch(model: GrmoeForCausalLM) -> bool:
+    """Whether a sequence's routing is independent of the rest of the batch. With a capacity it is not."""
+    kinds = {type(router) for router in routers(model)}
+    return all(kind.select is Router.select and kind.route is Router.route for kind in kinds)
+
+
+class BatchGenerator:
+    """One model, many sequences. For one thread at a time."""
+
+    def __init__(self, model: GrmoeForCausalLM, together: bool) -> None:
+        self.model, self.together = model.eval(), together
+        self.repeat_ties = model.dtype == torch.float32  # in 16 bits nearly every choice is a near tie
+        self.routers = routers(model)
+        self.routings: list[Routing] = []  # of each layer, in the last forward pass
+        self.batch: list[Sequence] = []
+        self.cache = DynamicCache(config=model.config)
+        self.pads: list[int] = []  # unused positions on the left of each row
+        self.recomputed = 0  # near ties
+
+    @torch.no_grad()
+    def start(self, sequence: Sequence) -> None:
+        """Read the prompt and choose the first token of the answer."""
+        logits_V = self._prefill(sequence)
+        self._append(sequence, sequence.sampler.choose(logits_V)[0], self._experts()[0])
+        sequence.alone = not self.together
+
+    @torch.no_grad()
+    def step(self, sequences: list[Sequence]) -> None:
+        """One more token for each sequence. Sequences that are not given leave the batch."""
+        self._gather([s for s in sequences if not s.alone])
+        if self.batch:
+            self._step_together()
+        for sequence in sequences:
+            if sequence.alone and sequence not in self.batch:
+                logits_V = self._decode(sequence, sequence.tokens[-1], sequence.length)
+                self._append(sequence, sequence.sampler.choose(logits_V)[0], self._experts()[0])
+
+    def _step_together(self) -> None:
+        device, L = self.model.device, self.cache.get_seq_length()
+        pads_B = torch.tensor(self.pads, device=device)
+        # Without padding there is no mask, as in `generate`: a batch of one then runs the same operations.
+        mask = torch.arange(L + 1, device=device) >= pads_B.unsqueeze(1) if any(self.pads) else None
+        logits_BV = self._forward(
+            self.batch,
+            torch.tensor([[s.tokens[-1]] for s in self.batch], device=device),
+            self.cache,
+            positions=(L - pads_B).unsqueeze(1),
+            mask=mask,
+        )
+        experts = self._experts()
+        pairs = zip(self.routers, self.routings, strict=True)
+        routed = torch.stack([clear_experts(*pair) for pair in pairs]).all(0).tolist()
+        for row, sequence in enumerate(self.batch):
+            sequence.exact = sequence.exact and len(self.batch) == 1
+            token, clear = sequence.sampler.choose(logits_BV[row])
+            if self.repeat_ties and not (sequence.exact or (clear and routed[row])):
+                token = self._repeat_alone(sequence)
+            self._append(sequence, token, experts[row])
+
+    def _repeat_alone(self, sequence: Sequence) -> int:
+        """The next token by the operations of a batch of one, from the prompt on."""
+        self.recomputed += 1
+        logits_V = self._prefill(sequence)
+        for done, token in enumerate(sequence.tokens):
+            logits_V = self._decode(sequence, token, len(sequence.prompt) + done)
+        sequence.ties += 1
+        sequence.exact, sequence.alone = True, sequence.ties == MAX_TIES
+        return sequence.sampler.choose(logits_V)[0]
+
+    def _append(self, sequence: Sequence, token: int, experts: float) -> None:
+        sequence.experts += experts
+        sequence.tokens.append(token)
+        sequence.sampler.advance()
+
+    def _experts(self) -> list[float]:
+        """Experts computed for each sequence in the last pass: the sum over its tokens, the mean over layers."""
+        counts_B = torch.stack([r.selected.flatten(1).sum(-1) for r in self.routings]).sum(0)
+        return [count / len(self.routings) for count in counts_B.tolist()]
+
+    # -- forward passes ----------------------------------------------------------------------------------------
+
+    def _prefill(self, sequence: Sequence) -> Tensor:
+        sequence.cache = DynamicCache(config=self.model.config)
+        ids = torch.tensor([sequence.prompt], device=self.model.device)
+        return self._forward([sequence], ids, sequence.cache)[0]
+
+    def _decode(self, sequence: Sequence, token: int, position: int) -> Tensor:
+        assert sequence.cache is not None
+        place = torch.tensor([[position]], device=self.model.device)
+        ids = torch.tensor([[token]], device=self.model.device)
+        return self._forward([sequence], ids, sequence.cache, positions=place)[0]
+
+    def _forward(
+        self,
+        sequences: list[Sequence],
+        ids: Tensor,
+        cache: DynamicCache,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, V) of the last position, fp32 on the CPU."""
+        set_alphas(self.routers, [s.alphas for s in sequences])
+        with recorded(self.model) as self.routings:
+            out = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        logits_BV: Tensor = out.logits[:, -1].float().cpu()
+        return logits_BV
+
+    def _gather(self, sequences: list[Sequence]) -> None:
+        """Make these sequences the rows of the batch: some are rows already, others bring their own cache."""
+        if sequences == self.batch and all(s.cache is None for s in sequences):
+            return
+        lengths = [s.length for s in sequences]
+        L = max(lengths, default=0)
+        before = {id(s): row for row, s in enumerate(self.batch)}
+        joint = DynamicCache(config=self.model.config)
+        for layer in range(self.model.config.num_hidden_layers if sequences else 0):
+            parts = [self._rows(s, before, layer) for s in sequences]
+            keys, values = (
+                torch.cat([pad(x, (0, 0, L - x.shape[2], 0)) for x in kind])
+                for kind in zip(*parts, strict=True)
+            )
+            joint.update(keys, values, layer)
+        for sequence in sequences:
+            sequence.cache = None
+        self.batch, self.cache, self.pads = sequences, joint, [L - length for length in lengths]
+
+    def _rows(self, sequence: Sequence, before: dict[int, int], layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (1, heads, length, width) of a sequence in a layer."""
+        if sequence.cache is not None:
+            own: Any = sequence.cache.layers[layer]
+            return own.keys, own.values
+        row = before[id(sequence)]
+        joint: Any = self.cache.layers[layer]
+        return joint.keys[row : row + 1, :, self.pads[row] :], joint.values[
+            row : row + 1, :, self.pads[row] :
+        ]
+
+
+def set_alphas(found: list[Router], alphas: list[tuple[float, ...]]) -> None:
+    """Set the routers to one α per sequence (outer) and layer (inner).
+
+    Where all sequences agree, the router gets one number: its kernels can take that.
+    """
+    for layer, router in enumerate(found):
+        values = [a[layer] for a in alphas]
+        same = len(set(values)) == 1
+        now = router.alpha_value.new_tensor(values[0] if same else values)
+        router.alpha_value = now if same else now.view(-1, 1, 1)

@@ -1,0 +1,69 @@
+"""Everything `grmoe serve` can be told. Imports nothing heavy: the command line takes its defaults from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+DTYPES = ("auto", "fp32", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a model is served, and what a request may ask for."""
+
+    folder: Path
+    """Folder of an exported model."""
+    host: str = "127.0.0.1"
+    """Address to listen on. 0.0.0.0 is every network of this machine."""
+    port: int = 8000
+    """Port to listen on. 0 takes a free one."""
+    alpha: float | None = None
+    """α for requests that name none. None: as saved with the model."""
+    alpha_range: tuple[float, float] = (0.5, 5.0)
+    """Smallest and largest α that a request may ask for."""
+    dtype: str = "auto"
+    """"auto" (as saved), "fp32" or "bf16". Routers always compute in fp32."""
+    together: bool | None = None
+    """Compute requests in one batch. None: in fp32 only, because there near ties can be computed again alone."""
+    concurrency: int = 16
+    """Requests computed at the same time."""
+    queue: int = 64
+    """Requests that may wait. The next one gets status 429."""
+    max_tokens: int | None = None
+    """Tokens per answer. None: as many as the model's context holds."""
+    max_prompt: int | None = None
+    """Tokens per prompt. None: as many as the model's context holds."""
+    max_body: int = 1 << 20
+    """Bytes per request."""
+    timeout: float = 120.0
+    """Seconds per request, from its last byte to the last byte of the answer, time in the queue included."""
+    grace: float = 10.0
+    """Seconds that running requests have after SIGTERM."""
+    connections: int = 1024
+    """Open connections, idle ones included."""
+    api_key: str | None = None
+    """Key that every request must carry. None: no key is asked for."""
+
+    def __post_init__(self) -> None:
+        low, high = self.alpha_range
+        if not 0 <= low <= high < float("inf"):
+            raise ValueError(f"alpha_range must be finite with 0 <= low <= high, got {low:g}, {high:g}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.alpha is not None:
+            self.check_alpha(self.alpha)
+
+    def check_alpha(self, alpha: float) -> None:
+        low, high = self.alpha_range
+        if not low <= alpha <= high:
+            raise ValueError(f"alpha must be between {low:g} and {high:g}, got {alpha:g}")
+
+
+def parse_range(text: str) -> tuple[float, float]:
+    """`0.5:5` as (0.5, 5.0)."""
+    try:
+        low, high = map(float, text.split(":"))
+    except ValueError as error:
+        raise ValueError(f"alpha-range must be LOW:HIGH, such as 0.5:5, got {text!r}") from error
+    return low, high
