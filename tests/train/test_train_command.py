@@ -52,9 +52,9 @@ def test_a_name_with_a_slip_does_not_pass_for_a_resumed_run(settings: Settings) 
     config = settings(steps=2)
     new = runner.invoke(app, ["train", written(config), "--resume"])
     assert new.exit_code == 0, new.output
-    assert f"{config.out} holds no checkpoint to go on from: a new run begins." in new.output
+    assert f"{config.out} has no checkpoint to resume from: this starts a new run." in new.output
     again = runner.invoke(app, ["train", written(config), "--resume"])
-    assert "a new run begins" not in again.output
+    assert "starts a new run" not in again.output
 
 
 def test_from_text_to_a_model_folder(settings: Settings, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_from_text_to_a_model_folder(settings: Settings, tmp_path: Path) -> None
     assert "--resume" in again.output
     finished = runner.invoke(app, ["train", "--resume", f"out={config.out}"])  # its own config.yaml is enough
     assert finished.exit_code == 0, finished.output
-    assert "had reached its last step" in finished.output
+    assert "had already reached its last step" in finished.output
     exported = runner.invoke(app, ["export", config.out, "--dtype", "fp32"])
     assert exported.exit_code == 0, exported.output
     assert (Path(config.out) / "model" / "model.safetensors").is_file()
