@@ -10,7 +10,9 @@ from rich.table import Table as RichTable
 
 
 class Table:
-    """Headings and rows of plain text. The first `left` columns are aligned left, numbers right.
+    """Headings and rows of plain text. The first `left` columns are aligned left, the others right.
+
+    notes: the last column is text as well, aligned left. A table whose headings are all empty shows none.
 
     table = Table("Held-out text", ["text", "perplexity"])
     table.add("books", "12.3")
@@ -18,8 +20,8 @@ class Table:
     path.write_text(table.markdown())
     """
 
-    def __init__(self, title: str, headings: Sequence[str], left: int = 1) -> None:
-        self.title, self.headings, self.left = title, tuple(headings), left
+    def __init__(self, title: str, headings: Sequence[str], left: int = 1, notes: bool = False) -> None:
+        self.title, self.headings, self.left, self.notes = title, tuple(headings), left, notes
         self.sections: list[list[tuple[str, ...]]] = [[]]
 
     @property
@@ -38,9 +40,11 @@ class Table:
             self.sections.append([])
 
     def __rich__(self) -> RichTable:
-        table = RichTable(title=escape(self.title) or None, title_justify="left")
-        for place, heading in enumerate(self.headings):
-            table.add_column(escape(heading), justify="left" if place < self.left else "right")
+        show_header = any(self.headings)
+        table = RichTable(title=escape(self.title) or None, title_justify="left", show_header=show_header)
+        for place, heading in enumerate(self.headings, 1):
+            left = place <= self.left or (self.notes and place == len(self.headings))
+            table.add_column(escape(heading), justify="left" if left else "right")
         for section in self.sections:
             for row in section:
                 table.add_row(*map(escape, row))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +18,7 @@ console = Console(width=None if sys.stdout.isatty() else 200)
 
 
 class Progress(Protocol):
-    """How long work reports where it is: the stage, and how much of the whole is done."""
+    """How long work reports where it is: the stage, and how much of the whole is done. Total 0: not known."""
 
     def __call__(self, stage: str, done: int, total: int) -> None: ...
 
@@ -45,7 +45,7 @@ def show_progress() -> Iterator[Progress]:
 
         def report(stage: str, done: int, total: int) -> None:
             nonlocal current
-            bar.update(task, description=escape(stage), completed=done, total=total)
+            bar.update(task, description=escape(stage), completed=done, total=total or None)
             if stage != current and not stderr.is_terminal:
                 share = f" ({done / total:.0%} done)" if total else ""
                 print(f"{stage}{share}", file=sys.stderr, flush=True)
@@ -75,7 +75,17 @@ def say(text: str) -> None:
     console.print(escape(text), highlight=False, soft_wrap=True)
 
 
+def say_all(parts: Iterable[object]) -> None:
+    """Print what a room's `show` yields: tables and lines."""
+    for part in parts:
+        if isinstance(part, str):
+            say(part)
+        else:
+            console.print(part)
+
+
 def say_written(**places: Path) -> None:
     """List what was written, one line per file."""
+    width = max(map(len, places)) + 2
     for name, path in places.items():
-        console.print(f"{name + ':':<9}[bold]{escape(str(path))}[/]", highlight=False, soft_wrap=True)
+        console.print(f"{name + ':':<{width}}[bold]{escape(str(path))}[/]", highlight=False, soft_wrap=True)

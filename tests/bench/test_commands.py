@@ -72,6 +72,11 @@ def test_gate(tmp_path: Path) -> None:
     assert "ours / softmax gate, forward" in output
 
 
+def test_the_rank_of_a_gate_replaces_that_of_its_shape(tmp_path: Path) -> None:
+    content, _ = run("gate", "64,32,4,8", tmp_path, "--rank", "4", "--contender", "bare GEMM")
+    assert content["shapes"][0]["shape"]["rank"] == 4
+
+
 def test_layer(tmp_path: Path) -> None:
     content, output = run("layer", "64,32,4,32,2", tmp_path)
     rows, ratios = rows_of(content), ratios_of(content)
@@ -149,9 +154,9 @@ def test_train_step(tmp_path: Path) -> None:
     [
         (["gate", "--shape", "64,32"], "--shape must be tokens,dim,experts,rank, got 2 numbers in '64,32'"),
         (["layer", "--dtype", "fp8"], "dtype must be one of 'bf16', 'fp32', got 'fp8'"),
-        (["layer", "--device", "abacus"], "device must be cpu, cuda or cuda:0 and so on, got 'abacus'"),
+        (["layer", "--device", "abacus"], "device must be cpu, cuda or cuda:N, got 'abacus'"),
         (["layer", "--device", "cuda:99"], "GPUs, got 'cuda:99'"),
-        (["layer", "--contender", "nobody"], "--contender must be in one of Hugging Face OLMoE block; Liger"),
+        (["layer", "--contender", "nobody"], "--contender must be part of a contender's name (Hugging Face OLMoE block; Liger"),
     ],
 )
 def test_mistakes_get_one_clear_line(arguments: list[str], message: str, tmp_path: Path) -> None:

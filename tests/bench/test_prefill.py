@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from grmoe.bench import prefill as bench
 from grmoe.bench.measure import Row
-from grmoe.bench.train_model import ModelShape
+from grmoe.bench.models import ModelShape
 from grmoe.cli import app
 from grmoe.model import PRESETS, count
 from grmoe.probe.timing import Times

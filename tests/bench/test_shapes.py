@@ -1,4 +1,4 @@
-"""Sizes as text, and what a mistake in it is told."""
+"""Sizes as text, and the messages for mistakes in it."""
 
 from __future__ import annotations
 

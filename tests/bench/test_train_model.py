@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from grmoe.bench import models
 from grmoe.bench import train_model as bench
 from grmoe.bench.measure import Contender, Row, Runs
 from grmoe.cli import app
@@ -34,23 +35,23 @@ def micro(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "micro", MICRO)
 
 
-def micro_shape(hidden_act: str = "silu") -> bench.ModelShape:
-    return bench.ModelShape("micro", 2, 16, hidden_act)
+def micro_shape(hidden_act: str = "silu") -> models.ModelShape:
+    return models.ModelShape("micro", 2, 16, hidden_act)
 
 
-def quiet(label: str, step: int, steps: int) -> None: ...
+def quiet(stage: str) -> None: ...
 
 
 @pytest.mark.parametrize("name", ["350m", "1.3b"])
 def test_all_contenders_have_the_same_size(name: str) -> None:
-    shape = bench.ModelShape(name, 1, 1024, preset(name).hidden_act)
+    shape = models.ModelShape(name, 1, 1024, preset(name).hidden_act)
     with torch.device("meta"):
-        models = [
-            bench.olmoe(shape.config(), "sdpa"),
-            bench.ours(shape.config("grassmann")),
-            bench.ours(shape.config()),
+        built = [
+            models.olmoe(shape.config(), "sdpa"),
+            models.ours(shape.config("grassmann")),
+            models.ours(shape.config()),
         ]
-    peer, own, twin = (sum(p.numel() for p in model.parameters()) for model in models)
+    peer, own, twin = (sum(p.numel() for p in model.parameters()) for model in built)
     assert peer == twin
     assert own == pytest.approx(peer, rel=0.01)  # frames in place of gate rows
 
@@ -59,7 +60,7 @@ def test_all_contenders_have_the_same_size(name: str) -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "sdpa_no_mask"])
 def test_the_peer_with_our_weights_is_our_softmax_model(hidden_act: str, attention: str) -> None:
     shape = micro_shape(hidden_act)
-    own, peer = bench.ours(shape.config()), bench.olmoe(shape.config(), attention)
+    own, peer = models.ours(shape.config()), models.olmoe(shape.config(), attention)
     names = {"router.weight": "gate.weight", "experts.": "experts.weights."}
     state = {}
     for name, value in own.state_dict().items():
@@ -80,7 +81,7 @@ def test_the_peer_with_our_weights_is_our_softmax_model(hidden_act: str, attenti
 
 @pytest.mark.parametrize("hidden_act", ["silu", "gelu"])
 def test_the_peers_experts_follow_autocast(hidden_act: str) -> None:
-    experts = bench.CastExperts(micro_shape(hidden_act).config())
+    experts = models.CastExperts(micro_shape(hidden_act).config())
     x, index, weights = torch.randn(8, 32), torch.randint(4, (8, 2)), torch.rand(8, 2)
     plain = experts(x, index, weights)
     with torch.autocast("cpu", torch.bfloat16):
@@ -179,7 +180,7 @@ def test_figures_follow_from_the_times() -> None:
     assert bench.lines(result)[2:] == [
         "ours, compiled: 8,000 tokens/s (8,000–8,000), MFU 4.0 %",
         "ours, softmax top-2: 10,667 tokens/s (10,667–10,667), MFU 5.3 %",
-        "ours, softmax top-2: its loss rose, it does not train",
+        "ours, softmax top-2: its loss rose, so it does not train",
     ]
 
 
@@ -214,7 +215,7 @@ def test_command(tmp_path: Path) -> None:
             ["--preset", "micro", "--length", "8", "--hidden-act", "relu"],
             "hidden_act must be 'silu' or 'gelu'",
         ),
-        (["--contender", "nobody"], "--contender must be in one of Hugging Face Olmoe"),
+        (["--contender", "nobody"], "--contender must be part of a contender's name (Hugging Face Olmoe"),
     ],
 )
 def test_mistakes_get_one_clear_line(arguments: list[str], message: str, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_generate_continues_the_prompt(saved: tuple[Path, GrmoeForCausalLM]) -> 
         code, text = run("generate", str(saved[0]), "--prompt", "def main", "--max-new-tokens", "12", *alpha)
         assert code == 0, text
         assert text.startswith("def main")
-        assert "2.00 experts a token and layer" in text
+        assert "2.00 experts per token and layer" in text
         texts.append(text)
     assert "α = 1:" in texts[0]
     assert "α = 9:" in texts[1]

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from grmoe.cli import app
-from grmoe.studies.normalizer import rich_table, validate
+from grmoe.studies.normalizer import Plan, run, show, validate
 
 
 def test_row_reports_every_method_against_the_exact_value() -> None:
@@ -57,8 +57,12 @@ def test_command_prints_the_table_and_writes_json(tmp_path: Path) -> None:
     assert row["log_z"] == pytest.approx(1.340956035010131, abs=1e-12)
 
 
-def test_table_has_a_line_a_row() -> None:
-    rows = [validate(32, 4, k, samples=100) for k in (1.0, 2.0)]
-    table = rich_table(rows, 100)
-    assert table.row_count == 2
-    assert len(table.columns) == 11
+def test_table_has_one_line_per_row_and_one_section_per_dimension() -> None:
+    stages: list[tuple[str, int, int]] = []
+    plan = Plan(samples=100, shapes=((32, 4), (16, 4)), kappas=(1.0, 2.0))
+    rows = run(plan, lambda *report: stages.append(report))
+    assert [(r.dim, r.kappa) for r in rows] == [(32, 1.0), (32, 2.0), (16, 1.0), (16, 2.0)]
+    assert stages[-1] == ("d = 16, k = 4", 4, 4)
+    (table,) = show(rows, 100)
+    assert [len(section) for section in table.sections] == [2, 2]
+    assert len(table.headings) == 11

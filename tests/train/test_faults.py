@@ -394,6 +394,6 @@ def test_nan_on_the_command_line(settings: Settings) -> None:
     assert said == [
         f"loss nan, gradient norm nan at step 7: {POISONS['output'][1]}. "
         f"The last good step is saved: {config.out}/checkpoints/step-00000006",
-        "Resuming repeats the same step. To train with a smaller optim.lr, start a new run (another out=…). "
+        "Resuming hits the same step. To change `optim.lr`, start a new run (`out=…`). "
         f"To resume anyway: grmoe train --resume out={config.out}",
     ]

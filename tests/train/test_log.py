@@ -148,7 +148,7 @@ def test_curves_of_several_runs(settings: Settings, tmp_path: Path) -> None:
     figure = draw_curves(runs, tmp_path / "pictures" / "curves.png", unigram=50.0)
     assert figure.read_bytes().startswith(b"\x89PNG")
     table = summary(runs)
-    assert list(table.columns[0].cells) == ["grmoe", "softmax"]
+    assert [row[0] for row in table.rows] == ["grmoe", "softmax"]
     with pytest.raises(ValueError, match=r"no training log in .*nothing"):
         draw_curves([tmp_path / "nothing"], tmp_path / "x.png")
 
@@ -165,8 +165,8 @@ def test_runs_of_one_name_are_told_apart_and_text_may_be_gone(
         runs.append(Path(config.out))
     shutil.rmtree(data)
     table = summary(runs)
-    assert list(table.columns[0].cells) == [str(run) for run in runs]
-    assert list(table.columns[4].cells) == ["–", "–"]
+    assert [row[0] for row in table.rows] == [str(run) for run in runs]
+    assert [row[4] for row in table.rows] == ["–", "–"]
 
 
 def test_a_resumed_run_is_one_of_wandb_and_another_in_its_folder_is_not(

@@ -52,9 +52,9 @@ def test_a_name_with_a_slip_does_not_pass_for_a_resumed_run(settings: Settings) 
     config = settings(steps=2)
     new = runner.invoke(app, ["train", written(config), "--resume"])
     assert new.exit_code == 0, new.output
-    assert f"{config.out} holds no checkpoint to continue from: a new run begins." in new.output
+    assert f"{config.out} has no checkpoint to resume from: this starts a new run." in new.output
     again = runner.invoke(app, ["train", written(config), "--resume"])
-    assert "a new run begins" not in again.output
+    assert "starts a new run" not in again.output
 
 
 def test_from_text_to_a_model_folder(settings: Settings, tmp_path: Path) -> None:

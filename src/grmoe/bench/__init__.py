@@ -1,1 +1,1 @@
-"""How fast, beside what others run: one command is one run with all contenders taking turns."""
+"""Speed, memory and errors next to other libraries. One command is one run in which all contenders take turns."""

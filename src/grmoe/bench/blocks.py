@@ -1,9 +1,9 @@
-"""MoE blocks that compute the same thing: ours in every form, and what other libraries run.
+"""MoE blocks that compute the same thing: ours in every form, and those of other libraries.
 
-All of a `Setting`'s blocks see the same tokens and the same expert weights. The others' gate is the softmax gate as
-people write it. Errors are against fp64 on fewer tokens and an uneven load: one expert gets nothing, one gets most.
+All blocks of a `Setting` get the same tokens and the same expert weights. The other libraries get the usual softmax
+gate. Errors are measured against fp64, on fewer tokens with an uneven load: one expert gets nothing, one gets most.
 
-Legend: T tokens, D model width, N experts, K experts a token.
+Legend: T tokens, D model width, N experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grmoe.layer import MoE
 from grmoe.routing import GrassmannRouter, Router, Selection, SoftmaxRouter, TopK
 
 CHECKED_TOKENS = 2048
-STARVED, FAVOURED = -8.0, 3.0  # shifts of the first and the last expert's logit, whose spread is about one
+STARVED, FAVOURED = -8.0, 3.0  # shifts of the first and the last expert's logit; logits spread by about one
 
 Call = Callable[[Tensor], Tensor]
 
@@ -39,19 +39,19 @@ class Block:
     parameters: list[nn.Parameter]
     errors: Callable[[], dict[str, float]]
     module: nn.Module | None = None
-    served: Call | None = None  # for the forward alone: the same block in eval mode, where that differs
+    served: Call | None = None  # the same block in eval mode, for the forward alone; None: the call itself
 
     def forward(self, x_TD: Tensor) -> Tensor:
         with torch.no_grad():
             return (self.call if self.served is None else self.served)(x_TD)
 
     def both(self, x_TD: Tensor, grad_TD: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of the input and of every parameter, given the output's."""
+        """Gradients of the input and of every parameter, given the gradient of the output."""
         return torch.autograd.grad(self.call(x_TD), [x_TD, *self.parameters], grad_TD)
 
 
 class Setting:
-    """Tokens and weights of one shape."""
+    """The tokens and weights of one shape, and the blocks that use them."""
 
     def __init__(
         self,
@@ -80,12 +80,12 @@ class Setting:
     # -- ours ------------------------------------------------------------------------------------------
 
     def ours(self, backend: str = "auto", router: Router | None = None, compiled: bool = False) -> Block:
-        """Our layer, by default with the Grassmann gate."""
+        """Our layer, with the Grassmann gate unless another router is given."""
         router = copy.deepcopy(router or self.grassmann)  # a layer tells its router which backend to use
         moe = self.layer(router, backend)
 
         def prepared(layer: MoE) -> Call:
-            # One shape is timed: a graph that fits all would only be slower.
+            # Only one shape is timed: a graph for all shapes would be slower.
             return torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
 
         def errors() -> dict[str, float]:
@@ -104,7 +104,7 @@ class Setting:
         return moe
 
     def errors(self, moe: MoE, call: Call, x_TD: Tensor | None = None) -> dict[str, float]:
-        """Output and every gradient against the specification in fp64, which gets the same selection."""
+        """Errors of the output and of every gradient, against the reference in fp64 with the same selection."""
         x_TD = (self.x_TD if x_TD is None else x_TD)[:CHECKED_TOKENS].detach().requires_grad_()
         grad_TD = self.grad_TD[: len(x_TD)]
         named = dict(moe.router.named_parameters()) | dict(moe.experts.named_parameters())
@@ -122,10 +122,10 @@ class Setting:
         pairs = zip(["x", *named], gradients, gradients64, strict=True)
         return {"y": relative_error(y_TD, y64_TD)} | {name: relative_error(a, b) for name, a, b in pairs}
 
-    # -- theirs ----------------------------------------------------------------------------------------
+    # -- other libraries ----------------------------------------------------------------------------------------
 
     def hugging_face(self) -> Block:
-        """`OlmoeSparseMoeBlock` on PyTorch's grouped GEMMs, the fastest it runs without kernels from elsewhere."""
+        """`OlmoeSparseMoeBlock` on PyTorch's grouped GEMMs: its fastest form without other libraries' kernels."""
         olmoe: Any = import_module("transformers.models.olmoe.modeling_olmoe")
         shape = self.shape
         config = olmoe.OlmoeConfig(
@@ -134,7 +134,7 @@ class Setting:
             num_experts=shape.experts,
             num_experts_per_tok=shape.top_k,
             norm_topk_prob=True,
-            num_attention_heads=1,  # of no consequence here, but it must divide hidden_size
+            num_attention_heads=1,  # unused here, but it must divide hidden_size
         )
         config._experts_implementation = "grouped_mm"
         with torch.device("meta"):
@@ -180,7 +180,7 @@ class Setting:
 
     @torch.no_grad()
     def peer_errors(self, call: Call) -> dict[str, float]:
-        """The output against fp64, with the experts the block's own gate chose."""
+        """Error of the output against fp64, with the experts that the block's own gate chose."""
         N, K = self.shape.experts, self.shape.top_k
         shift_N = torch.zeros(N, device=self.device)
         shift_N[0], shift_N[-1] = STARVED, FAVOURED
@@ -197,7 +197,7 @@ class Setting:
 
 
 def softmax_gate(x_TD: Tensor, weight_ND: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The softmax gate as OLMoE, Mixtral and Qwen write it: weights in the model's dtype and experts, (T, K)."""
+    """The softmax gate of OLMoE, Mixtral and Qwen: (weights in the model's dtype, experts), both (T, K)."""
     logits_TN = nn.functional.linear(x_TD, weight_ND)
     probs_TN = nn.functional.softmax(logits_TN, dim=-1, dtype=torch.float)
     weight_TK, expert_TK = torch.topk(probs_TN, top_k, dim=-1)
@@ -206,7 +206,7 @@ def softmax_gate(x_TD: Tensor, weight_ND: Tensor, top_k: int) -> tuple[Tensor, T
 
 
 def routed(moe: MoE, x_TD: Tensor, selected_TN: Tensor) -> Tensor:
-    """The layer with a given selection, its weights still the gate's own."""
+    """The layer with a given selection, weighted by its own gate."""
     routing = moe.router(x_TD)
     weights_TN = torch.where(selected_TN, routing.probs, 0.0)
     if moe.router.selection.renormalize:
@@ -222,7 +222,7 @@ def skewed(router: Router) -> Router:
 
 
 def as_reference(router: Router) -> Router:
-    """A copy in fp64 on the plain arithmetic."""
+    """A copy in fp64 on the reference backend."""
     router = copy.deepcopy(router).double()
     router.backend = "reference"
     return router

@@ -1,7 +1,7 @@
-"""What the dial costs and saves: the layer's time against experts a token, and what α does to both.
+"""What the dial saves: the layer's time over experts per token, and the effect of α on both.
 
-Two parts. Given selections drive the average number of experts a token from 1 to 4, and a line is fitted through the
-times. Then the layer's own gate chooses, the smallest set of experts with 90 % of the mass, at several α.
+Two parts. First, given selections move the average number of experts per token from 1 to 4, and a line is fitted to
+the times. Then the layer's own gate selects the smallest set of experts with 90 % of the mass, at several α.
 
 Legend: T tokens, D model width, N experts, R subspace rank.
 """
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from grmoe.bench.blocks import CHECKED_TOKENS, Block, Setting, as_reference, routed
 from grmoe.bench.measure import Contender, Result, Row, Runs, relative_error
-from grmoe.bench.plot import COLORS, canvas, curve
+from grmoe.bench.plot import BY_KIND, canvas, curve
+from grmoe.bench.run import Benchmark
 from grmoe.bench.shapes import DialShape, LayerShape, default_rank
 from grmoe.probe.timing import time_ratio
 from grmoe.routing import GrassmannRouter, Mass
@@ -56,9 +57,9 @@ def contenders(
 
 
 def given_selection(tokens: int, experts: int, average: float, device: torch.device) -> Tensor:
-    """A mask (T, N) with round(average·T) entries: tokens get floor or ceil experts, all experts the same load.
+    """A mask (T, N) with round(average · T) entries. Each token gets floor(average) or ceil(average) experts.
 
-    Assignments are dealt round the table, so loads differ by at most one; who sits where is drawn.
+    Assignments go round the experts in turn, so their loads differ by at most one. The order is random.
     """
     with torch.device(device):
         count_T = torch.full((tokens,), int(average))
@@ -70,7 +71,7 @@ def given_selection(tokens: int, experts: int, average: float, device: torch.dev
 
 
 def given_runs(setting: Setting, average: float) -> Runs:
-    """Gate, its weights on a given selection, experts."""
+    """Gate, given selection, experts."""
     moe = setting.layer(setting.grassmann)
     selected_TN = given_selection(setting.shape.tokens, setting.shape.experts, average, setting.device)
 
@@ -88,7 +89,7 @@ def given_runs(setting: Setting, average: float) -> Runs:
 
 
 def own_runs(setting: Setting, alpha: float) -> Runs:
-    """The layer as it is, on tokens near its experts' subspaces."""
+    """The layer with its own selection, on tokens near its experts' subspaces."""
     router = copy.deepcopy(setting.grassmann)
     router.alpha = alpha
     moe = setting.layer(router)
@@ -107,7 +108,7 @@ def own_runs(setting: Setting, alpha: float) -> Runs:
 
 
 def near_tokens(router: GrassmannRouter, tokens: int) -> Tensor:
-    """A unit vector of a random expert's subspace mixed with noise, of any length: some tokens are clear, some not."""
+    """Tokens that mix a random expert's subspace with noise: some are clear, some are not. Lengths vary."""
     N, D, R = router.frames.shape
     with torch.no_grad(), torch.device(router.frames.device):
         owner_TN1 = torch.nn.functional.one_hot(torch.randint(N, (tokens,)), N).unsqueeze(-1)
@@ -165,17 +166,17 @@ def fit_lines(result: Result) -> list[str]:
 
 
 def draw(results: list[Result], path: Path, title: str) -> Path:
-    """Left the line, right what α does."""
+    """Left: time over experts per token. Right: time over α."""
     with canvas(path, len(results), 2, 3.6, title) as axes:
         for (left, right), result in zip(axes, results, strict=True):
-            for mode, color in ((FORWARD, COLORS["ours"]), (BOTH, COLORS["peer"])):
+            for mode, color in ((FORWARD, BY_KIND["ours"]), (BOTH, BY_KIND["peer"])):
                 rows = [row for row in _given(result.rows) if mode in row.times]
                 fit = result.extra.get("fits", {}).get(mode)
                 if rows:
                     experts = [row.facts["experts"] for row in rows]
                     curve(left, experts, rows, mode, color, Fit(**fit) if fit else None)
             left.set_title(str(result.shape), loc="left", fontsize=9)
-            left.set_xlabel("experts a token, given")
+            left.set_xlabel("experts per token, given")
             left.set_ylabel("ms")
             left.set_ylim(bottom=0)
             left.legend(frameon=False)
@@ -187,7 +188,7 @@ def _draw_alpha(ax: Any, rows: list[Row]) -> None:
     if not rows:
         return
     alphas = [row.facts["α"] for row in rows]
-    curve(ax, alphas, rows, BOTH, COLORS["peer"], None)
+    curve(ax, alphas, rows, BOTH, BY_KIND["peer"], None)
     ax.set_xscale("log", base=2)
     ax.set_xticks(alphas, [f"{a:g}" for a in alphas])
     ax.set_xlabel(f"α, own gate: mass {TAU:g}, at most {CAP} experts")
@@ -202,3 +203,15 @@ def _draw_alpha(ax: Any, rows: list[Row]) -> None:
 
 def _given(rows: list[Row]) -> list[Row]:
     return [row for row in rows if "experts" in row.facts and "α" not in row.facts]
+
+
+BENCHMARK = Benchmark(
+    name="dial",
+    contenders=contenders,
+    compare=compare,
+    cuda_shapes=CUDA_SHAPES,
+    cpu_shapes=CPU_SHAPES,
+    facts=FACTS,
+    lines=fit_lines,
+    draw=draw,
+)

@@ -1,6 +1,6 @@
-"""The gate alone: ours beside the softmax gate, the bare GEMM inside it, and its own plain arithmetic.
+"""The gate alone: ours next to the softmax gate, the bare GEMM inside it, and its own reference.
 
-Legend: T tokens, D model width, N experts, R subspace rank, K experts a token.
+Legend: T tokens, D model width, N experts, R subspace rank, K experts per token.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from grmoe.bench.blocks import as_reference, softmax_gate
 from grmoe.bench.measure import SEED, Contender, Result, Row, Runs, relative_error
+from grmoe.bench.run import Benchmark
 from grmoe.bench.shapes import TOP_K, GateShape
 from grmoe.probe.timing import Ratio, time_ratio
 from grmoe.routing import GrassmannRouter, Router, Routing, SoftmaxRouter, TopK
@@ -25,9 +26,7 @@ CPU_SHAPES = (GateShape(2048, 256, 8, 16), GateShape(2048, 768, 8, 48))
 OURS, METRICS, NAIVE = "ours", "ours, with metrics", "naive Grassmann gate"
 SOFTMAX, GEMM = "softmax gate as people write it", "one bare GEMM (three with backward)"
 FORWARD, BOTH = "forward", "forward+backward"
-TRAINING = (
-    "forward, training"  # frames may have changed since the last call, so their packed copy is made anew
-)
+TRAINING = "forward, training"  # packs the frames again, because they may have changed since the last call
 
 
 def contenders(shape: GateShape, device: torch.device, dtype: torch.dtype) -> list[Contender]:
@@ -42,7 +41,7 @@ def contenders(shape: GateShape, device: torch.device, dtype: torch.dtype) -> li
 
 
 class Gates:
-    """Tokens and gates of one shape."""
+    """The tokens and gates of one shape."""
 
     def __init__(self, shape: GateShape, device: torch.device, dtype: torch.dtype) -> None:
         T, D, N, R = shape.tokens, shape.dim, shape.experts, shape.rank
@@ -52,9 +51,8 @@ class Gates:
             self.linear = SoftmaxRouter(D, N, TOP_K)
             self.direction_TN = torch.randn(T, N)
             self.grad_TNR = torch.randn(T, N * R).to(dtype)
-        self.router = GrassmannRouter(D, N, R, selection=TopK(TOP_K)).to(
-            device
-        )  # frames are drawn on the CPU
+        # Frames are drawn on the CPU.
+        self.router = GrassmannRouter(D, N, R, selection=TopK(TOP_K)).to(device)
 
     def grassmann(self, backend: Literal["auto", "reference"], record: bool) -> Runs:
         router, x_TD = copy.deepcopy(self.router), self.x_TD
@@ -84,7 +82,7 @@ class Gates:
         weight_ND = nn.Parameter(self.linear.weight.detach().to(x_TD.dtype))
         direction_TK = self.direction_TN[:, :TOP_K].to(x_TD.dtype)
         rounded = copy.deepcopy(self.linear)
-        rounded.weight.data.copy_(weight_ND.data)  # the reference gets the weights this gate multiplies with
+        rounded.weight.data.copy_(weight_ND.data)  # the reference gets the same rounded weights
 
         def forward() -> tuple[Tensor, Tensor]:
             with torch.no_grad():
@@ -113,9 +111,9 @@ class Gates:
     def errors(
         self, router: Router, probs: Callable[[Tensor], Tensor], named: dict[str, nn.Parameter]
     ) -> dict[str, float]:
-        """Probabilities (largest absolute error) and gradients (relative) against fp64.
+        """Errors against fp64: largest absolute of the probabilities, relative of the gradients.
 
-        The loss is on the probabilities: a selection that flips on a near tie is no error of the gate.
+        The loss is on the probabilities, because a selection that flips at a near tie is not an error of the gate.
         """
         got_TN = probs(self.x_TD)
         gradients = torch.autograd.grad(got_TN, [self.x_TD, *named.values()], self.direction_TN)
@@ -146,3 +144,12 @@ def compare(shape: GateShape, rows: list[Row]) -> Result:
 def _ratio(result: Result, name: str, over: str, under: str, mode: str) -> Ratio | None:
     a, b = result.times(over, mode), result.times(under, mode)
     return time_ratio(name, a, b) if a and b else None
+
+
+BENCHMARK = Benchmark(
+    name="gate",
+    contenders=lambda shape, device, dtype, _: contenders(shape, device, dtype),  # the shape has the rank
+    compare=compare,
+    cuda_shapes=CUDA_SHAPES,
+    cpu_shapes=CPU_SHAPES,
+)

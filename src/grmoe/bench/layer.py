@@ -1,4 +1,4 @@
-"""The whole MoE layer: every backend of ours beside other libraries and the dense GEMMs of the same FLOPs."""
+"""The whole MoE layer: all our backends next to other libraries and dense GEMMs with the same FLOPs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grmoe.bench.blocks import Block, Setting
 from grmoe.bench.measure import Contender, Result, Row, Runs
+from grmoe.bench.run import Benchmark
 from grmoe.bench.shapes import LayerShape, default_rank
 from grmoe.experts import BACKENDS
 from grmoe.probe.timing import Ratio, Times, time_ratio
@@ -22,7 +23,7 @@ CUDA_SHAPES = (
 )
 CPU_SHAPES = tuple(LayerShape(2048, 256, experts, 256, 2) for experts in (4, 8, 16, 64))
 
-# The specification reads offsets on the host and launches a handful of kernels an expert.
+# The reference reads offsets on the host and launches several kernels per expert.
 LOOP_EXPERTS, LOOP_ROUNDS = 64, 5
 
 OURS, SOFTMAX, COMPILED = "ours", "ours, softmax gate", "ours, compiled"
@@ -60,7 +61,7 @@ def contenders(
         Contender(SOFTMAX, runs(lambda s: s.ours(router=s.softmax))),
         Contender(SAME, lambda: same_experts_runs(setting())),
     ]
-    if device.type == "cuda":  # on a CPU compiling takes longer than the whole benchmark
+    if device.type == "cuda":  # on a CPU, compiling takes longer than the whole benchmark
         listed.append(Contender(COMPILED, runs(lambda s: s.ours(compiled=True))))
     return listed
 
@@ -72,8 +73,10 @@ def block_runs(setting: Setting, block: Block) -> Runs:
 
 
 def same_experts_runs(setting: Setting) -> Runs:
-    """The softmax gate's work, and then the experts that the Grassmann gate chose: the two layers differ in nothing
-    else. Two loads that look alike can differ by a wave of tiles, which costs as much as a gate."""
+    """Run the softmax gate, then the experts that the Grassmann gate chose, so that only the gates differ.
+
+    Two similar loads can differ by a wave of tiles, which costs as much as a gate.
+    """
     layer, softmax = setting.layer(copy.deepcopy(setting.grassmann)).eval(), copy.deepcopy(setting.softmax)
     x_TD = setting.x_TD.detach()
     with torch.no_grad():
@@ -89,7 +92,7 @@ def same_experts_runs(setting: Setting) -> Runs:
 
 
 def dense_runs(setting: Setting) -> Runs:
-    """All T·K rows through one expert's matrices, nothing but GEMMs: the rate nothing can beat."""
+    """All T·K rows through one expert's matrices, nothing but GEMMs: an upper bound on the rate."""
     shape = setting.shape
     rows = shape.tokens * shape.top_k
     up, down = setting.experts.up[0].detach(), setting.experts.down_proj[0].detach()
@@ -142,3 +145,8 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
 def best_peer(peers: list[Row], mode: str) -> Row | None:
     timed = [peer for peer in peers if mode in peer.times]
     return min(timed, key=lambda peer: peer.times[mode].median, default=None)
+
+
+BENCHMARK = Benchmark(
+    name="layer", contenders=contenders, compare=compare, cuda_shapes=CUDA_SHAPES, cpu_shapes=CPU_SHAPES
+)

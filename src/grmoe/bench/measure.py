@@ -1,4 +1,4 @@
-"""Contenders take turns: warm-up, rounds, peak memory, errors. One that fails becomes a row that says why."""
+"""Contenders take turns: warm-up, rounds, peak memory, errors. A contender that fails becomes a row with the reason."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ WARM_UPS = {"cpu": 1, "cuda": 3}  # the first may compile or tune, the second ma
 ERROR_LENGTH = 90
 
 Kind = Literal["ours", "peer", "ceiling"]
-Watch = Callable[[str, int, int], None]  # label, step, steps
+Report = Callable[[str], None]  # called after each part of the work with its stage
 
 
 @dataclass(frozen=True)
 class Runs:
-    """What a contender does once it is built. `errors` are relative, against fp64."""
+    """A contender once it is built: the calls to time by mode, its errors (relative, against fp64), its facts."""
 
     timed: Mapping[str, Callable[[], object]]
     errors: Callable[[], dict[str, float]] = dict
@@ -36,12 +36,12 @@ class Contender:
     build: Callable[[], Runs]
     kind: Kind = "ours"
     library: str = "grmoe"
-    rounds: int | None = None  # at most so many: for a specification that is slow by intent
+    rounds: int | None = None  # a limit, for a reference that is slow on purpose
 
 
 @dataclass
 class Row:
-    """A contender's line: times in ms by mode, peak memory of the last mode, errors, or why there are none."""
+    """What was measured of a contender: times in ms by mode, peak memory of the last mode, errors, or a failure."""
 
     name: str
     kind: Kind
@@ -54,7 +54,7 @@ class Row:
 
     @contextmanager
     def catching(self) -> Iterator[None]:
-        """Whatever a contender raises, the others go on."""
+        """Keep what a contender raises as its failure. The others go on."""
         try:
             yield
         except Exception as error:
@@ -64,7 +64,7 @@ class Row:
 
 @dataclass
 class Result:
-    """One shape: its rows, how they compare, and what else a benchmark found."""
+    """One shape: its rows, their ratios, and what else a benchmark found."""
 
     shape: Shape
     rows: list[Row]
@@ -80,14 +80,14 @@ class Result:
 
 
 def parts(contenders: list[Contender], rounds: int) -> int:
-    """How many steps `measure` reports."""
+    """How often `measure` reports."""
     return 2 * len(contenders) + rounds
 
 
 def measure(
-    contenders: list[Contender], device: torch.device, rounds: int, watch: Watch, label: str
+    contenders: list[Contender], device: torch.device, rounds: int, report: Report, label: str
 ) -> list[Row]:
-    """Rows in the contenders' order. Errors come last: tuning must see the sizes that are timed."""
+    """Rows in the order of the contenders. Errors come last: kernels must be tuned at the sizes that are timed."""
     rows = [Row(c.name, c.kind, c.library) for c in contenders]
     runs: list[Runs | None] = [None] * len(rows)
     for i, (row, contender) in enumerate(zip(rows, contenders, strict=True)):
@@ -98,7 +98,7 @@ def measure(
                     run()
             _wait(device)
             runs[i], row.facts = built, built.facts
-        watch(f"{label}: warm-up of {row.name}", 1, 1)
+        report(f"{label}: warm-up of {row.name}")
     live = [(row, c, r) for row, c, r in zip(rows, contenders, runs, strict=True) if r is not None]
     timer = Timer(device)
     for i in range(rounds):
@@ -108,20 +108,20 @@ def measure(
                     continue
                 with row.catching():
                     row.times.setdefault(mode, Times()).add(timer, r.timed[mode])
-        watch(f"{label}: timing", i + 1, rounds)
-    for i, (row, done) in enumerate(zip(rows, runs, strict=True)):
+        report(f"{label}: timing")
+    for row, done in zip(rows, runs, strict=True):
         if row.failure:
-            row.times.clear()  # of a contender that broke down on the way
+            row.times.clear()  # half a measurement is none
         elif done is not None:
             with row.catching():
                 row.peak = peak_bytes(list(done.timed.values())[-1], device)
                 row.errors = done.errors()
-        watch(f"{label}: memory and errors", i + 1, len(rows))
+        report(f"{label}: memory and errors")
     return rows
 
 
 def shorten(error: Exception) -> str:
-    """One line that still says what happened."""
+    """The error in one line."""
     if isinstance(error, ModuleNotFoundError):
         return f"not installed: {error.name}"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
@@ -136,7 +136,7 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 
 
 def pick(contenders: list[Contender], wanted: list[str] | None) -> list[Contender]:
-    """Those named by one of the words, or containing it where no name is the word; all of them without words."""
+    """Contenders named by one of the words, or containing it if no name equals it. Without words: all."""
     if not wanted:
         return contenders
     names = {c.name.lower() for c in contenders}
@@ -146,7 +146,8 @@ def pick(contenders: list[Contender], wanted: list[str] | None) -> list[Contende
 
     kept = [c for c in contenders if any(meant(word.lower(), c.name.lower()) for word in wanted)]
     if not kept:
-        raise ValueError(f"--contender must be in one of {'; '.join(c.name for c in contenders)}")
+        known = "; ".join(c.name for c in contenders)
+        raise ValueError(f"--contender must be part of a contender's name ({known}), got {', '.join(wanted)}")
     return kept
 
 

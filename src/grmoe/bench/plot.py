@@ -1,4 +1,4 @@
-"""Benchmarks as pictures: bars of medians with the middle 80 % of the calls."""
+"""Benchmarks as figures: bars of medians with the middle 80 % of the calls."""
 
 from __future__ import annotations
 
@@ -8,33 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from grmoe.bench.measure import Kind, Result, Row
+from grmoe.pictures import COLORS, GREY, INK, picture
 from grmoe.probe.timing import three_figures
 
-INK = "#22303c"
-COLORS: dict[Kind, str] = {"ours": "#1b6ca8", "peer": "#d1495b", "ceiling": "#9aa5b1"}
+BY_KIND: dict[Kind, str] = {"ours": COLORS[0], "peer": COLORS[1], "ceiling": GREY}
 
 
 @contextmanager
 def canvas(path: Path, rows: int, columns: int, height: float, title: str) -> Iterator[Any]:
-    """A grid of axes that ends up in `path`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK}
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(
-            rows, columns, figsize=(6.4 * columns, height * rows + 0.6), layout="constrained", squeeze=False
-        )
+    """A grid of axes, each `height` inches high, under a common title."""
+    with picture(path, 6.4 * columns, height * rows + 0.6) as figure:
         figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-        yield axes
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
+        yield figure.subplots(rows, columns, squeeze=False)
 
 
 def bars(results: list[Result], path: Path, title: str) -> Path:
-    """One row of axes a shape, one column a mode; shorter is faster."""
+    """One row of axes per shape, one column per mode. Shorter is faster."""
     modes = list(dict.fromkeys(mode for r in results for row in r.rows for mode in row.times))
     most = max(len(result.rows) for result in results)
     with canvas(path, len(results), max(1, len(modes)), 0.9 + 0.26 * most, title) as axes:
@@ -49,7 +38,7 @@ def _bars(ax: Any, rows: list[Row], mode: str) -> None:
     for y, row in enumerate(rows):
         times = row.times[mode]
         low, high = times.interval
-        ax.barh(y, times.median, color=COLORS[row.kind], height=0.7)
+        ax.barh(y, times.median, color=BY_KIND[row.kind], height=0.7)
         ax.plot([low, high], [y, y], color=INK, lw=1.5)
         ax.text(max(times.median, high), y, f" {three_figures(times.median)}", va="center", fontsize=8)
     ax.set_yticks(range(len(rows)), [row.name for row in rows])

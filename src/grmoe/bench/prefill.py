@@ -1,8 +1,8 @@
-"""What the dial saves in a whole model: prefill at several numbers of experts a token, beside what FLOPs allow.
+"""What the dial saves in a whole model: prefill at several numbers of experts per token, next to what FLOPs allow.
 
-Random weights and random tokens; one selection by mass for all, at most two experts, and α chosen so that so many are
-computed on average. α is a tensor: the compiled model is the same one for all. Prefill means all blocks and the logits
-of the last position.
+Weights and tokens are random. All contenders are one model that selects by mass, at most two experts. They differ in
+α, chosen so that the mean number of experts is the one asked for. α is a tensor, so one compiled model serves all.
+Prefill means all blocks and the logits of the last position.
 """
 
 from __future__ import annotations
@@ -17,23 +17,33 @@ from torch import Tensor
 
 from grmoe import checks
 from grmoe.bench.measure import SEED, Contender, Result, Row, Runs
-from grmoe.bench.train_model import FORMS, ModelShape
+from grmoe.bench.models import FORMS, ModelShape
+from grmoe.bench.run import Benchmark
 from grmoe.model import GrmoeForCausalLM, count
 from grmoe.probe.timing import Ratio, quantile
 from grmoe.routing import routers
 
 MODE = "prefill"
-MOST = 2
-TAU = 0.5  # a gate with more than half its mass on one expert computes that one
+MAX_EXPERTS = 2
+TAU = 0.5  # one expert with more than half of the mass is computed alone
 COUNTS = (2.0, 1.75, 1.5, 1.25, 1.1, 1.0)
-ALPHAS = (1e-3, 1e4)  # where α is looked for
-STEPS = 18  # of a bisection: α to a few parts in 10⁴
-FACTS = {"α": ".3g", "experts": ".3f", "tokens/s": ",.0f", "GFLOP a token": ".4f"}
+ALPHAS = (1e-3, 1e4)  # the range of the search for α
+STEPS = 18  # of the bisection: α to a few parts in 10⁴
+FACTS = {"α": ".3g", "experts": ".3f", "tokens/s": ",.0f", "GFLOP per token": ".4f"}
+
+
+def benchmark(form: str) -> Benchmark[ModelShape]:
+    return Benchmark(
+        name="prefill",
+        contenders=lambda shape, device, dtype, _: contenders(shape, device, dtype, form),
+        compare=compare,
+        facts=FACTS,
+    )
 
 
 @dataclass
 class Dialled:
-    """One model, turned to a number of experts before it runs."""
+    """One model that is set to an α before it runs."""
 
     model: GrmoeForCausalLM
     forward: Callable[..., Any]
@@ -41,24 +51,24 @@ class Dialled:
     alpha: float = 1.0
 
     def run(self, alpha: float) -> object:
-        if alpha != self.alpha:  # in the first call of a turn only
+        if alpha != self.alpha:  # only in the first call of a turn
             self.model.set_alpha(alpha)
             self.alpha = alpha
         with torch.no_grad():
             return self.forward(input_ids=self.ids_BS, use_cache=False, logits_to_keep=1).logits
 
     def experts(self, alpha: float) -> float:
-        """Computed a token, the mean over layers."""
+        """Experts computed per token, the mean over layers."""
         self.model.reset_routing_metrics()
         self.run(alpha)
         layers = [router.metrics.read().experts_computed for router in routers(self.model)]
         return sum(layers) / len(layers)
 
     def alpha_for(self, experts: float) -> float:
-        """The α at which so many are computed: sharper gates take fewer."""
+        """The α at which this many experts are computed. Sharper gates compute fewer."""
         low, high = ALPHAS
-        if experts >= MOST or experts <= 1:
-            return low if experts >= MOST else high
+        if experts >= MAX_EXPERTS or experts <= 1:
+            return low if experts >= MAX_EXPERTS else high
         for _ in range(STEPS):
             middle = (low * high) ** 0.5
             low, high = (middle, high) if self.experts(middle) > experts else (low, middle)
@@ -68,14 +78,14 @@ class Dialled:
 def contenders(
     shape: ModelShape, device: torch.device, dtype: torch.dtype, form: str = "eager"
 ) -> list[Contender]:
-    """One for each of COUNTS, all of them the same model."""
+    """One for each of COUNTS, all with the same model."""
     mode = FORMS[checks.one_of("form", form, tuple(FORMS))][1]
 
     @cache
     def dialled() -> Dialled:
         torch.manual_seed(SEED)
         config = shape.config("grassmann")
-        config.selection, config.selection_tau, config.num_experts_per_tok = "mass", TAU, MOST
+        config.selection, config.selection_tau, config.num_experts_per_tok = "mass", TAU, MAX_EXPERTS
         with torch.device(device):
             model = GrmoeForCausalLM(config).eval()
             ids_BS = torch.randint(config.vocab_size, (shape.batch, shape.length))
@@ -88,24 +98,24 @@ def contenders(
         alpha = turned.alpha_for(experts)
         found = turned.experts(alpha)
         flops = flops_per_token(shape, found)
-        facts = {"α": alpha, "experts": found, "GFLOP a token": flops / 1e9, "flops": flops}
+        facts = {"α": alpha, "experts": found, "GFLOP per token": flops / 1e9, "flops": flops}
         return Runs({MODE: lambda: turned.run(alpha)}, facts=facts)
 
     return [Contender(f"{n:.2f} experts", lambda n=n: build(n)) for n in COUNTS]  # type: ignore[misc]
 
 
 def flops_per_token(shape: ModelShape, experts: float) -> float:
-    """Products with weights and attention over a causal context; the output matrix for one position of a sequence."""
+    """Products with weights, causal attention, and the output matrix at one position per sequence."""
     config = shape.config("grassmann")
-    config.num_experts_per_tok = MOST
+    config.num_experts_per_tok = MAX_EXPERTS
     cost = count(config, shape.length)
     head = 2 * config.vocab_size * config.hidden_size
     routed = 2 * cost.experts / config.num_experts
-    return cost.forward_flops - head * (1 - 1 / shape.length) - routed * (MOST - experts)
+    return cost.forward_flops - head * (1 - 1 / shape.length) - routed * (MAX_EXPERTS - experts)
 
 
 def compare(shape: ModelShape, rows: list[Row]) -> Result:
-    """Against the model that computes two experts: time saved, over the share of FLOPs saved."""
+    """Speed-up over the model that computes two experts, and time saved / FLOPs saved."""
     result = Result(shape, rows)
     timed = [row for row in rows if MODE in row.times]
     for row in timed:

@@ -13,26 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from grmoe import __version__
 from grmoe.bench.measure import SEED, Result, Row
+from grmoe.files import write_file
 from grmoe.kernels import runtime
 from grmoe.probe.timing import Times, figure_digits
+from grmoe.tables import Table
 
 LIBRARIES = ("torch", "triton", "transformers", "liger_kernel", "scattermoe")
 
-# Both gates' first parameter shares a column.
+# Columns of the errors. The first parameter of either gate (frames, weight) has the same column.
 COLUMNS = {
-    "probs": "max|Δp|",
-    "y": "err y",
-    "x": "∂x",
-    "frames": "∂gate",
-    "weight": "∂gate",
-    "log_kappa": "∂log κ",
-    "gate_up_proj": "∂up",
-    "down_proj": "∂down",
-}
+    "probs": "max|Δp|", "y": "err y", "x": "∂x", "frames": "∂gate", "weight": "∂gate",
+    "log_kappa": "∂log κ", "gate_up_proj": "∂up", "down_proj": "∂down",
+}  # fmt: skip
 
 
 def version(library: str) -> str:
@@ -54,7 +49,7 @@ def device_name(device: torch.device) -> str:
 
 def write_json(
     command: str, results: list[Result], device: torch.device, dtype: torch.dtype, rounds: int, path: Path
-) -> Path:
+) -> None:
     versions = {library: version(library) for library in ("grmoe", *LIBRARIES)}
     content = {
         "command": f"bench {command}",
@@ -68,8 +63,7 @@ def write_json(
         "kernels_replaced_by_torch": runtime.failures(),
         "shapes": [_plain(result, versions) for result in results],
     }
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False))
-    return path
+    write_file(path, json.dumps(content, indent=1, ensure_ascii=False).encode())
 
 
 def _plain(result: Result, versions: dict[str, str]) -> dict[str, Any]:
@@ -100,20 +94,16 @@ def _plain_times(times: Times) -> dict[str, Any]:
     return plain | ({"host_ms": statistics.median(times.host)} if times.host else {})
 
 
-def rich_table(result: Result, title: str, facts: dict[str, str] | None = None) -> Table:
-    """Contenders as rows; `facts` names the facts to show and how to format them."""
-    table = Table(title=f"{title}: {result.shape}", title_justify="left")
-    rows, facts = result.rows, facts or {}
+def row_table(result: Result, title: str, facts: dict[str, str]) -> Table:
+    """One row per contender. `facts` names the facts to show and how to format each."""
+    rows = result.rows
     modes = list(dict.fromkeys(mode for row in rows for mode in row.times))
-    errors = [
-        label for label in dict.fromkeys(COLUMNS.values()) if any(label in _errors(row) for row in rows)
-    ]
+    errors = [label for label in dict.fromkeys(COLUMNS.values()) if any(label in _errors(r) for r in rows)]
     memory = any(row.peak is not None for row in rows)
     host = any(times.host for row in rows for times in row.times.values())
-    table.add_column("contender", no_wrap=True)
     machine = (["host ms"] if host else []) + (["peak MB"] if memory else [])
-    for name in [*facts, *(f"{mode} ms" for mode in modes), *machine, *errors]:
-        table.add_column(name, justify="right", no_wrap=True)
+    headings = ["contender", *facts, *(f"{mode} ms" for mode in modes), *machine, *errors]
+    table = Table(f"{title}: {result.shape}", headings)
     for row in rows:
         cells = [format(row.facts[f], spec) if f in row.facts else "–" for f, spec in facts.items()]
         missing = "failed" if row.failure else "–"
@@ -125,12 +115,15 @@ def rich_table(result: Result, title: str, facts: dict[str, str] | None = None) 
             cells.append("–" if row.peak is None else f"{row.peak / 1e6:.0f}")
         shown = _errors(row)
         cells += [f"{shown[label]:.1e}" if label in shown else "–" for label in errors]
-        table.add_row(row.name, *cells, style="bold" if row.name == "ours" else None)
+        table.add(row.name, *cells)
     return table
 
 
-def failures(result: Result) -> list[str]:
-    return [f"{row.name}: {row.failure}" for row in result.rows if row.failure]
+def ratio_table(result: Result) -> Table:
+    table = Table("", ["ratio", "value (middle 80 % of the rounds)"], notes=True)
+    for ratio in result.ratios:
+        table.add(ratio.name, str(ratio))
+    return table
 
 
 def _errors(row: Row) -> dict[str, float]:
@@ -141,10 +134,3 @@ def _show(times: Times) -> str:
     low, high = times.interval
     digits = figure_digits(times.median)
     return f"{times.median:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
-
-
-def ratio_table(result: Result) -> Table:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for ratio in result.ratios:
-        table.add_row(ratio.name, str(ratio))
-    return table

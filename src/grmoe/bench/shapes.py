@@ -1,9 +1,9 @@
-"""The sizes a benchmark runs at, as text on the command line."""
+"""The sizes of a benchmark, as text on the command line."""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
-from typing import TypeVar
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Self, TypeVar
 
 from grmoe import checks
 
@@ -12,7 +12,7 @@ TOP_K = 2  # of the gate benchmark, which computes no experts
 
 @dataclass(frozen=True)
 class Shape:
-    """Positive integers; a subclass's fields are what its text lists."""
+    """Positive integers. The text of a shape lists the fields of its class in order."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -23,8 +23,12 @@ class Shape:
 
     @property
     def text(self) -> str:
-        """As `--shape` takes it."""
+        """The value of `--shape`."""
         return ",".join(map(str, astuple(self)))
+
+    def at_rank(self, rank: int) -> Self:
+        """The shape with another rank of the Grassmann gate, if the shape has one."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,9 @@ class GateShape(Shape):
         super().__post_init__()
         checks.subspace(self.dim, self.rank)
         _at_least("experts", self.experts, TOP_K)
+
+    def at_rank(self, rank: int) -> Self:
+        return replace(self, rank=rank)
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ def _at_least(name: str, value: int, least: int) -> None:
 
 
 def parse_shape(kind: type[S], text: str) -> S:
-    """A shape from "16384,768,8,48"; a `ValueError` says what was wanted."""
+    """A shape from "16384,768,8,48". A `ValueError` names the fields."""
     names = [field.name for field in fields(kind)]
     try:
         return kind(*[int(part) for part in text.split(",")])
@@ -85,7 +92,9 @@ def parse_shape(kind: type[S], text: str) -> S:
 
 
 def default_rank(dim: int, experts: int) -> int:
-    """Half of d/N in steps of 16, at least 32 where d/N has room for it: half the paper's k, at which the frames
-    of all experts take half of the model's space."""
+    """Half of d/N, rounded down to a multiple of 16, but at least min(32, d/N).
+
+    This is half the paper's k: the frames of all experts together span half of the model's space.
+    """
     share = max(1, dim // experts)
     return max(share // 2 // 16 * 16, min(32, share))

@@ -1,4 +1,4 @@
-"""A training step of the layer alone: forward, backward, optimiser. Ours beside Hugging Face's block."""
+"""A training step of the layer alone: forward, backward, optimizer. Ours next to Hugging Face's block."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from torch.optim import AdamW, Optimizer
 from grmoe.bench.blocks import Block, Setting
 from grmoe.bench.layer import CPU_SHAPES, CUDA_SHAPES, HUGGING_FACE, OURS, SOFTMAX
 from grmoe.bench.measure import Contender, Result, Row, Runs
+from grmoe.bench.run import Benchmark
 from grmoe.bench.shapes import LayerShape, default_rank
 from grmoe.layer import MoE
 from grmoe.optim import GrassmannAdam, split_parameters
 from grmoe.probe.timing import Ratio, time_ratio
 
-__all__ = ["CPU_SHAPES", "CUDA_SHAPES", "compare", "contenders"]
-
-# Small enough that hundreds of steps on one batch leave the load as it is.
+# Small enough that hundreds of steps on one batch do not change the load.
 RATE = 1e-6
 STEP = "step"
 FACTS = {"tokens/s": ",.0f", "held MB": ".0f"}
@@ -31,7 +30,7 @@ def contenders(
     rank = default_rank(shape.dim, shape.experts) if rank is None else rank
 
     def runs(block: Callable[[Setting], Block]) -> Callable[[], Runs]:
-        # Each has its own weights here, for it changes them.
+        # Each contender has its own weights, because it changes them.
         def build() -> Runs:
             setting = Setting(shape, rank, device, dtype)
             return step_runs(setting, block(setting))
@@ -46,7 +45,7 @@ def contenders(
 
 
 def optimizers(module: nn.Module) -> list[Optimizer]:
-    """AdamW in one kernel, and our optimiser for frames where there are any."""
+    """Fused AdamW, and our optimizer for frames if there are any."""
     split = split_parameters(module)
     groups: list[dict[str, Any]] = [{"params": split.rest}, {"params": split.kappa, "weight_decay": 0.0}]
     adam = AdamW([g for g in groups if g["params"]], lr=RATE, fused=True)
@@ -67,7 +66,7 @@ def step_runs(setting: Setting, block: Block) -> Runs:
         module.zero_grad(set_to_none=True)
         setting.x_TD.grad = None
 
-    step()  # makes the optimisers' state, which is counted here
+    step()  # creates the optimizers' state, which is counted here
     state = [t for o in steppers for s in o.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
     held = sum(t.numel() * t.element_size() for t in [*module.parameters(), *state])
     return Runs({STEP: step}, block.errors, {"held MB": held / 1e6})
@@ -87,3 +86,13 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
     if own and other and own.peak and other.peak:
         result.ratios.append(Ratio(f"peak memory, {OURS} / {HUGGING_FACE}", own.peak / other.peak))
     return result
+
+
+BENCHMARK = Benchmark(
+    name="train-step",
+    contenders=contenders,
+    compare=compare,
+    cuda_shapes=CUDA_SHAPES,
+    cpu_shapes=CPU_SHAPES,
+    facts=FACTS,
+)

@@ -1,32 +1,37 @@
-"""The command line: parses, calls, prints. One module a group of commands; here they become one program."""
+"""The command line: parses options, calls a room, prints what it shows. One module per group of commands.
+
+`grmoe --help` imports these modules and nothing heavy: each command imports torch and its room when it runs.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from typer.core import TyperGroup
 
 from grmoe import __version__
-from grmoe.cli import analyze, data, dial, evaluate, model, prune, report, serve, studies, training
-from grmoe.terminal import console
+from grmoe.cli import analyze, bench, data, dial, evaluate, model, prune, report, serve, studies, training
+from grmoe.terminal import say
 
-app = typer.Typer(
-    help="Grassmannian Mixture-of-Experts: experts own subspaces, one dial sets the sparsity after training.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
+
+def _group(text: str) -> typer.Typer:
+    return typer.Typer(help=text, no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
+
+
+app = _group(
+    "Grassmannian Mixture-of-Experts: experts own subspaces, one dial sets the sparsity after training."
+)
+_bench = _group(
+    "Measure speed, memory and errors next to other libraries. All contenders take turns in one run."
 )
 
 
 def _version(show: bool) -> None:
     if show:
-        console.print(f"grmoe {__version__}", highlight=False)
+        say(f"grmoe {__version__}")
         raise typer.Exit
 
 
@@ -38,29 +43,13 @@ def _root(
 ) -> None: ...
 
 
-class _Bench(TyperGroup):
-    """`grmoe bench`: its modules need torch and are imported when one of its commands is looked for."""
-
-    def _loaded(self) -> Any:
-        from grmoe.bench.cli import app as bench
-
-        return typer.main.get_command(bench)
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        names: list[str] = self._loaded().list_commands(ctx)
-        return names
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return self._loaded().get_command(ctx, cmd_name)
-
-
-def _add(command: Callable[..., None], name: str | None = None) -> None:
-    """Register it; the lines of a paragraph of its help flow, whatever the width of the terminal."""
+def _add(command: Callable[..., None], name: str | None = None, group: typer.Typer = app) -> None:
+    """Register a command. The lines of each help paragraph are joined, so they fill any terminal width."""
     text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
-    app.command(name, help=text)(command)
+    group.command(name, help=text)(command)
 
 
-# In the order of `grmoe --help`: from text to a model in use, then what looks at it, then the studies.
+# In the order of `grmoe --help`: from text to a model in use, then what measures it, then the studies.
 _add(data.prepare)
 _add(training.train)
 _add(training.curves)
@@ -76,21 +65,15 @@ _add(model.info)
 _add(training.quality)
 _add(studies.synthetic)
 _add(studies.normalizer)
-app.add_typer(
-    typer.Typer(
-        help="Speed, memory and errors beside other libraries: all contenders take turns within one run.",
-        cls=_Bench,
-        no_args_is_help=True,
-        rich_markup_mode="rich",
-    ),
-    name="bench",
-)
+_add(bench.gate, "gate", _bench)
+_add(bench.layer, "layer", _bench)
+_add(bench.dial, "dial", _bench)
+_add(bench.train_step, "train-step", _bench)
+_add(bench.train_model, "train-model", _bench)
+_add(bench.prefill, "prefill", _bench)
+app.add_typer(_bench, name="bench")
 
 
 def main() -> None:
-    """Entry point. A full disk or a folder that cannot be written is the machine's trouble, not a traceback's."""
-    try:
-        app()
-    except OSError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
-        sys.exit(1)
+    """Entry point."""
+    app()

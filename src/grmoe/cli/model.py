@@ -1,4 +1,4 @@
-"""Models and their folders: `grmoe export`, `grmoe info`, `grmoe generate`."""
+"""Models and their folders: `grmoe export`, `grmoe generate`, `grmoe info`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from grmoe.cli.options import Checkpoint
-from grmoe.terminal import console, fail, need
+from grmoe.cli.options import Alpha, Checkpoint, ModelFolder
+from grmoe.cli.shell import shell
+from grmoe.terminal import note, say_all, say_written
 
 
 def export(
@@ -19,79 +18,109 @@ def export(
         Path | None,
         typer.Option(file_okay=False, help="Folder for the model.", show_default="RUN/model"),
     ] = None,
-    checkpoint: Annotated[str, typer.Option(help="best (of validation), last, or a step.")] = "best",
+    checkpoint: Checkpoint = "best",
     alpha: Annotated[
-        float | None, typer.Option(min=0, help="Dial to save with it.", show_default="the run's")
+        float | None,
+        typer.Option(min=0, help="The dial α to save with the model.", show_default="the run's"),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bf16 or fp32; routers are fp32 in both.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="bf16 or fp32. Routers are fp32 in both.")] = "bf16",
 ) -> None:
-    """Make a model folder that Hugging Face loads: safetensors, tokenizer, code, model card.
+    """Export a run as a model folder that Hugging Face loads: safetensors, tokenizer, code, model card.
 
-    Works on checkpoints of any number of processes. The folder loads with AutoModelForCausalLM where grmoe is
-    installed, and anywhere else with trust_remote_code=True.
+    Checkpoints of any number of processes work. AutoModelForCausalLM loads the folder where grmoe is installed, and
+    anywhere else with trust_remote_code=True.
 
     Example: [bold]grmoe export runs/first --out my-model && grmoe generate my-model --prompt "def main("[/]
     """
-    need("transformers", "safetensors", extra="lm")
-    import torch
-    from transformers.utils import logging
+    with shell("lm"):
+        import torch
 
-    from grmoe.runs.checkpoint import CheckpointError
-    from grmoe.runs.export import export as write
+        from grmoe import checks
+        from grmoe.runs.export import export as write
 
-    logging.disable_progress_bar()
-    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    if dtype not in dtypes:
-        fail(f"dtype must be bf16 or fp32, got {escape(dtype)}")
-    folder = out or run / "model"
-    try:
-        used = write(run, folder, checkpoint, alpha, dtypes[dtype])
-    except (ValueError, CheckpointError) as error:
-        fail(escape(str(error)))
-    console.print(
-        f"Model of step {used.step}: [bold]{escape(str(folder))}[/]", highlight=False, soft_wrap=True
-    )
+        dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+        folder = out or run / "model"
+        used = write(run, folder, checkpoint, alpha, dtypes[checks.one_of("dtype", dtype, tuple(dtypes))])
+        say_written(**{f"Model of step {used.step}": folder})
+
+
+def generate(
+    model: ModelFolder,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    alpha: Alpha = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the most probable token.")] = 0.8,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    checkpoint: Checkpoint = "best",
+) -> None:
+    """Continue a prompt at any setting of the dial.
+
+    Example: [bold]grmoe generate runs/first --prompt "def main(" --alpha 2 --temperature 0[/]
+    """
+    with shell("lm"):
+        import torch
+
+        from grmoe.model.generation import stream
+        from grmoe.runs.open import open_model
+
+        loaded = open_model(model, checkpoint, alpha)
+        torch.manual_seed(seed)
+        network = loaded.model
+        stream(network, loaded.tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature)
+        mean = sum(m.experts_computed for m in network.routing_metrics()) / len(network.alpha)
+        dial = ", ".join(f"{a:g}" for a in dict.fromkeys(network.alpha))
+        note(f"α = {dial}: {mean:.2f} experts per token and layer")
 
 
 def info(
     model: Annotated[
-        str, typer.Argument(help="A preset (tiny, small, 350m, 1.3b, 2.7b) or a saved model's folder.")
+        str, typer.Argument(help="A preset (tiny, small, 350m, 1.3b, 2.7b) or the folder of a saved model.")
     ],
     context: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of context to count attention at.", show_default="the model's"),
+        typer.Option(
+            min=1,
+            help="Context length, in tokens, at which attention is counted.",
+            show_default="the model's",
+        ),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=2, help="Also what a step of training takes on so many.")
+        int | None, typer.Option(min=2, help="Also show what a training step takes on this many GPUs.")
     ] = None,
     replicate: Annotated[int, typer.Option(min=1, help="With --gpus: copies of the model.")] = 1,
-    expert: Annotated[int, typer.Option(min=1, help="With --gpus: how many divide the experts.")] = 1,
-    batch: Annotated[int, typer.Option(min=1, help="With --gpus: sequences a GPU.")] = 8,
-    micro_batches: Annotated[int, typer.Option(min=1, help="With --gpus: parts of the batch.")] = 1,
+    expert: Annotated[
+        int, typer.Option(min=1, help="With --gpus: GPUs that each set of experts is divided among.")
+    ] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="With --gpus: sequences per GPU.")] = 8,
+    micro_batches: Annotated[
+        int, typer.Option(min=1, help="With --gpus: parts that the batch is split into.")
+    ] = 1,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="With --gpus: activations computed again.")
+        bool, typer.Option("--checkpointing", help="With --gpus: recompute activations in the backward pass.")
     ] = False,
-    nvlink: Annotated[float, typer.Option(help="GB/s of a GPU to others of its eight.")] = 450,
-    network: Annotated[float, typer.Option(help="GB/s of a GPU to other nodes.")] = 50,
-    tflops: Annotated[float, typer.Option(help="TFLOP/s that a GPU achieves, bf16.")] = 400,
+    nvlink: Annotated[
+        float, typer.Option(help="With --gpus: GB/s from a GPU to the others of its node of eight.")
+    ] = 450,
+    network: Annotated[float, typer.Option(help="With --gpus: GB/s from a GPU to other nodes.")] = 50,
+    tflops: Annotated[float, typer.Option(help="With --gpus: bf16 TFLOP/s that a GPU achieves.")] = 400,
 ) -> None:
-    """Count a model's parameters, arithmetic and memory, and with --gpus what a step of training takes.
+    """Count a model's parameters, arithmetic and memory. With --gpus, also estimate a training step.
 
-    No weights are loaded. Bytes are those of the code, times what the given rates make of them: docs/scaling.md.
+    No weights are loaded. Bytes are counted from the code; times follow from them and the rates you give. See
+    docs/scaling.md.
 
     Example: [bold]grmoe info 1.3b --context 4096[/]
 
     Example: [bold]grmoe info 2.7b --gpus 64 --replicate 2 --expert 8[/]
     """
-    need("transformers", extra="lm")
-    from grmoe.model.count import count, describe
-    from grmoe.model.presets import find_config
-    from grmoe.parallel.cost import Plan
-    from grmoe.parallel.report import Machine, describe_step
+    with shell("lm"):
+        from grmoe.model.count import count, describe
+        from grmoe.model.presets import find_config
+        from grmoe.parallel.cost import Plan
+        from grmoe.parallel.report import Machine, describe_step
 
-    try:
         config = find_config(model)
-        tables = [describe(escape(model), config, count(config, context))]
+        tables = [describe(model, config, count(config, context))]
         if gpus is not None:
             plan = Plan.on(
                 gpus,
@@ -103,47 +132,5 @@ def info(
                 checkpointing=checkpointing,
             )
             machine = Machine(nvlink=nvlink * 1e9, network=network * 1e9, flops=tflops * 1e12)
-            tables.append(describe_step(escape(model), config, plan, machine))
-    except ValueError as error:
-        fail(escape(str(error)))
-    for table in tables:
-        console.print(table, highlight=False)
-
-
-def generate(
-    folder: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="Folder of `grmoe train` or `grmoe export`.")
-    ],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    alpha: Annotated[
-        float | None, typer.Option(min=0, help="The dial.", show_default="as saved with the model")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the most probable token.")] = 0.8,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    checkpoint: Checkpoint = "best",
-) -> None:
-    """Continue a prompt, at any setting of the dial.
-
-    Example: [bold]grmoe generate runs/first --prompt "def main(" --alpha 2 --temperature 0[/]
-    """
-    need("transformers", "yaml", extra="lm")
-    import torch
-    from transformers.utils import logging
-
-    from grmoe.model.generation import stream
-    from grmoe.runs.checkpoint import CheckpointError
-    from grmoe.runs.open import open_model
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        opened = open_model(folder, checkpoint, alpha)
-        torch.manual_seed(seed)
-        model = opened.model
-        stream(model, opened.tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature)
-    except (ValueError, CheckpointError) as error:
-        fail(escape(str(error)))
-    mean = sum(m.experts_computed for m in model.routing_metrics()) / len(model.alpha)
-    dial = ", ".join(f"{a:g}" for a in dict.fromkeys(model.alpha))
-    Console(stderr=True).print(f"[dim]α = {dial}: {mean:.2f} experts a token and layer[/]", highlight=False)
+            tables.append(describe_step(model, config, plan, machine))
+        say_all(tables)

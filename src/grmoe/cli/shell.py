@@ -3,11 +3,14 @@
 with shell("lm", "studies"):
     from grmoe.dial import Plan, run      # heavy imports happen in here
     ...
+
+Exit status: 0 for success, 2 for the caller's mistake, 1 for the machine's trouble, 128 + signal after a signal.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -42,8 +45,11 @@ def need(*extras: str) -> None:
 
 
 @contextmanager
-def shell(*extras: str) -> Iterator[None]:
-    """Run a command's work. Expected errors end it with one line; anything else is a bug and keeps its traceback."""
+def shell(*extras: str, continues: bool = False) -> Iterator[None]:
+    """Run a command's work. Expected errors end it with one line; anything else is a bug and keeps its traceback.
+
+    continues: the command started again goes on where it stopped. Ctrl-C says so.
+    """
     need(*extras)
     if "lm" in extras:
         from transformers.utils import logging
@@ -59,7 +65,10 @@ def shell(*extras: str) -> Iterator[None]:
     except RuntimeError as error:
         if not _expected(error):
             raise
-        fail(str(error))
+        fail(str(error), status=getattr(error, "status", 2))
+    except KeyboardInterrupt:
+        advice = "; run the same command again to continue" if continues else ""
+        fail(f"interrupted{advice}", status=128 + signal.SIGINT)
 
 
 def _expected(error: RuntimeError) -> bool:

@@ -1,15 +1,15 @@
-"""The paper's studies that need no language model: `grmoe synthetic`, `grmoe normalizer`."""
+"""Studies of the paper that need no language model: `grmoe synthetic`, `grmoe normalizer`."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from grmoe.terminal import Watch, console, fail, need, progress
+from grmoe.cli.shell import shell
+from grmoe.terminal import console, say_all, say_written, show_progress
 
 
 def synthetic(
@@ -20,84 +20,100 @@ def synthetic(
         bool, typer.Option("--quick", help="Easy setting, seven methods, six seeds: under a minute.")
     ] = False,
     setting: Annotated[
-        list[str] | None, typer.Option(help="easy or hard; repeatable. Default: both.")
+        list[str] | None, typer.Option(help="easy or hard. Repeatable.", show_default="both")
     ] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="Repeatable; `--method ?` lists them. Default: all.")
+        list[str] | None,
+        typer.Option(help="Method to run; `--method ?` lists them. Repeatable.", show_default="all"),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds a method, trained as one batch.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Seeds per method. All seeds of a method train as one batch.",
+            show_default="50; 6 with --quick",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps.", show_default="the study's own")
+    ] = None,
 ) -> None:
-    """Run the paper's synthetic routing study: nine methods, the Bayes oracle, the dial.
+    """Run the paper's synthetic routing study: nine methods, the Bayes oracle, and the dial.
 
-    Tokens of 8 classes live near 8 subspaces of R^128; each class has its own linear map as target. Routers
-    and experts are trained end to end on the regression loss; nobody sees a label, except the row that says so.
-    A run that is interrupted goes on where it stopped when started again with the same options.
+    Tokens of 8 classes lie near 8 subspaces of R^128. The target of each class is its own linear map. Routers and
+    experts train end to end on the regression loss. No method sees a label, except the one named supervised.
+
+    An interrupted study continues where it stopped when you run the same command again.
 
     Example: [bold]grmoe synthetic --setting easy --method grmoe --method softmax_top1 --seeds 10[/]
     """
-    need("scipy", "matplotlib")
-    from grmoe.studies.synthetic.figure import draw
-    from grmoe.studies.synthetic.methods import find_methods
-    from grmoe.studies.synthetic.report import rich_table, write_results
-    from grmoe.studies.synthetic.study import QUICK_METHODS, SETTINGS, Config, run_setting
+    with shell("studies", continues=True):
+        from grmoe.studies.synthetic.figure import draw
+        from grmoe.studies.synthetic.methods import find_methods
+        from grmoe.studies.synthetic.report import rich_table, write_results
+        from grmoe.studies.synthetic.study import QUICK_METHODS, SETTINGS, Config, run_setting
 
-    config = Config.quick() if quick else Config()
-    if seeds is not None:
-        config = replace(config, seeds=seeds)
-    if steps is not None:
-        config = replace(config, training=replace(config.training, steps=steps))
-    names = setting or (["easy"] if quick else list(SETTINGS))
-    if unknown := [n for n in names if n not in SETTINGS]:
-        fail(f"setting must be one of {', '.join(SETTINGS)}, got {', '.join(unknown)}")
-    try:
+        config = Config.quick() if quick else Config()
+        if seeds is not None:
+            config = replace(config, seeds=seeds)
+        if steps is not None:
+            config = replace(config, training=replace(config.training, steps=steps))
+        names = setting or (["easy"] if quick else list(SETTINGS))
+        if unknown := [n for n in names if n not in SETTINGS]:
+            raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {', '.join(unknown)}")
         methods = find_methods(method or (QUICK_METHODS if quick else None))
-    except ValueError as error:
-        fail(str(error))
-    total = len(names) * len(methods) * config.training.steps
-    results = []
-    with progress() as bar:
-        watch = Watch(bar, total)
-        for name in names:
-            results.append(run_setting(SETTINGS[name], methods, config, out, watch))
-    figures = [draw(result, out / f"synthetic-{result.setting.name}.png") for result in results]
-    for result in results:
-        console.print(rich_table(result))
-    numbers = write_results(results, config, out)
-    console.print(f"Numbers: {numbers}", highlight=False, soft_wrap=True)
-    for figure in figures:
-        console.print(f"Figure:  [bold]{figure}[/]", highlight=False, soft_wrap=True)
+        total = len(names) * len(methods) * config.training.steps
+        finished = 0
+        results = []
+        with show_progress() as progress:
+
+            def report(stage: str, step: int, steps: int) -> None:
+                """A method reports its own steps. The bar counts those of all methods."""
+                nonlocal finished
+                progress(stage, finished + step, total)
+                finished += steps if step == steps else 0
+
+            for name in names:
+                results.append(run_setting(SETTINGS[name], methods, config, out, report))
+        figures = [draw(result, out / f"synthetic-{result.setting.name}.png") for result in results]
+        for result in results:
+            console.print(rich_table(result))
+        say_written(Numbers=write_results(results, config, out))
+        for figure in figures:
+            say_written(Figure=figure)
 
 
 def normalizer(
-    kappa: Annotated[list[float] | None, typer.Option(help="Concentration; repeatable.")] = None,
-    dim: Annotated[
-        list[int] | None, typer.Option(help="Dimension d; repeatable, one for each --rank.")
+    kappa: Annotated[
+        list[float] | None,
+        typer.Option(help="Concentration κ. Repeatable.", show_default="six from 0.4 to 1000"),
     ] = None,
-    rank: Annotated[list[int] | None, typer.Option(help="Subspace rank k.")] = None,
+    dim: Annotated[
+        list[int] | None,
+        typer.Option(help="Dimension d. Repeatable, with one --rank each.", show_default="128, 768, 2048"),
+    ] = None,
+    rank: Annotated[
+        list[int] | None, typer.Option(help="Rank k of the subspace.", show_default="16, 48, 64")
+    ] = None,
     samples: Annotated[int, typer.Option(min=2, help="Monte Carlo samples.")] = 1_000_000,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the rows here.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write the rows to this file.")
+    ] = None,
 ) -> None:
-    """Validate the Bingham normaliser: contour integral, Kume-Wood and Monte Carlo side by side.
+    """Validate the Bingham normalizer: contour integral, Kume-Wood and Monte Carlo side by side.
 
     Example: [bold]grmoe normalizer --dim 768 --rank 48 --kappa 0.4 --kappa 4.2[/]
     """
-    from grmoe.studies import normalizer as study
+    with shell():
+        from grmoe.studies.normalizer import KAPPAS, SHAPES, Plan, run, save, show
 
-    if len(dim or []) != len(rank or []):
-        fail(f"give one --rank for each --dim, got {len(dim or [])} and {len(rank or [])}")
-    shapes = list(zip(dim, rank, strict=True)) if dim and rank else list(study.SHAPES)
-    cases = [(d, k, value) for d, k in shapes for value in kappa or study.KAPPAS]
-    rows = []
-    with progress() as bar:
-        task = bar.add_task("normaliser", total=len(cases))
-        for d, k, value in cases:
-            try:
-                rows.append(study.validate(d, k, value, samples))
-            except ValueError as error:
-                fail(str(error))
-            bar.advance(task)
-    console.print(study.rich_table(rows, samples))
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps([asdict(r) for r in rows], indent=1))
+        dims, ranks = dim or [], rank or []
+        if len(dims) != len(ranks):
+            raise ValueError(f"give one --rank for each --dim, got {len(ranks)} for {len(dims)}")
+        shapes = tuple(zip(dims, ranks, strict=True)) or SHAPES
+        plan = Plan(samples=samples, shapes=shapes, kappas=tuple(kappa or KAPPAS))
+        with show_progress() as progress:
+            rows = run(plan, progress)
+        say_all(show(rows, samples))
+        if json_path is not None:
+            say_written(**save(rows, json_path))

@@ -1,20 +1,16 @@
-"""Language models trained and compared: `grmoe train`, `grmoe quality`, `grmoe curves`."""
+"""Train and compare language models: `grmoe train`, `grmoe curves`, `grmoe quality`."""
 
 from __future__ import annotations
 
-import sys
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from grmoe.terminal import console, fail, need
-
-Settings = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[CONFIG.yaml] [key=value]...", help="A YAML file, and single keys in its place."),
-]
+from grmoe.cli.options import Settings
+from grmoe.cli.shell import fail, shell
+from grmoe.terminal import console, note, say, say_written
 
 
 def _split(settings: list[str] | None) -> tuple[Path | None, list[str]]:
@@ -27,108 +23,119 @@ def _split(settings: list[str] | None) -> tuple[Path | None, list[str]]:
 def train(
     settings: Settings = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the run's last checkpoint, to the bit.")
+        bool,
+        typer.Option("--resume", help="Continue from the run's last checkpoint, bit for bit on a CPU."),
     ] = False,
     show: Annotated[
-        bool, typer.Option("--show", help="Print the resolved configuration, and train nothing.")
+        bool, typer.Option("--show", help="Print the resolved configuration as YAML and exit.")
     ] = False,
 ) -> None:
     """Train a language model on prepared text.
 
-    Every setting has a default: [bold]grmoe train --show[/] prints them all, as the YAML file they could stand in. A
-    model is a preset and changes to it: model.preset=tiny model.router=softmax model.router_options.balance=true.
+    Every setting has a default. [bold]grmoe train --show[/] prints them all as YAML, which you can save, edit and
+    pass back. A model is a preset plus changes: model.preset=tiny model.router=softmax
+    model.router_options.balance=true.
 
-    The run's folder gets config.yaml, environment.json, log.jsonl, curves.png, tokenizer and checkpoints. Ctrl-C and
-    SIGTERM save a checkpoint first; a run that was killed goes on from its last one with --resume. On several GPUs:
-    torchrun --nproc-per-node 8 -m grmoe train run.yaml parallel.expert=2
+    The run's folder (out=…) receives config.yaml, environment.json, log.jsonl, curves.png, the tokenizer and the
+    checkpoints. Ctrl-C and SIGTERM save a checkpoint first. --resume continues a run that was stopped or killed.
+
+    On several GPUs: torchrun --nproc-per-node 8 -m grmoe train run.yaml parallel.expert=2
 
     Example: [bold]grmoe train data.path=runs/data out=runs/first steps=2000 optim.lr=6e-4[/]
     """
-    need("transformers", "yaml", extra="lm")
-    from grmoe.config import ConfigError, load, to_yaml
-    from grmoe.runs.config import TrainConfig
-    from grmoe.runs.folder import CONFIG
+    with shell("lm"):
+        from grmoe.config import load, to_yaml
+        from grmoe.runs.config import TrainConfig
+        from grmoe.runs.folder import CONFIG, checkpoints_of
 
-    path, given = _split(settings)
-    try:
+        path, given = _split(settings)
         config = load(TrainConfig, path, given)
         saved = Path(config.out) / CONFIG
         if resume and path is None and saved.is_file():
             config = load(TrainConfig, saved, given)
-    except ConfigError as error:
-        fail(escape(str(error)))
-    if show:
-        print(to_yaml(config), end="")
-        return
-    from grmoe.train.command import main
+        if show:
+            print(to_yaml(config), end="")
+            return
+        from grmoe.train.loop import TrainingStopped
+        from grmoe.train.loop import train as run
+        from grmoe.train.summary import save, summarize
+        from grmoe.train.summary import show as show_summary
 
-    status = main(config, resume)
-    if status:
-        raise typer.Exit(status)
+        speaks = os.environ.get("RANK", "0") == "0"  # torchrun numbers its processes; the first one speaks
+        if resume and speaks and checkpoints_of(Path(config.out), config).latest() is None:
+            note(f"{config.out} has no checkpoint to resume from: this starts a new run.")
+        try:
+            outcome = run(config, resume)
+        except TrainingStopped as stopped:
+            if speaks:
+                note(str(stopped))
+            raise typer.Exit(stopped.status) from stopped
+        if speaks:
+            summary = summarize(config, outcome)
+            for line in show_summary(summary):
+                say(line)
+            say_written(**save(summary))
+            say(f"Next: grmoe export {config.out}")
+
+
+def curves(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of `grmoe train`, drawn in one figure.")],
+    out: Annotated[Path, typer.Option(dir_okay=False, help="The figure, a PNG file.")] = Path(
+        "runs/curves.png"
+    ),
+) -> None:
+    """Draw loss, expert load and gate entropy of one or more runs, and print the last validation of each.
+
+    The runs may still be training.
+
+    Example: [bold]grmoe curves runs/grassmann runs/softmax[/]
+    """
+    with shell("lm", "studies"):
+        from grmoe.train.curves import draw_curves, summary
+
+        draw_curves(runs, out)
+        console.print(summary(runs))
+        say_written(Figure=out)
 
 
 def quality(
     settings: Settings = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="Repeatable; `--method ?` lists them. Default: the first four.")
+        list[str] | None,
+        typer.Option(
+            help="Router to compare; `--method ?` lists them. Repeatable.", show_default="the first four"
+        ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs a method.")] = 3,
-    at_once: Annotated[int, typer.Option(min=1, help="Runs side by side on the device.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per method.")] = 3,
+    at_once: Annotated[int, typer.Option(min=1, help="Runs to train at the same time.")] = 1,
     out: Annotated[
-        Path, typer.Option(help="Folder for the runs, results.json, table.md, curves.png.")
+        Path, typer.Option(help="Folder for the runs, results.json, table.md and curves.png.")
     ] = Path("runs/quality"),
 ) -> None:
-    """Compare routers as language models: the same text, tokens and experts a token, several seeds.
+    """Compare routers as language models: same text, same tokens, same experts per token, several seeds.
 
-    Settings are those of [bold]grmoe train[/]; the routers are filled in.
-
-    A study that is interrupted goes on where it stopped when started again.
+    The settings are those of [bold]grmoe train[/]; the study fills in the router. An interrupted study continues where
+    it stopped when you run the same command again.
 
     Example: [bold]grmoe quality data.path=runs/data steps=1400 optim.lr=6e-4 --seeds 3 --at-once 4[/]
     """
-    need("transformers", "yaml", extra="lm")
-    need("scipy", "matplotlib")
-    from grmoe.config import ConfigError, load
-    from grmoe.runs.config import TrainConfig
-    from grmoe.studies import quality as compare
-    from grmoe.train.curves import draw_curves
+    with shell("lm", "studies", continues=True):
+        from grmoe.config import load
+        from grmoe.runs.config import TrainConfig
+        from grmoe.studies import quality as study
+        from grmoe.train.curves import draw_curves
 
-    path, given = _split(settings)
-    methods = method or list(compare.DEFAULT)
-    if unknown := [m for m in methods if m not in compare.METHODS]:
-        fail(f"method must be one of {', '.join(compare.METHODS)}, got {escape(', '.join(unknown))}")
-    try:
+        path, given = _split(settings)
+        methods = method or list(study.DEFAULT)
+        if unknown := [m for m in methods if m not in study.METHODS]:
+            raise ValueError(f"method must be one of {', '.join(study.METHODS)}, got {', '.join(unknown)}")
         base = load(TrainConfig, path, given)
-        runs = compare.study(
-            base, methods, seeds, out, at_once, lambda text: print(text, file=sys.stderr, flush=True)
-        )
-    except (ConfigError, RuntimeError) as error:
-        fail(escape(str(error)))
-    except KeyboardInterrupt:
-        fail("interrupted; the same command goes on where it stopped")
-    console.print(compare.rich_table(compare.rows(runs)))
-    numbers = compare.write_results(runs, base, out)
-    first = [out / f"{name}-0" for name in methods]
-    figure = draw_curves(first, out / "curves.png")
-    console.print(f"Numbers: {numbers}", highlight=False, soft_wrap=True)
-    console.print(f"Figure:  [bold]{figure}[/] (first seed)", highlight=False, soft_wrap=True)
-
-
-def curves(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of `grmoe train`, drawn over each other.")],
-    out: Annotated[Path, typer.Option(help="The picture.")] = Path("runs/curves.png"),
-) -> None:
-    """Draw loss, load and entropy of one or several runs, finished or not, and print where they stand.
-
-    Example: [bold]grmoe curves runs/grassmann runs/softmax[/]
-    """
-    need("matplotlib")
-    need("transformers", "yaml", extra="lm")
-    from grmoe.train.curves import draw_curves, summary
-
-    try:
-        draw_curves(runs, out)
-        console.print(summary(runs))
-    except ValueError as error:
-        fail(escape(str(error)))
-    console.print(f"Figure: [bold]{escape(str(out))}[/]", highlight=False, soft_wrap=True)
+        try:
+            runs = study.study(base, methods, seeds, out, at_once, note)
+        except RuntimeError as error:  # a run failed, with its last lines
+            fail(str(error))
+        console.print(study.rich_table(study.rows(runs)))
+        numbers = study.write_results(runs, base, out)
+        figure = draw_curves([out / f"{name}-0" for name in methods], out / "curves.png")
+        say_written(Numbers=numbers, Figure=figure)
+        say("The figure shows the first seed.")

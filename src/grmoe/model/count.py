@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 
 import torch
-from rich.table import Table
 
 from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.model.modeling_grmoe import GrmoeForCausalLM, GrmoeMoE
 from grmoe.routing import routers
+from grmoe.tables import Table
 
 
 @dataclass(frozen=True)
@@ -82,40 +82,35 @@ def count(config: GrmoeConfig, context: int | None = None) -> Cost:
 
 
 def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
-    """The table `grmoe info` prints."""
+    """The table that `grmoe info` prints."""
     H, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     layers = config.moe_layers
-    table = Table(title=name, title_justify="left", show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
     first = ", ".join(str(i + 1) for i in layers[:3]) + (", …" if len(layers) > 3 else "")
-    table.add_row(
+    shared = f" + {config.shared_experts} shared" if config.shared_experts else ""
+    rank = f", rank {config.router_rank}" if config.router == "grassmann" else ""
+    tied = "tied" if config.tie_word_embeddings else "input and output"
+    at = f"at {cost.context:,} tokens of context"
+    table = Table(name, ["", ""], left=2)
+    table.add(
         "blocks", f"{config.num_hidden_layers} × {H}, {heads} heads of {config.head_dim}, {groups} for keys"
     )
-    table.add_row("dense feed-forward", f"{config.intermediate_size}, {config.activation}")
-    table.add_row("MoE layers", f"{len(layers)} (blocks {first})")
-    shared = f" + {config.shared_experts} shared" if config.shared_experts else ""
-    table.add_row(
-        "experts",
-        f"{config.num_experts} of width {config.moe_intermediate_size}{shared}, {_selection(config)}",
-    )
-    rank = f", rank {config.router_rank}" if config.router == "grassmann" else ""
-    table.add_row("router", f"{config.router}{rank}, α = {config.alpha}")
-    tied = "tied" if config.tie_word_embeddings else "input and output"
-    table.add_row("vocabulary", f"{config.vocab_size:,}, {tied}")
-    table.add_section()
-    table.add_row("parameters", short(cost.total))
-    table.add_row("  active a token", f"{short(cost.active)}, at most")
-    table.add_row("  routed experts", f"{short(cost.experts)} ({cost.experts / cost.total:.1%})")
-    table.add_row("  routers", f"{short(cost.router)} ({cost.router_share:.2%})")
-    table.add_row("  embeddings", f"{short(cost.embedding)} ({cost.embedding_share:.1%})")
-    table.add_row("weights in bf16", f"{cost.weight_bytes / 1e9:.3g} GB, routers in fp32")
-    table.add_section()
-    at = f"at {cost.context:,} tokens of context"
-    table.add_row("FLOPs a token, forward", f"{short(cost.forward_flops)} {at}")
-    table.add_row(
-        "FLOPs a token, training", f"{short(cost.train_flops)} {at}; 6N: {short(cost.train_flops_6n)}"
-    )
+    table.add("dense feed-forward", f"{config.intermediate_size}, {config.activation}")
+    table.add("MoE layers", f"{len(layers)} (blocks {first})")
+    experts = f"{config.num_experts} of width {config.moe_intermediate_size}{shared}"
+    table.add("experts", f"{experts}, {_selection(config)}")
+    table.add("router", f"{config.router}{rank}, α = {config.alpha}")
+    table.add("vocabulary", f"{config.vocab_size:,}, {tied}")
+    table.end_section()
+    table.add("parameters", short(cost.total))
+    table.add("  active per token", f"{short(cost.active)} at most")
+    table.add("  routed experts", f"{short(cost.experts)} ({cost.experts / cost.total:.1%})")
+    table.add("  routers", f"{short(cost.router)} ({cost.router_share:.2%})")
+    table.add("  embeddings", f"{short(cost.embedding)} ({cost.embedding_share:.1%})")
+    table.add("weights in bf16", f"{cost.weight_bytes / 1e9:.3g} GB, routers in fp32")
+    table.end_section()
+    table.add("FLOPs per token, forward", f"{short(cost.forward_flops)} {at}")
+    training = f"{short(cost.train_flops)} {at}; 6N: {short(cost.train_flops_6n)}"
+    table.add("FLOPs per token, training", training)
     return table
 
 

@@ -1,40 +1,46 @@
-"""Memory, communication and time of a training step as a table: what `grmoe info PRESET --gpus` prints."""
+"""Memory, communication and time of a training step: the table of `grmoe info PRESET --gpus N`."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from rich.table import Table
-
 from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.model.count import count, meta_model
 from grmoe.parallel.cost import Plan, Traffic, traffic
 from grmoe.parallel.memory import memory
+from grmoe.tables import Table
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What times are reckoned with; assumptions, not measurements. Bytes a second are a GPU's, in one direction."""
+    """The rates behind the times: assumptions, not measurements. Bandwidths are per GPU, in one direction.
 
-    node: int = 8  # GPUs with NVLink between them
-    nvlink: float = 450e9  # H100, H200
-    network: float = 50e9  # one 400 Gb/s card for each GPU
-    flops: float = 400e12  # that a GPU achieves: 40 % of what an H100 could
-    # From one process to the next, within a node and between nodes: what NCCL's own planner reckons with for rings
-    # (src/graph/tuning.cc, protocol Simple).
+    The latencies are those of NCCL's own planner for rings (src/graph/tuning.cc, protocol Simple).
+    """
+
+    node: int = 8
+    """GPUs connected by NVLink."""
+    nvlink: float = 450e9
+    """Bytes per second within a node: H100, H200."""
+    network: float = 50e9
+    """Bytes per second between nodes: one 400 Gb/s card per GPU."""
+    flops: float = 400e12
+    """FLOP/s that a GPU achieves: 40 % of an H100's peak."""
     hop: float = 3.4e-6
+    """Seconds from one process to the next within a node."""
     network_hop: float = 14e-6
+    """Seconds from one process to the next between nodes."""
 
 
 def seconds(t: Traffic, machine: Machine) -> float:
-    """How long the collectives of one kind take if nothing else is sent: bytes over bandwidth, and hops.
+    """Time of the collectives of one kind if nothing else is sent: bytes / bandwidth + hops · latency.
 
-    A group has m members in a node, on k nodes. Rings enter and leave a node once, and NCCL lays one through each
-    network card: between nodes min(NVLink, m · network), within one NVLink. An all-to-all has no ring: what goes to
-    other nodes takes a GPU's own card. Hops of one call:
+    A group of n processes has m members per node on k nodes. A ring enters and leaves each node once, and NCCL runs
+    one ring through each network card. Its bandwidth is NVLink's within a node, min(NVLink, m · network) across nodes.
+    An all-to-all has no ring: bytes for other nodes go through the GPU's own card. Hops per call:
         all-gather, reduce-scatter   n − k within nodes, k − 1 between them
-        all-reduce                   a tree and back: 2(m − 1) within, 2⌈log₂ k⌉ between
+        all-reduce                   up and down a tree: 2(m − 1) within, 2⌈log₂ k⌉ between
         all-to-all                   one
     """
     m = max(1, min(t.n, machine.node // t.stride))
@@ -54,7 +60,7 @@ def seconds(t: Traffic, machine: Machine) -> float:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step."""
+    """Seconds per step."""
 
     compute: float
     hidden: float  # FSDP's collectives, one after the other
@@ -62,7 +68,7 @@ class Times:
 
     @property
     def step(self) -> float:
-        """At best: FSDP's collectives entirely beside the computation."""
+        """At best: FSDP's collectives overlap the computation completely."""
         return max(self.compute, self.hidden) + self.exposed
 
     @property
@@ -73,7 +79,7 @@ class Times:
 
 
 def times(config: GrmoeConfig, plan: Plan, machine: Machine) -> Times:
-    """Products at the machine's rate, a third more of them where the forward runs twice; collectives by `seconds`."""
+    """Matrix products at the machine's rate (a third more if the forward runs twice), collectives by `seconds`."""
     flops = plan.tokens * count(config, plan.length).train_flops * (4 / 3 if plan.checkpointing else 1)
     found = traffic(meta_model(config), plan)
     hidden, exposed = (sum(seconds(t, machine) for t in found if t.hidden is kind) for kind in (True, False))
@@ -81,25 +87,25 @@ def times(config: GrmoeConfig, plan: Plan, machine: Machine) -> Times:
 
 
 def rows(config: GrmoeConfig, plan: Plan, machine: Machine) -> list[list[tuple[str, str, str]]]:
-    """(what, how much, how) in sections: memory, communication, time."""
+    """(what, amount, note) in three sections: memory, communication, time."""
     model = meta_model(config)
     held, sent = memory(model, plan), traffic(model, plan)
     each = {
         "weights": "fp32 shards",
         "gradients": "fp32 shards",
-        "moments": "fp32 shards, two of AdamW",
-        "routers": "whole: weights, gradients, moments, workspace",
-        "gathered": "estimate: root, a block and the next, their gradients",
+        "moments": "fp32 shards, two per weight (AdamW)",
+        "routers": "not sharded: weights, gradients, moments, workspace",
+        "gathered": "estimate: the root, two blocks, their gradients",
         "activations": "estimate" + (", checkpointed" if plan.checkpointing else ""),
-        "logits": "estimate: of 16384 tokens at a time, and the output matrix's gradient",
+        "logits": "estimate: 16384 tokens at a time, and the gradient of the output matrix",
     }
     first = [(name, _bytes(getattr(held, name)), how) for name, how in each.items()]
     first += [
-        ("in all", _bytes(held.total), ""),
+        ("total", _bytes(held.total), ""),
         (
             "at the start",
             _bytes(held.start),
-            "while it is built: shards, routers, the embedding and a block in fp32",
+            "while the model is built: shards, routers, the embedding and one block in fp32",
         ),
     ]
     second = [
@@ -110,37 +116,34 @@ def rows(config: GrmoeConfig, plan: Plan, machine: Machine) -> list[list[tuple[s
         )
         for t in sent
     ]
-    second.append(("sent in all", _bytes(sum(t.sent for t in sent)), ""))
+    second.append(("sent in total", _bytes(sum(t.sent for t in sent)), ""))
     time = times(config, plan, machine)
     third = [
         ("computation", _time(time.compute), f"at {machine.flops / 1e12:.0f} TFLOP/s"),
-        ("weights and gradients", _time(time.hidden), "beside it"),
-        ("rows and routers", _time(time.exposed), "between"),
+        ("weights and gradients", _time(time.hidden), "overlaps the computation"),
+        ("rows and routers", _time(time.exposed), "the computation waits"),
         (
-            "a step at best",
+            "step at best",
             _time(time.step),
             f"{plan.processes * plan.tokens / time.step / 1e6:.3g} M tokens/s",
         ),
-        ("longest", time.limit, ""),
+        ("bottleneck", time.limit, ""),
     ]
     return [first, second, third]
 
 
 def describe_step(name: str, config: GrmoeConfig, plan: Plan, machine: Machine) -> Table:
-    """The table `grmoe info` prints under the model's own."""
+    """The table that `grmoe info --gpus` prints below the model's own."""
     mesh = f"replicate {plan.replicate} × fsdp {plan.fsdp} × expert {plan.expert}"
-    batch = f"{plan.sequences} × {plan.length:,} tokens a GPU"
+    batch = f"{plan.sequences} × {plan.length:,} tokens per GPU"
     if plan.micro_batches > 1:
         batch += f" in {plan.micro_batches} parts"
     title = f"{name} on {plan.processes} GPUs: {mesh}; {batch}; {'bf16' if plan.bf16 else 'fp32'}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("a GPU, in a step", style="bold")
-    table.add_column(justify="right")
-    table.add_column()
+    table = Table(title, ["per GPU and step", "", ""], notes=True)
     for section in rows(config, plan, machine):
         for row in section:
-            table.add_row(*row)
-        table.add_section()
+            table.add(*row)
+        table.end_section()
     return table
 
 

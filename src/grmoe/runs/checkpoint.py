@@ -31,7 +31,11 @@ META = "meta.json"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read, with its name."""
+    """A checkpoint that cannot be read or written, with its name. `status`: the exit status of a command."""
+
+    def __init__(self, message: str, status: int = 2) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,8 @@ class Checkpoints:
                 self._clean()
             last = self.latest()
             kept = f"the last whole one is {last.path}" if last else "there is none yet"
-            raise CheckpointError(f"could not write checkpoint {final}: {_reason(error)}; {kept}") from error
+            message = f"could not write checkpoint {final}: {_reason(error)}; {kept}"
+            raise CheckpointError(message, status=1) from error
 
     def load(self, checkpoint: Checkpoint, state: dict[str, Any]) -> dict[str, Any]:
         """Fill `state`, shaped as it was saved, in place where it holds tensors; returns it."""

@@ -1,37 +1,67 @@
 """The paper's "Bingham Normalizer Validation": every method for log Z side by side.
 
-The exact value is the contour integral, checked against the power series in the same table. Errors are of Z
-and of ∂log Z/∂κ, relative. The paper reports 1.5 % and 0.3 % for its saddlepoint at κ in 0.4–4.2.
+The exact value is the contour integral; the same table checks it against the power series. Errors are relative, of Z
+and of ∂log Z/∂κ. The paper reports 1.5 % and 0.3 % for its saddlepoint at κ between 0.4 and 4.2.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
-from rich.table import Table
 
 from grmoe.bingham import kume_wood, log_kummer, log_kummer_reference, mean_energy, monte_carlo
+from grmoe.files import write_file
+from grmoe.tables import Table
+from grmoe.terminal import Progress, Steps, silent
 
 KAPPAS = (0.4, 1.0, 4.2, 10.0, 100.0, 1000.0)
 SHAPES = ((128, 16), (768, 48), (2048, 64))
 
 
 @dataclass(frozen=True)
+class Plan:
+    """Every (d, k) of `shapes` at every κ."""
+
+    samples: int
+    shapes: tuple[tuple[int, int], ...] = SHAPES
+    kappas: tuple[float, ...] = KAPPAS
+
+
+@dataclass(frozen=True, kw_only=True)
 class NormalizerRow:
     dim: int
     rank: int
     kappa: float
     log_z: float
-    series_error: float  # relative error of Z: contour against the power series
+    """By the contour integral, the exact value."""
+    series_error: float
+    """Relative error of Z by the power series."""
     kume_wood_1: float
+    """Relative error of Z by the saddlepoint of first order; below of third order, and by Monte Carlo."""
     kume_wood_3: float
     monte_carlo: float
-    monte_carlo_standard_error: float  # as the estimator itself believes
-    mean_energy: float  # ∂ log Z / ∂κ
-    gradient_1: float  # relative error of the gradient of each saddlepoint
+    monte_carlo_standard_error: float
+    """The estimator's own estimate of its error."""
+    mean_energy: float
+    """∂ log Z / ∂κ."""
+    gradient_1: float
+    """Relative error of the gradient of the saddlepoint of first order; below of third order."""
     gradient_3: float
+
+
+def run(plan: Plan, progress: Progress = silent) -> list[NormalizerRow]:
+    cases = [(d, k, kappa) for d, k in plan.shapes for kappa in plan.kappas]
+    steps = Steps(progress, len(cases))
+    rows = []
+    for d, k, kappa in cases:
+        rows.append(validate(d, k, kappa, plan.samples))
+        steps(f"d = {d}, k = {k}")
+    return rows
 
 
 def validate(dim: int, rank: int, kappa: float, samples: int, seed: int = 0) -> NormalizerRow:
@@ -65,14 +95,14 @@ def validate(dim: int, rank: int, kappa: float, samples: int, seed: int = 0) -> 
     )
 
 
-def rich_table(rows: list[NormalizerRow], samples: int) -> Table:
-    title = "log Z(κ) = log ₁F₁(k/2; d/2; κ): relative errors of Z, then E‖Px‖² = ∂log Z/∂κ and relative errors of it"
-    table = Table(title=title, title_justify="left")
-    columns = ["d", "k", "κ", "log Z", "series", "Kume–Wood 1", "Kume–Wood 3", f"Monte Carlo {samples:.0e}"]
-    for name in [*columns, "E‖Px‖²", "K–W 1", "K–W 3"]:
-        table.add_column(name, justify="right", no_wrap=True)
-    for i, r in enumerate(rows):
-        table.add_row(
+def show(rows: list[NormalizerRow], samples: int) -> Iterator[Table]:
+    title = "log Z(κ) = log ₁F₁(k/2; d/2; κ): relative errors of Z, then E‖Px‖² = ∂log Z/∂κ and its relative errors"
+    methods = ["series", "Kume–Wood 1", "Kume–Wood 3", f"Monte Carlo {samples:.0e}"]
+    table = Table(title, ["d", "k", "κ", "log Z", *methods, "E‖Px‖²", "K–W 1", "K–W 3"], left=0)
+    for before, r in zip([None, *rows], rows, strict=False):
+        if before is not None and before.dim != r.dim:
+            table.end_section()
+        table.add(
             str(r.dim),
             str(r.rank),
             f"{r.kappa:g}",
@@ -84,6 +114,11 @@ def rich_table(rows: list[NormalizerRow], samples: int) -> Table:
             f"{r.mean_energy:.6g}",
             f"{r.gradient_1:.1e}",
             f"{r.gradient_3:.1e}",
-            end_section=i + 1 < len(rows) and rows[i + 1].dim != r.dim,
         )
-    return table
+    yield table
+
+
+def save(rows: list[NormalizerRow], path: Path) -> dict[str, Path]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps([asdict(row) for row in rows], indent=1).encode())
+    return {"Numbers": path}

@@ -1,4 +1,4 @@
-"""Training as a picture: loss, load and entropy over steps, one run or several over each other."""
+"""Training as a figure: loss, load and entropy over steps, one run or several in the same axes."""
 
 from __future__ import annotations
 
@@ -6,68 +6,53 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from grmoe.data import TokenDataset, unigram_perplexity
+from grmoe.pictures import COLORS, INK, picture
 from grmoe.runs.folder import read_log, saved_config
-
-INK = "#22303c"
-COLORS = ("#1b6ca8", "#d1495b", "#e07a1f", "#3a8f5c", "#7a5195", "#9aa5b1")
+from grmoe.tables import Table
 
 
 def draw_curves(runs: list[Path], path: Path, unigram: float | None = None) -> Path:
-    """One PNG: loss with validation, load of the experts, entropy. `unigram`: the perplexity to beat."""
+    """Draw loss with validation, load of the experts, entropy. `unigram`: the perplexity to beat."""
     named = _named(runs)
     logs = {name: read_log(run) for name, run in named.items()}
     if missing := [str(run) for name, run in named.items() if not logs[name]]:
         raise ValueError(f"no training log in {', '.join(missing)}")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK}
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    with picture(path, 11, 7) as figure:
+        (loss, imbalance), (load, entropy) = figure.subplots(2, 2)
         for color, (name, lines) in zip(COLORS * len(logs), logs.items(), strict=False):
             train = [line for line in lines if line["kind"] == "train"]
             held_out = [line for line in lines if line["kind"] == "validation"]
-            _loss(axes[0, 0], name, color, train, held_out)
-            _band(axes[0, 1], name, color, train, "load_cv")
-            _load(axes[1, 0], name, color, train)
-            _band(axes[1, 1], name, color, train, "entropy")
+            _loss(loss, name, color, train, held_out)
+            _band(imbalance, name, color, train, "load_cv")
+            _load(load, color, train)
+            _band(entropy, name, color, train, "entropy")
         if unigram is not None:
-            axes[0, 0].axhline(math.log(unigram), color=INK, lw=1, ls=":")
+            loss.axhline(math.log(unigram), color=INK, lw=1, ls=":")
             place = {"xycoords": ("axes fraction", "data"), "va": "bottom", "fontsize": 8}
-            axes[0, 0].annotate("unigram model", (0, math.log(unigram)), **place)
-        axes[0, 0].set(title="loss, nats a token (dots: validation)", ylim=_loss_range(logs, unigram))
-        axes[0, 1].set(title="load imbalance: std / mean over experts (band: layers)", ylim=(0, None))
-        axes[1, 0].set(
-            title="share of the computed (dense: leading) experts, least and most used", ylim=(0, None)
-        )
-        axes[1, 1].set(title="entropy of the gate, nats (band: layers)", ylim=(0, None))
-        for ax in axes.flat:
+            loss.annotate("unigram model", (0, math.log(unigram)), **place)
+        loss.set(title="loss, nats per token (dots: validation)", ylim=_loss_range(logs, unigram))
+        imbalance.set(title="load imbalance: std / mean over experts (band: layers)", ylim=(0, None))
+        load.set(title="share of the least and most used expert (dense: of the leading one)", ylim=(0, None))
+        entropy.set(title="entropy of the gate, nats (band: layers)", ylim=(0, None))
+        for ax in (loss, imbalance, load, entropy):
             ax.set_xlabel("step")
             ax.title.set_fontsize(9)
-        axes[0, 0].legend(frameon=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
+        loss.legend(frameon=False)
     return path
 
 
 def summary(runs: list[Path]) -> Table:
-    """The last validation of each run, beside what a unigram model of its training text reaches there."""
-    table = Table("run", "router", title="Held-out text, last validation", title_justify="left")
-    for heading in ("step", "perplexity", "unigram", "H", "load CV", "min load", "experts a token"):
-        table.add_column(heading, justify="right")
+    """The last validation of each run, next to what a unigram model of its training text reaches there."""
+    numbers = ["step", "perplexity", "unigram", "H", "load CV", "min load", "experts per token"]
+    table = Table("Held-out text, last validation", ["run", "router", *numbers], left=2)
     for name, run in _named(runs).items():
         held_out = [line for line in read_log(run) if line["kind"] == "validation"]
         if not held_out:
-            table.add_row(name, "no validation yet")
+            table.add(name, "no validation yet", *[""] * len(numbers))
             continue
         last, config = held_out[-1], saved_config(run)
-        table.add_row(
+        table.add(
             name,
             config.model.get("router", "grassmann"),
             str(last["step"]),
@@ -82,7 +67,7 @@ def summary(runs: list[Path]) -> Table:
 
 
 def _named(runs: list[Path]) -> dict[str, Path]:
-    """A name of its own for each: the folder's, or the path of those that share it."""
+    """Name each run by its folder, or by its path if several folders have that name."""
     names = [run.resolve().name for run in runs]
     return {str(run) if names.count(name) > 1 else name: run for name, run in zip(names, runs, strict=True)}
 
@@ -90,7 +75,7 @@ def _named(runs: list[Path]) -> dict[str, Path]:
 def _unigram(data: str) -> str:
     try:
         return f"{unigram_perplexity(TokenDataset(data, 'validation')):.1f}"
-    except ValueError:  # the text lies elsewhere by now; the run can be looked at all the same
+    except ValueError:  # the text has moved or is gone; the run can still be shown
         return "–"
 
 
@@ -113,8 +98,8 @@ def _band(ax: Any, name: str, color: str, train: list[dict[str, Any]], key: str)
     ax.plot(steps, [t[key] for t in train], color=color, lw=1.5, label=name)
 
 
-def _load(ax: Any, name: str, color: str, train: list[dict[str, Any]]) -> None:
-    """Over all layers, so that one starving expert anywhere shows."""
+def _load(ax: Any, color: str, train: list[dict[str, Any]]) -> None:
+    """Extremes over all layers, so that one starving expert anywhere shows."""
     steps = [t["step"] for t in train]
     for extreme in (min, max):
         ax.plot(

@@ -153,7 +153,7 @@ def _every(interval: int, done: int) -> bool:
 def _nonfinite_message(config: TrainConfig, error: NonFiniteError, kept: Checkpoint) -> str:
     return (
         f"{error}. The last good step is saved: {kept.path}\n"
-        "Resuming repeats the same step. To train with a smaller optim.lr, start a new run (another out=…). "
+        "Resuming hits the same step. To change `optim.lr`, start a new run (`out=…`). "
         f"To resume anyway: grmoe train --resume out={config.out}"
     )
 

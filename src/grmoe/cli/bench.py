@@ -1,0 +1,230 @@
+"""Speed next to other libraries: `grmoe bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from grmoe.cli.shell import shell
+from grmoe.terminal import say_all, say_written, show_progress
+
+if TYPE_CHECKING:  # they need torch
+    from grmoe.bench.measure import Result
+    from grmoe.bench.run import Plan
+
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape",
+        help="Sizes, in the order of the example. Repeatable.",
+        show_default="several, larger on a GPU",
+    ),
+]
+Rank = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Subspace rank of the Grassmann gate.",
+        show_default="the shape's, or half of dim / experts",
+    ),
+]
+Dtype = Annotated[str | None, typer.Option(help="bf16 or fp32.", show_default="bf16 on a GPU, fp32 on a CPU")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="a GPU if there is one")
+]
+Rounds = Annotated[
+    int, typer.Option(min=1, help="Turns of each contender: ten calls on a GPU, one on a CPU.")
+]
+Contenders = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--contender", help="Run only contenders with this in their name. Repeatable.", show_default="all"
+    ),
+]
+Out = Annotated[Path, typer.Option(help="Folder for results.json and the figure.")]
+Preset = Annotated[
+    str | None,
+    typer.Option(help="A preset of `grmoe info`.", show_default="350m on a GPU, tiny on a CPU"),
+]
+Batch = Annotated[int | None, typer.Option(min=1, help="Sequences.", show_default="16 on a GPU, 2 on a CPU")]
+Length = Annotated[
+    int | None, typer.Option(min=2, help="Tokens per sequence.", show_default="1024 on a GPU, 128 on a CPU")
+]
+
+
+def _layer_command(name: str, text: str) -> Callable[..., None]:
+    """A command that measures a gate or a layer at some shapes: the benchmark of `grmoe.bench.<name>`."""
+
+    def command(
+        shape: Shapes = None,
+        rank: Rank = None,
+        dtype: Dtype = None,
+        device: Device = None,
+        rounds: Rounds = 10,
+        contender: Contenders = None,
+        out: Out = Path("runs/bench") / name,
+    ) -> None:
+        with shell("studies"):
+            from importlib import import_module
+
+            from grmoe.bench.run import Benchmark, Plan, find_device, find_dtype
+            from grmoe.bench.shapes import parse_shape
+
+            benchmark: Benchmark[Any] = import_module(f"grmoe.bench.{name.replace('-', '_')}").BENCHMARK
+            where = find_device(device)
+            defaults = benchmark.cuda_shapes if where.type == "cuda" else benchmark.cpu_shapes
+            shapes = [parse_shape(type(defaults[0]), given) for given in shape or []] or list(defaults)
+            plan = Plan(
+                benchmark=benchmark,
+                shapes=shapes if rank is None else [each.at_rank(rank) for each in shapes],
+                device=where,
+                dtype=find_dtype(dtype, where),
+                rounds=rounds,
+                out=out,
+                rank=rank,
+                wanted=contender or [],
+            )
+            _finish(plan)
+
+    command.__doc__ = text
+    return command
+
+
+def _finish(plan: Plan[Any], run: Callable[..., list[Result]] | None = None) -> None:
+    """Measure, print, draw. `run`: in place of the usual one."""
+    from grmoe.bench import run as room
+
+    with show_progress() as progress:
+        results = (run or room.run)(plan, progress=progress)
+    say_all(room.show(plan, results))
+    say_written(**room.save(plan, results))
+
+
+gate = _layer_command(
+    "gate",
+    """Measure the gate alone, next to the softmax gate and the bare GEMM inside it.
+
+    Example, with tokens,dim,experts,rank: [bold]grmoe bench gate --shape 4096,768,8,48[/]
+    """,
+)
+layer = _layer_command(
+    "layer",
+    """Measure the whole MoE layer, every backend, next to Hugging Face, Liger, ScatterMoE and dense GEMMs.
+
+    Example, with tokens,dim,experts,width,top_k: [bold]grmoe bench layer --shape 2048,256,64,256,2[/]
+    """,
+)
+dial = _layer_command(
+    "dial",
+    """Measure the layer's time over experts per token, and the effect of α on both.
+
+    Example, with tokens,dim,experts,width: [bold]grmoe bench dial --shape 2048,256,8,256[/]
+    """,
+)
+train_step = _layer_command(
+    "train-step",
+    """Measure a training step of the layer alone, optimizers included, next to Hugging Face's block.
+
+    Example, with tokens,dim,experts,width,top_k: [bold]grmoe bench train-step --shape 2048,256,8,256,2[/]
+    """,
+)
+
+
+def train_model(
+    preset: Preset = None,
+    batch: Batch = None,
+    length: Length = None,
+    hidden_act: Annotated[
+        str | None,
+        typer.Option(help="Activation of all contenders: silu (gated) or gelu.", show_default="the preset's"),
+    ] = None,
+    form: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="eager, compiled or graphs (compiled into CUDA graphs). Repeatable.",
+            show_default="all on a GPU, eager on a CPU",
+        ),
+    ] = None,
+    apart: Annotated[
+        bool | None,
+        typer.Option(
+            "--apart/--together",
+            help="Build and free each contender in every round, or hold all in memory.",
+            show_default="together if they fit",
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps per turn.")] = 10,
+    dtype: Dtype = None,
+    device: Device = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 5,
+    contender: Contenders = None,
+    out: Out = Path("runs/bench/train-model"),
+) -> None:
+    """Measure training of a whole model, tokens/s and MFU, next to an equal Hugging Face Olmoe and our softmax top-2.
+
+    Example: [bold]grmoe bench train-model --preset 350m --batch 16 --length 1024[/]
+    """
+    with shell("lm", "studies"):
+        from functools import partial
+
+        import torch
+
+        from grmoe.bench import train_model as bench
+        from grmoe.bench.models import FORMS, ModelShape
+        from grmoe.bench.run import Plan, find_device, find_dtype
+        from grmoe.hardware import peak_flops
+
+        where = find_device(device)
+        precision = find_dtype(dtype, where)
+        forms = tuple(form or (FORMS if where.type == "cuda" else ("eager",)))
+        peak = peak_flops(where) if precision == torch.bfloat16 else None
+        plan = Plan(
+            benchmark=bench.benchmark(forms, peak),
+            shapes=[ModelShape.on(where, preset, batch, length, hidden_act)],
+            device=where,
+            dtype=precision,
+            rounds=rounds,
+            out=out,
+            wanted=contender or [],
+        )
+        _finish(plan, partial(bench.run, steps=steps, apart=apart))
+
+
+def prefill(
+    preset: Preset = None,
+    batch: Batch = None,
+    length: Length = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            help="eager, compiled or graphs (compiled into CUDA graphs).",
+            show_default="graphs on a GPU, eager on a CPU",
+        ),
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    rounds: Rounds = 10,
+    out: Out = Path("runs/bench/prefill"),
+) -> None:
+    """Measure what the dial saves in a whole model: prefill at 2 to 1 experts per token, next to what FLOPs allow.
+
+    Example: [bold]grmoe bench prefill --preset 350m --batch 16 --length 1024[/]
+    """
+    with shell("lm", "studies"):
+        from grmoe.bench import prefill as bench
+        from grmoe.bench.models import ModelShape
+        from grmoe.bench.run import Plan, find_device, find_dtype
+
+        where = find_device(device)
+        plan = Plan(
+            benchmark=bench.benchmark(form or ("graphs" if where.type == "cuda" else "eager")),
+            shapes=[ModelShape.on(where, preset, batch, length)],
+            device=where,
+            dtype=find_dtype(dtype, where),
+            rounds=rounds,
+            out=out,
+        )
+        _finish(plan)
