@@ -27,7 +27,7 @@ def test_a_setting_reaches_configuration_and_routers_and_survives_saving(
     apply(opened.model, setting)
     assert current(opened.model.config) == setting
     assert [r.selection for r in routers(opened.model)] == [opened.model.config.selection_policy()] * 2
-    assert [r.most_experts() for r in routers(opened.model)] == [setting.cap] * 2
+    assert [r.max_experts() for r in routers(opened.model)] == [setting.cap] * 2
     opened.model.save_pretrained(tmp_path)
     again = GrmoeForCausalLM.from_pretrained(tmp_path).eval()
     assert current(again.config) == setting

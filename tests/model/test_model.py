@@ -238,7 +238,7 @@ def test_metrics_priors_and_penalty(build: Build, ids: torch.Tensor) -> None:
     model(ids, labels=ids).loss.backward()
     metrics = model.routing_metrics()
     assert [m.tokens for m in metrics] == [27, 27]
-    assert [m.experts_computed for m in metrics] == [2.0, 2.0]
+    assert [m.experts_per_token for m in metrics] == [2.0, 2.0]
     before = [r.log_prior.clone() for r in grmoe.routers(model)]
     model.update_priors(0.1)
     for r, old in zip(grmoe.routers(model), before, strict=True):
@@ -257,7 +257,7 @@ def test_mass_selection_computes_a_varying_number_of_experts(build: Build, ids: 
     for alpha in (0.0, 1.0, 8.0):
         model = build(selection="mass", num_experts_per_tok=4, selection_tau=0.8, alpha=alpha)
         model(ids)
-        computed.append(model.routing_metrics()[0].experts_computed)
+        computed.append(model.routing_metrics()[0].experts_per_token)
     assert computed[0] == 4.0  # a uniform gate needs all four to reach 0.8
     assert computed[0] > computed[1] > computed[2] >= 1.0
     assert computed[1] % 1 != 0

@@ -103,8 +103,8 @@ def test_load_is_of_the_computed_experts() -> None:
     assert all(m.collapsed for m in layers)
     for entry, m in zip(line["layers"], layers, strict=True):
         assert (entry["load"], entry["load_cv"]) == (m.computed_load, m.computed_cv)
-        assert (entry["top1_load"], entry["top1_cv"]) == (m.top1_load, m.top1_cv)
-        assert entry["soft_load"] == m.soft_load
+        assert (entry["top1_load"], entry["top1_cv"]) == (m.leading_load, m.top1_cv)
+        assert entry["soft_load"] == m.gate_load
 
 
 def test_load_is_of_the_leading_experts_where_all_are_computed() -> None:
@@ -115,9 +115,9 @@ def test_load_is_of_the_leading_experts_where_all_are_computed() -> None:
         assert m.computed_cv == 0.0
         line = log.routing_line([m])
         assert (line["load_cv"], line["min_load"], line["collapsed_layers"]) == (m.top1_cv, 0.0, 1)
-        assert line["layers"][0]["load"] == m.top1_load
+        assert line["layers"][0]["load"] == m.leading_load
     mixed = log.routing_line([m, metrics_of(probs, TopK(2))])
-    assert [entry["load"] == m.top1_load for entry in mixed["layers"]] == [True, False]
+    assert [entry["load"] == m.leading_load for entry in mixed["layers"]] == [True, False]
 
 
 def test_names_for_tensorboard() -> None:

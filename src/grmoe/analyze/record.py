@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from grmoe.routing import Routing, routers
+from grmoe.routing import Routing, routers, uncounted
 
 NONE = -1  # the expert of a token that no expert computes
 
@@ -24,16 +24,11 @@ NONE = -1  # the expert of a token that no expert computes
 def recorded(model: nn.Module) -> Iterator[list[Routing]]:
     """A list that holds, after each forward pass, the `Routing` of every MoE layer; clear it before the next."""
     seen: list[Routing] = []
-    found = routers(model)
-    hooks = [router.register_forward_hook(lambda _m, _x, out: seen.append(out)) for router in found]
-    kept = [router.record for router in found]
+    hooks = [router.register_forward_hook(lambda _m, _x, out: seen.append(out)) for router in routers(model)]
     try:
-        for router in found:
-            router.record = False  # looking at a model leaves its metrics as they were
-        yield seen
+        with uncounted(model):  # looking at a model leaves its metrics as they were
+            yield seen
     finally:
-        for router, was in zip(found, kept, strict=True):
-            router.record = was
         for hook in hooks:
             hook.remove()
 

@@ -144,6 +144,6 @@ def generate(
         stream(model, opened.tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature)
     except (ValueError, CheckpointError) as error:
         fail(escape(str(error)))
-    mean = sum(m.experts_computed for m in model.routing_metrics()) / len(model.alpha)
+    mean = sum(m.experts_per_token for m in model.routing_metrics()) / len(model.alpha)
     dial = ", ".join(f"{a:g}" for a in dict.fromkeys(model.alpha))
     Console(stderr=True).print(f"[dim]α = {dial}: {mean:.2f} experts a token and layer[/]", highlight=False)

@@ -56,11 +56,8 @@ def certify(model: GrmoeForCausalLM, setting: Setting, text: Text) -> list[Layer
 
 @torch.no_grad()
 def _certify(layer: MoE, block: int, x_TD: torch.Tensor) -> LayerCertificate:
-    record, layer.router.record = layer.router.record, False
-    try:
+    with layer.router.uncounted():
         y_TD, routing = layer.run(x_TD)
-    finally:
-        layer.router.record = record
     # The shared experts are no part of the truncation, nor of what it is compared with.
     routed_TD = layer.compute(x_TD, routing)
     bounded = layer.truncation(x_TD, routing, y_TD, output_gains(layer.experts))

@@ -93,7 +93,7 @@ def measure(model: GrmoeForCausalLM, text: Text, family: str) -> Point:
     rows = max(1, (16384 if model.device.type == "cuda" else 2048) // text.rows_WS.shape[1])
     model.reset_routing_metrics()
     parts = [window_losses(model, rows_WS.to(model.device)) for rows_WS in text.rows_WS.split(rows)]
-    routing = [router.metrics.read() for router in routers(model)]  # nobody asks about frames here
+    routing = [router.counter.read() for router in routers(model)]  # nobody asks about frames here
     model.reset_routing_metrics()
     setting, losses_W = current(model.config), torch.cat(parts).double().cpu()
     if not bool(torch.isfinite(losses_W).all()):
@@ -104,8 +104,8 @@ def measure(model: GrmoeForCausalLM, text: Text, family: str) -> Point:
         setting,
         family,
         losses_W,
-        fmean(m.experts_computed for m in routing),
-        tuple(m.experts_computed for m in routing),
+        fmean(m.experts_per_token for m in routing),
+        tuple(m.experts_per_token for m in routing),
         fmean(m.entropy for m in routing),
         fmean(m.effective_experts_entropy for m in routing),
         fmean(m.effective_experts_inverse for m in routing),

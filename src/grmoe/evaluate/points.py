@@ -55,7 +55,7 @@ def routing(model: GrmoeForCausalLM) -> dict[str, float]:
     """What the routers did since the last reset: means over MoE layers."""
     layers = model.routing_metrics()
     return {
-        "experts_per_token": statistics.mean(layer.experts_computed for layer in layers),
+        "experts_per_token": statistics.mean(layer.experts_per_token for layer in layers),
         "effective_experts_entropy": statistics.mean(layer.effective_experts_entropy for layer in layers),
         "effective_experts_inverse": statistics.mean(layer.effective_experts_inverse for layer in layers),
         "entropy": statistics.mean(layer.entropy for layer in layers),

@@ -228,7 +228,7 @@ class GrmoeConfig(PreTrainedConfig):
         if self.selection == "dense":
             return self.num_experts
         if self.selection == "threshold" and self.selection_tau is not None:
-            return Threshold(self.selection_tau).most(self.num_experts)
+            return Threshold(self.selection_tau).max_experts(self.num_experts)
         return None
 
 

@@ -3,7 +3,7 @@
 Attention, RoPE, norms, masks, caches, generation and checkpointing are transformers' own. Ours are the router, the
 experts' backends and the dial.
 
-Legend: B batch, S sequence, T = B·S tokens, H model width, N experts, K most experts of a token.
+Legend: B batch, S sequence, T = B·S tokens, H model width, N experts, K most experts per token.
 """
 
 from __future__ import annotations
@@ -108,29 +108,22 @@ class GrmoeMoE(MoE):
             experts=(GrmoeExperts if config.activation == "swiglu" else GrmoePlainExperts)(config),
         )
         self.config = config
-        self._follow_config()
-
-    def _follow_config(self) -> None:
-        name = self.config._experts_implementation
-        self.backend = name
-        # As in `MoE`: the plain backends are plain from the gate on.
-        plain = name in ("reference", "grouped")
-        self.router.backend = "reference" if plain else "triton" if name == "triton" else "auto"
+        self.use_backend(config._experts_implementation)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.backend != self.config._experts_implementation:
-            self._follow_config()
+            self.use_backend(self.config._experts_implementation)
         y, routing = self.run(x, token_ids)
         return y, routing.logits.flatten(0, -2), routing.aux_loss
 
-    def _run_experts(self, x_TD: Tensor, weights_TN: Tensor, selected_TN: Tensor, most: int) -> Tensor:
+    def _run_experts(self, x_TD: Tensor, weights_TN: Tensor, selected_TN: Tensor, max_experts: int) -> Tensor:
         # Serving engines put a module of their own in the place of `experts`.
         if self.backend in OWN_EXPERTS and isinstance(self.experts, ExpertWeights):
-            return super()._run_experts(x_TD, weights_TN, selected_TN, most)
+            return super()._run_experts(x_TD, weights_TN, selected_TN, max_experts)
         # Their format has K experts for every token: one with fewer gets others at weight zero.
-        weights_TK, index_TK = weights_TN.topk(most, dim=-1)
+        weights_TK, index_TK = weights_TN.topk(max_experts, dim=-1)
         y_TD: Tensor = self.experts(x_TD, index_TK, weights_TK)
         return y_TD
 

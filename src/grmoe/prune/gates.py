@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from grmoe import checks, geometry
 from grmoe.model.configuration_grmoe import OWN_CHOICE, GrmoeConfig
 from grmoe.routing import GrassmannRouter, Router, SoftmaxRouter, VMFRouter
-from grmoe.routing.metrics import MetricsAccumulator
+from grmoe.routing.counting import LoadCounter
 
 ROUNDS = 4  # of the search for a level: the share is then right to about a percent
 
@@ -102,11 +102,8 @@ def _set_levels(router: Router, small: Router, merged: dict[int, Sequence[int]],
 @torch.no_grad()
 def route(router: Router, x_TD: Tensor) -> Tensor:
     """Combine weights, (T, N); metrics do not count it."""
-    record, router.record = router.record, False
-    try:
+    with router.uncounted():
         weights: Tensor = router(x_TD).weights
-    finally:
-        router.record = record
     return weights
 
 
@@ -119,10 +116,9 @@ def _sliced(router: Router, keep: list[int]) -> Router:
         setattr(small, name, nn.Parameter(value.detach()[keep].clone(), requires_grad=False))
     small.num_experts = len(keep)
     small.log_prior = _log_prior(router)[keep].clone()
-    small.prior_sums = router.prior_sums.new_zeros(len(keep) + 1)
-    small.metrics = MetricsAccumulator(len(keep)).to(router.log_prior.device)
-    if isinstance(small, GrassmannRouter) and small.prior == "uniform":
-        # 1/N for everyone cannot say that a group has the mass of two: the normalisers move into a learned prior.
+    small.counter = LoadCounter(len(keep)).to(router.log_prior.device)
+    if isinstance(small, GrassmannRouter) and small.prior != "balanced":
+        # Only a learned prior can say that a group has the mass of two; the normalisers move into it.
         small.prior, small.balance = "balanced", True
     return small
 

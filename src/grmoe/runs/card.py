@@ -189,6 +189,7 @@ def _training(run: Path, checkpoint: Checkpoint) -> str:
         ("entropy of the gate, nats", f"{last['entropy']:.3f}"),
         ("load CV", f"{last['load_cv']:.3f}"),
         ("smallest load", f"{last['min_load']:.3f}"),
+        *([("leading expert CV", f"{last['leading_cv']:.3f}")] if "leading_cv" in last else []),
         ("largest overlap", "–" if last["max_overlap"] is None else f"{last['max_overlap']:.3f}"),
     ]
     return f"After {last['step']} steps:\n\n{_table(('', ''), rows)}"

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from grmoe.model import GrmoeForCausalLM
-from grmoe.routing import Router, routers
+from grmoe.routing import Router, routers, uncounted
 from grmoe.serve.choice import Choice
 from grmoe.serve.watch import Watch
 
@@ -152,14 +152,15 @@ class Compute:
         """Logits (B, V) of the last position, fp32 on the CPU."""
         self.watch.start()
         set_dials(self.routers, [s.alphas for s in sequences])
-        out = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with uncounted(self.routers):  # nobody reads metrics of all requests together
+            out = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         logits_BV: Tensor = out.logits[:, -1].float().cpu()
         return logits_BV
 

@@ -21,7 +21,6 @@ class Watch:
         self.routings: list[tuple[Router, Routing]] = []
         self.layers = len(routers)
         for router in routers:
-            router.record = False  # metrics of the model as a whole: nobody reads them here
             router.register_forward_hook(self._see)
 
     def _see(self, router: Any, args: Any, routing: Routing) -> None:

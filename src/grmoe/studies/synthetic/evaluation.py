@@ -25,11 +25,14 @@ class SeedScore:
 
     accuracy: float
     share: float  # of the Bayes oracle's accuracy on the same tokens
-    cv: float  # of the share of tokens each expert serves
+    load_cv: float
     min_load: float
     collapsed: bool
+    collapsed_paper: bool
+    leading_cv: float
+    leading_min_load: float
     entropy: float
-    experts_computed: float
+    experts_per_token: float
     loss: float
 
 
@@ -40,7 +43,7 @@ def score(task: Task, trained: Trained, x_SBD: Tensor, label_SB: Tensor, group: 
     """
     S, B, D = x_SBD.shape
     routers, N = trained.routers, trained.maps_SNDO.shape[1]
-    routers.buffers["metrics.sums"].zero_()
+    routers.buffers["counter.sums"].zero_()
     with torch.no_grad():
         routing = routers(x_SBD.view(S, B // group, group, D), train=False)
         loss_S = _task_loss(task, trained, x_SBD, label_SB, group)
@@ -48,7 +51,7 @@ def score(task: Task, trained: Trained, x_SBD: Tensor, label_SB: Tensor, group: 
     weights, probs = routing.weights.view(S, B, N), routing.probs.view(S, B, N)
     expert_SB = torch.where(weights.sum(-1) > 0, weights.argmax(-1), probs.argmax(-1))
     oracle_S = (task.oracle(x_SBD) == label_SB).double().mean(-1)
-    sums = routers.buffers["metrics.sums"]
+    sums = routers.buffers["counter.sums"]
     scores = []
     for s in range(S):
         metrics: RoutingMetrics = summarize(sums[s], N)
@@ -57,11 +60,14 @@ def score(task: Task, trained: Trained, x_SBD: Tensor, label_SB: Tensor, group: 
             SeedScore(
                 accuracy=accuracy,
                 share=accuracy / float(oracle_S[s]),
-                cv=metrics.top1_cv,
+                load_cv=metrics.load_cv,
                 min_load=metrics.min_load,
                 collapsed=metrics.collapsed,
+                collapsed_paper=metrics.collapsed_paper,
+                leading_cv=metrics.leading_cv,
+                leading_min_load=metrics.leading_min_load,
                 entropy=metrics.entropy,
-                experts_computed=metrics.experts_computed,
+                experts_per_token=metrics.experts_per_token,
                 loss=float(loss_S[s]),
             )
         )

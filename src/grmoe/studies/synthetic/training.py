@@ -15,7 +15,7 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from grmoe.optim import GrassmannAdam
 from grmoe.routing import Router, Routing, SlotMixing
-from grmoe.routing.base import next_log_prior
+from grmoe.routing.prior import next_log_prior
 from grmoe.studies.synthetic.task import Task, apply_experts
 
 
@@ -45,17 +45,24 @@ class StackedRouters:
 
         def one(params: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
             r: Routing = functional_call(self.template, (params, buffers), (x,))
-            slots = (r.slots.dispatch, r.slots.combine) if r.slots else ()
+            slots = (r.slots.to_slots, r.slots.from_slots) if r.slots else ()
             return (r.logits, r.probs, r.selected, r.weights, r.aux_loss, *slots)
 
         logits, probs, selected, weights, aux_loss, *slots = vmap(one, randomness="different")(
             self.params, self.buffers, x
         )
-        return Routing(logits, probs, selected, weights, aux_loss, SlotMixing(*slots) if slots else None)
+        return Routing(
+            logits=logits,
+            probs=probs,
+            selected=selected,
+            weights=weights,
+            aux_loss=aux_loss,
+            slots=SlotMixing(*slots) if slots else None,
+        )
 
     def update_prior(self, rate: float) -> None:
         with torch.no_grad():
-            prior, sums = self.buffers["log_prior"], self.buffers["prior_sums"]
+            prior, sums = self.buffers["log_prior"], self.buffers["counter.prior_sums"]
             prior.copy_(next_log_prior(prior, sums, rate))
             sums.zero_()
 
@@ -76,8 +83,8 @@ def mixture_output(x_SBD: Tensor, maps_SNDO: Tensor, routing: Routing) -> Tensor
     """Σ_e weight_e · f_e(x), or Soft MoE's slots through the experts and back; (S, B, O)."""
     if routing.slots is None:
         return torch.einsum("sbn,sbno->sbo", routing.weights, apply_experts(x_SBD, maps_SNDO))
-    slots = torch.einsum("sbnp,sbd->snpd", routing.slots.dispatch, x_SBD)
-    return torch.einsum("sbnp,snpo->sbo", routing.slots.combine, slots @ maps_SNDO)
+    slots = torch.einsum("sbnp,sbd->snpd", routing.slots.to_slots, x_SBD)
+    return torch.einsum("sbnp,snpo->sbo", routing.slots.from_slots, slots @ maps_SNDO)
 
 
 def train(
