@@ -309,6 +309,20 @@ def test_a_class_with_its_own_select_takes_the_torch_path(calls: list[str]) -> N
     assert calls == []
 
 
+class OwnGate(SoftmaxRouter):
+    def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
+        return -super().gate(x, token_ids)
+
+
+def test_a_class_with_its_own_gate_takes_the_torch_path(calls: list[str]) -> None:
+    """`gate_operands` of the class above describes another gate."""
+    torch.manual_seed(0)
+    router, x = OwnGate(D, N), tokens(9)
+    router.backend = "triton"
+    assert torch.equal(router(x).logits, router.gate(x, None))
+    assert calls == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_unsupported_dtypes_take_the_torch_path(dtype: torch.dtype, calls: list[str]) -> None:
     router, x = make(selection=TopK(2)), tokens(9).to(dtype)
