@@ -107,7 +107,7 @@ def test_grassmann_router_finds_the_classes_and_a_linear_one_cannot() -> None:
     )
     scores = score(task, grassmann, x, label, group=128)
     assert min(s.share for s in scores) > 0.95
-    assert not any(s.collapsed for s in scores)
+    assert not any(s.leading_collapsed for s in scores)
     recovery = frame_recovery(task, grassmann.routers)
     assert recovery is not None
     overlap = torch.tensor(recovery)

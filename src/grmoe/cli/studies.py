@@ -25,24 +25,32 @@ def synthetic(
     method: Annotated[
         list[str] | None, typer.Option(help="Repeatable; `--method ?` lists them. Default: all.")
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds a method, trained as one batch.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds per method, trained as one batch.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
 ) -> None:
     """Run the paper's synthetic routing study: nine methods, the Bayes oracle, the dial.
 
-    Tokens of 8 classes live near 8 subspaces of R^128; each class has its own linear map as target. Routers
-    and experts are trained end to end on the regression loss; nobody sees a label, except the row that says so.
-    A run that is interrupted goes on where it stopped when started again with the same options.
+    Tokens of 8 classes lie near 8 subspaces of R^128; each class has its own linear map as target. Routers and experts
+    are trained end to end on the regression loss. No method sees a label, except the row that says so.
+    An interrupted run continues where it stopped when started again with the same options.
 
     Example: [bold]grmoe synthetic --setting easy --method grmoe --method softmax_top1 --seeds 10[/]
     """
     need("scipy", "matplotlib")
+    import torch
+
     from grmoe.studies.synthetic.figure import draw
     from grmoe.studies.synthetic.methods import find_methods
-    from grmoe.studies.synthetic.report import rich_table, write_results
+    from grmoe.studies.synthetic.report import NOTES, rich_table, write_results
     from grmoe.studies.synthetic.study import QUICK_METHODS, SETTINGS, Config, run_setting
 
-    config = Config.quick() if quick else Config()
+    if device not in ("auto", "cpu", "cuda"):
+        fail(f"device must be auto, cpu or cuda, got {device}")
+    if device == "cuda" and not torch.cuda.is_available():
+        fail("device cuda needs a GPU that PyTorch can use; there is none")
+    kind = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
+    config = replace(Config.quick() if quick else Config(), device=kind)
     if seeds is not None:
         config = replace(config, seeds=seeds)
     if steps is not None:
@@ -63,6 +71,7 @@ def synthetic(
     figures = [draw(result, out / f"synthetic-{result.setting.name}.png") for result in results]
     for result in results:
         console.print(rich_table(result))
+    console.print(NOTES, style="dim", highlight=False)
     numbers = write_results(results, config, out)
     console.print(f"Numbers: {numbers}", highlight=False, soft_wrap=True)
     for figure in figures:

@@ -136,7 +136,7 @@ class GrmoeConfig(PreTrainedConfig):
         self.check()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """α and τ become Python numbers wherever they are set, because NumPy's and PyTorch's cannot be written to JSON."""
+        """α and τ become Python numbers, because NumPy's and PyTorch's cannot be written to JSON."""
         if name == "alpha":
             value = checks.alphas("alpha", value)
         if name == "selection_tau" and value is not None:

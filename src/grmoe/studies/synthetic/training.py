@@ -24,12 +24,15 @@ class Training:
     """How a method is trained. The defaults hold for every method; `methods` says where one differs."""
 
     steps: int = 1200
+    """Optimiser steps."""
     batch: int = 256
-    lr: float = 1e-2  # experts, linear gates, amortisers and log κ: Adam
-    frame_lr: float = (
-        0.6  # Frobenius length of a frame's step, √k times 0.15: the task is learned in few steps
-    )
-    prior_rate: float = 0.05  # η of the balanced prior
+    """Tokens per step and seed."""
+    lr: float = 1e-2
+    """Adam's rate for experts, linear gates, amortisers and log κ."""
+    frame_lr: float = 0.6
+    """Frobenius length of a frame's step: √k times 0.15, because the task must be learned in few steps."""
+    prior_rate: float = 0.05
+    """η of the balanced prior."""
 
 
 class StackedRouters:
@@ -96,13 +99,13 @@ def train(
     supervised: bool = False,
     on_step: Callable[[int], None] | None = None,
 ) -> Trained:
-    """Train one router and N linear experts a seed on the task loss alone (or, `supervised`, on the labels)."""
+    """Train one router and N linear experts per seed on the task loss alone (with `supervised`, on the labels)."""
     torch.manual_seed(seed)  # routers' noise under vmap draws from the global generator
     S = task.seeds
-    routers = StackedRouters([build(seed + s) for s in range(S)])
+    routers = StackedRouters([build(seed + s).to(task.device) for s in range(S)])
     generator = torch.Generator().manual_seed(seed + 1)
     start = torch.randn(task.maps_SNDO.shape, generator=generator) / task.maps_SNDO.shape[-2] ** 0.5
-    maps_SNDO = nn.Parameter(start)
+    maps_SNDO = nn.Parameter(start.to(task.device))
     optimizers = _optimizers(routers, maps_SNDO, config)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(opt, lambda step: _cosine(step, config.steps)) for opt in optimizers
