@@ -59,9 +59,7 @@ class Tally:
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
     streamed: int = 0
-    refused: Counter[str] = field(
-        default_factory=Counter
-    )  # bad requests refused correctly, by kind
+    refused: Counter[str] = field(default_factory=Counter)  # bad requests refused correctly, by kind
     busy: int = 0
     interrupted: int = 0  # cut off by the kill
     wrong: list[str] = field(default_factory=list)

@@ -38,11 +38,11 @@ def test_only_rank_scaling_gives_entropies_like_the_papers() -> None:
 
 
 def test_the_papers_prior_favours_high_concentration() -> None:
-    paper = measured(reported_router(prior="paper")).soft_load
+    paper = measured(reported_router(prior="paper")).gate_load
     assert paper == sorted(paper)  # the higher κ, the more load, on tokens that prefer nobody
     assert paper[0] < 0.03
     assert paper[-1] > 0.3
-    uniform = measured(reported_router(prior="uniform")).soft_load
+    uniform = measured(reported_router(prior="uniform")).gate_load
     assert max(uniform) - min(uniform) < 0.2 * (max(paper) - min(paper))
 
 

@@ -38,7 +38,7 @@ def computed(model: torch.nn.Module, ids: torch.Tensor, alpha: float) -> float:
         router.reset_metrics()
     with torch.no_grad():
         model(ids)
-    return sum(r.read_metrics().experts_computed for r in found) / len(found)
+    return sum(r.read_metrics().experts_per_token for r in found) / len(found)
 
 
 def test_blocks_are_short_and_losses_fall(page: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def _scalar(name: str, value: object, at_least: float = -math.inf, like: object 
     where that is one, else an fp64 tensor on the CPU."""
     if isinstance(value, Tensor):
         return _wide(name, value)
-    number = checks.finite(name, value, at_least=at_least)  # type: ignore[arg-type]
+    number = checks.finite(name, value, at_least=at_least)
     if isinstance(like, Tensor):  # filled on the device, not copied to it
         return torch.full(
             (), number, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device

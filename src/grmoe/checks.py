@@ -1,19 +1,23 @@
 """Argument checks shared by every floor: a `ValueError` that names the argument and shows the value.
 
-Python numbers are checked. Tensors that live on a device are not (reading them would stall the device),
-except where a function says so.
+A number may be Python's, NumPy's or a tensor with one element; a check returns it as a Python number. The contents of
+larger tensors are not checked, because reading them would stall the device, except where a function says so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TypeVar
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+
+# fp32 ends at 3.4e38, where α · score overflows and the gate is NaN. This leaves room for scores up to 1e8.
+LARGEST_ALPHA = 1e30
 
 
 def require(condition: bool, message: str) -> None:
@@ -22,27 +26,53 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def positive_int(name: str, value: int, at_least: int = 1) -> int:
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+def plain_number(value: Any) -> int | float | None:
+    """The Python number in `value`, from a NumPy scalar or a one-element tensor too; None if it is no real number."""
+    if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1:
+        value = value.item()
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def positive_int(name: str, value: Any, at_least: int = 1) -> int:
+    number = plain_number(value)
+    ok = isinstance(number, int) and number >= at_least
     require(ok, f"{name} must be an integer >= {at_least}, got {value!r}")
-    return value
+    return operator.index(number)  # type: ignore[arg-type]
 
 
-def finite(name: str, value: float, *, at_least: float = -math.inf, above: float = -math.inf) -> float:
-    """A finite Python number, optionally `>= at_least` and `> above`."""
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def finite(name: str, value: Any, *, at_least: float = -math.inf, above: float = -math.inf) -> float:
+    """A finite number, optionally `>= at_least` and `> above`."""
+    number = plain_number(value)
     limit = f" > {above:g}" if above > -math.inf else f" >= {at_least:g}" if at_least > -math.inf else ""
+    message = f"{name} must be a finite number{limit}, got {value!r}"
+    if number is None or not math.isfinite(number) or number < at_least or number <= above:
+        raise ValueError(message)
+    return float(number)
+
+
+def alpha(name: str, value: Any) -> float:
+    """A setting of the dial: finite, not negative, and small enough that no gate becomes NaN."""
+    number = finite(name, value, at_least=0)
     require(
-        ok and value >= at_least and value > above, f"{name} must be a finite number{limit}, got {value!r}"
+        number <= LARGEST_ALPHA,
+        f"{name} must be at most {LARGEST_ALPHA:g}, got {value!r}: logits would overflow and gates become NaN",
     )
-    return float(value)
+    return number
 
 
-def fraction(name: str, value: float) -> float:
+def alphas(name: str, value: Any) -> float | list[float]:
+    """One setting of the dial, or several as a list: from any iterable, array or 1-d tensor of numbers."""
+    several = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) > 0
+    if not several:
+        return alpha(name, value)
+    return [alpha(name, v) for v in (value.tolist() if hasattr(value, "tolist") else value)]
+
+
+def fraction(name: str, value: Any) -> float:
     """A number in (0, 1]."""
-    finite(name, value)
-    require(0 < value <= 1, f"{name} must be in (0, 1], got {value!r}")
-    return float(value)
+    number = finite(name, value)
+    require(0 < number <= 1, f"{name} must be in (0, 1], got {value!r}")
+    return number
 
 
 def one_of(name: str, value: T, options: Sequence[T]) -> T:
@@ -80,7 +110,7 @@ def frames(name: str, value: Tensor) -> Tensor:
 
 
 def all_finite(name: str, value: Tensor) -> Tensor:
-    """Reads the tensor: it waits for the device. For checked mode and set-up code only."""
+    """Reads the tensor, which waits for the device: use it in checked mode and set-up code only."""
     bad = int((~torch.isfinite(value)).sum())
     require(bad == 0, f"{name} holds {bad} non-finite value{'s' if bad != 1 else ''} of {value.numel()}")
     return value

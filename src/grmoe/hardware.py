@@ -1,8 +1,10 @@
-"""What the device could do at best."""
+"""Devices: which one to use, its name, and its peak rate."""
 
 from __future__ import annotations
 
 import torch
+
+from grmoe import checks
 
 # Dense bf16 FLOP/s from NVIDIA's data sheets. The first name contained in the device's counts: variants with less
 # power come before the name they contain.
@@ -24,3 +26,23 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
+
+
+def find_device(name: str = "auto", local_rank: int = 0) -> torch.device:
+    """The named device, or an error if it is not there. "auto": the GPU of this process if there is one."""
+    kind, _, number = name.partition(":")
+    known = name in ("auto", "cpu") or (kind == "cuda" and (number.isdecimal() or name == "cuda"))
+    checks.require(known, f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return torch.device(kind)
+    device = torch.device(kind, int(number or local_rank))
+    gpus = torch.cuda.device_count()
+    checks.require(device.index < gpus, f"device {device} must be there, found {gpus} GPUs")
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """Name of the GPU, or "CPU"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -1,6 +1,6 @@
-"""The Mixture-of-Experts layer: router → selection → dispatch → experts → combine, each seam replaceable.
+"""The Mixture-of-Experts layer: router → selection → dispatch → experts → combine. Each part can be replaced.
 
-Legend: T tokens (all leading dimensions together), D model width, N experts, P slots of an expert (Soft MoE).
+Legend: T tokens (all leading dimensions together), D model width, N experts, P slots per expert (Soft MoE).
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ from grmoe.routing import (
 
 @dataclass(frozen=True)
 class Truncation:
-    """What computing only the selected experts cost each token; tensors shaped like the tokens."""
+    """The error of computing only the selected experts, per token; tensors shaped like the tokens."""
 
-    dropped: Tensor  # ε, the gate's mass on experts not computed
-    bound: Tensor  # on ‖y − ŷ‖ against the dense sum; the error itself under `exact`; ∞ where not `holds`
-    holds: Tensor  # False for a token with NaN or Inf on the way
+    dropped: Tensor
+    """ε, the gate's mass on experts not computed."""
+    bound: Tensor
+    """Bound on ‖y − ŷ‖ against the dense sum; with `exact` the error itself; ∞ where not `holds`."""
+    holds: Tensor
+    """False for a token with NaN or Inf on the way."""
 
 
-class Dispatcher(Protocol):
-    """Runs experts that are not all in this process."""
+class ExpertTransport(Protocol):
+    """Runs the rows of a dispatch list through experts that are spread over several processes."""
 
     def __call__(self, x_TD: Tensor, dispatch: Dispatch, experts: ExpertWeights, backend: str) -> Tensor: ...
 
@@ -46,15 +49,14 @@ class Dispatcher(Protocol):
 class MoE(nn.Module):
     """N feed-forward experts behind a router.
 
-    router: any `Router`; by default a `GrassmannRouter` of rank dim // num_experts with top-2 selection.
-    selection: which experts a token gets: of the default router, or in place of what `router` came with.
+    router: any `Router`. Default: a `GrassmannRouter` of rank dim // num_experts with top-2 selection.
+    selection: which experts a token gets. Replaces the router's own selection.
     activation: "swiglu" (width `hidden` after the gate) or "gelu".
-    backend: "reference" (a loop, any dtype), "grouped" (grouped GEMMs), "triton" (our kernels, CUDA), or "auto", the
-        fastest that runs on the tokens' device, dtype and shape. The gate follows: the first two leave the router
-        to PyTorch.
-    shared_experts: that many experts every token goes through, beside the routed ones and with weight one.
+    backend: "reference" (a loop, any dtype), "grouped" (grouped GEMMs), "triton" (our kernels, CUDA), or "auto": the
+        fastest that runs on the tokens' device, dtype and shape. See `use_backend` for the router's part.
+    shared_experts: number of experts that compute every token with weight one, beside the routed ones.
     experts: weights of these sizes, in place of new ones.
-    dispatcher: attribute. None runs the experts here, `grmoe.parallel.experts.ExpertParallel` in many processes.
+    transport: attribute. None runs the experts in this process, `grmoe.parallel.experts.ExpertParallel` in several.
     """
 
     def __init__(
@@ -87,8 +89,8 @@ class MoE(nn.Module):
             router.selection = selection
         self.router = router
         self.backend = checks.one_of("backend", backend, ("auto", *BACKENDS))
-        if backend != "auto":
-            router.backend = "triton" if backend == "triton" else "reference"
+        if backend != "auto":  # which leaves a router its own choice
+            self.use_backend(backend)
         self.experts = ExpertWeights(dim, hidden, num_experts, activation) if experts is None else experts
         shape, kind = tuple(self.experts.down_proj.shape), self.experts.activation
         checks.require(
@@ -96,17 +98,28 @@ class MoE(nn.Module):
             f"experts must be {num_experts} of {dim} × {hidden}, {activation}, got {shape}, {kind}",
         )
         checks.positive_int("shared_experts", shared_experts, at_least=0)
-        self.dispatcher: Dispatcher | None = None
+        self.transport: ExpertTransport | None = None
         # k experts of width I with weight one are one expert of width k·I.
         self.shared = ExpertWeights(dim, shared_experts * hidden, 1, activation) if shared_experts else None
 
+    def use_backend(self, name: str) -> None:
+        """Set the backend of experts and router: "reference" and "grouped" leave the gate to PyTorch as well, "triton"
+        insists on its kernel, and any other name lets it choose."""
+        self.backend = name
+        gates: dict[str, Literal["reference", "triton"]] = {
+            "reference": "reference",
+            "grouped": "reference",
+            "triton": "triton",
+        }
+        self.router.backend = gates.get(name, "auto")
+
     def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """Output of the layer, shaped and typed as x."""
+        """Output of the layer, with the shape and dtype of x."""
         return self.run(x, token_ids)[0]
 
     def run(self, x: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Routing]:
-        """Output and what the router decided (its `aux_loss`, probabilities, selection)."""
-        # Cast first: the router then sees in training what it sees in a model that is served in 16 bits.
+        """The output, and the router's decision (its `aux_loss`, probabilities and selection)."""
+        # Cast first, so that the router sees the same tokens in training and in a model served in 16 bits.
         x = as_autocast(x)
         routing = self.router(x, token_ids)
         y = self.mix(x, routing.slots) if routing.slots is not None else self.compute(x, routing)
@@ -115,25 +128,25 @@ class MoE(nn.Module):
         return y, routing
 
     def compute(self, x: Tensor, routing: Routing) -> Tensor:
-        """The routed experts for a selection: also the way to replay one, as activation checkpointing needs."""
+        """The routed experts for a given routing. Activation checkpointing replays one this way."""
         x_TD = x.reshape(-1, x.shape[-1])
         shape = (len(x_TD), self.router.num_experts)
         weights_TN, selected_TN = routing.weights.reshape(shape), routing.selected.reshape(shape)
-        return self._run_experts(x_TD, weights_TN, selected_TN, self.router.most_experts()).view(x.shape)
+        return self._run_experts(x_TD, weights_TN, selected_TN, self.router.max_experts()).view(x.shape)
 
-    def _run_experts(self, x_TD: Tensor, weights_TN: Tensor, selected_TN: Tensor, most: int) -> Tensor:
+    def _run_experts(self, x_TD: Tensor, weights_TN: Tensor, selected_TN: Tensor, max_experts: int) -> Tensor:
         backend = pick_backend(self.backend, x_TD, self.experts.hidden)
-        dispatch = Dispatch.build(weights_TN, selected_TN, most, kernels=backend == "triton")
-        if self.dispatcher is not None:
-            return self.dispatcher(x_TD, dispatch, self.experts, backend)
+        dispatch = Dispatch.build(weights_TN, selected_TN, max_experts, kernels=backend == "triton")
+        if self.transport is not None:
+            return self.transport(x_TD, dispatch, self.experts, backend)
         return BACKENDS[backend](x_TD, dispatch, self.experts)
 
     def mix(self, x: Tensor, slots: SlotMixing) -> Tensor:
-        """Soft MoE: experts run on slots, weighted means of a sequence's tokens."""
-        # A NaN token has dispatch weight zero, but 0·NaN is NaN.
+        """Soft MoE: experts compute slots, weighted means of a sequence's tokens."""
+        # A NaN token has weight zero in every slot, but 0·NaN is NaN.
         finite = torch.isfinite(x).all(-1, keepdim=True)
         clean = torch.where(finite, x, 0.0)
-        inputs = torch.einsum("...tnp,...td->...npd", slots.dispatch.to(x.dtype), clean)
+        inputs = torch.einsum("...tnp,...td->...npd", slots.to_slots.to(x.dtype), clean)
         N, P, D = inputs.shape[-3:]
         rows_AD = inputs.reshape(-1, N, P, D).transpose(0, 1).reshape(-1, D)
         each = len(rows_AD) // N
@@ -141,7 +154,7 @@ class MoE(nn.Module):
         selected = expert.unsqueeze(-1) == torch.arange(N, device=x.device)
         out_AD = self._run_experts(rows_AD, selected.to(torch.float32), selected, 1)
         outputs = out_AD.view(N, -1, P, D).transpose(0, 1).view(inputs.shape)
-        return torch.einsum("...tnp,...npd->...td", slots.combine.to(x.dtype), outputs)
+        return torch.einsum("...tnp,...npd->...td", slots.from_slots.to(x.dtype), outputs)
 
     @torch.no_grad()
     def truncation(
@@ -154,19 +167,21 @@ class MoE(nn.Module):
     ) -> Truncation:
         """Dropped mass ε and a bound on ‖y − ŷ‖: ŷ the routed output, y = Σ_e g_e f_e the dense sum.
 
-        Renormalised ŷ = Σ_kept g_e f_e/(1−ε), so y = (1−ε)ŷ + Σ_dropped g_e f_e; take ŷ off and the norm:
+        Renormalised, ŷ = Σ_kept g_e f_e/(1−ε), so y = (1−ε)ŷ + Σ_dropped g_e f_e. Subtract ŷ and take the norm:
             ‖y − ŷ‖ ≤ Σ_dropped g_e B_e(x) + ε‖ŷ‖,      B_e(x) = gain_e‖x‖^power ≥ ‖f_e(x)‖.
-        Without renormalising ŷ = Σ_kept g_e f_e, and the first sum alone remains. Shared experts cancel. Valid for
-        every x; the layer's own rounding comes on top.
+        Without renormalising, ŷ = Σ_kept g_e f_e, and only the first sum remains. Shared experts cancel. The bound
+        holds for every x, up to the layer's own rounding.
 
-        routing, y: as `run` returned them for this x. Without, the layer runs again: metrics do not count it, but a
-            router with noise draws anew.
+        routing, y: as `run` returned them for this x. Without them the layer runs again. Metrics do not count that run,
+            but a router with noise draws new noise.
         gain_N: `experts.bounds.output_gains(self.experts)`, for callers that measure many batches.
-        exact: compute every expert on every token and put ‖y − ŷ‖ itself into `bound`. Costs a dense forward.
+        exact: compute every expert on every token and return ‖y − ŷ‖ itself as `bound`. Costs a dense forward.
         """
-        checks.require(y is None or routing is not None, "y must come with the routing that led to it")
+        checks.require(y is None or routing is not None, "y must come with the routing it was computed with")
         if routing is None:
-            routing = self._route_unrecorded(x)
+            with self.router.uncounted():
+                routing = self.router(x)
+        assert routing is not None
         checks.require(
             routing.slots is None, "truncation must have a selection to measure, Soft MoE has none"
         )
@@ -176,8 +191,8 @@ class MoE(nn.Module):
         dropped = dropped_N.sum(-1)
         if exact:
             wide = x.to(g_N.dtype)
-            # y − ŷ = Σ_e c_e f_e with c the gate on dropped experts, −ε·weight on kept ones. No difference of sums:
-            # nothing cancels, and nothing dropped is exactly zero.
+            # y − ŷ = Σ_e c_e f_e with c_e = g_e on dropped experts and −ε·weight_e on kept ones. Without a difference
+            # of two sums nothing cancels, and the error is exactly zero where nothing was dropped.
             c_N = dropped_N - dropped.unsqueeze(-1) * routing.weights if renormalize else dropped_N
             error = torch.zeros_like(wide)
             with torch.autocast(device_type=x.device.type, enabled=False):
@@ -194,14 +209,6 @@ class MoE(nn.Module):
         holds = torch.isfinite(bound)
         return Truncation(dropped, torch.where(holds, bound, math.inf), holds)
 
-    def _route_unrecorded(self, x: Tensor) -> Routing:
-        record, self.router.record = self.router.record, False
-        try:
-            routing: Routing = self.router(x)
-        finally:
-            self.router.record = record
-        return routing
-
     def _routed_norm(self, x: Tensor, routing: Routing, y: Tensor | None) -> Tensor:
         """‖ŷ‖ without the shared experts, rounded up where they are subtracted."""
         if y is None:
@@ -215,7 +222,7 @@ class MoE(nn.Module):
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Tokens in the precision a linear layer would compute in: our experts are no operator autocast knows."""
+    """Tokens in the precision a linear layer would compute in, because autocast does not know our experts."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -227,6 +234,6 @@ def _expert(weights: ExpertWeights, e: int, x: Tensor) -> Tensor:
 
 
 def _takes_selection(router: Router) -> bool:
-    """Whether `router.selection` alone decides. Switch and Expert Choice look at capacity, Soft MoE selects
-    nothing, and a hash has one expert, all others having probability zero."""
+    """Whether `router.selection` alone decides. Switch and Expert Choice also use a capacity, Soft MoE selects nothing,
+    and a hash gives one expert all the probability."""
     return type(router).select is Router.select and not isinstance(router, HashRouter | SoftMoERouter)

@@ -29,7 +29,7 @@ def test_a_setting_reaches_configuration_and_routers_and_survives_saving(
     apply(loaded.model, setting)
     assert current(loaded.model.config) == setting
     assert [r.selection for r in routers(loaded.model)] == [loaded.model.config.selection_policy()] * 2
-    assert [r.most_experts() for r in routers(loaded.model)] == [setting.cap] * 2
+    assert [r.max_experts() for r in routers(loaded.model)] == [setting.cap] * 2
     loaded.model.save_pretrained(tmp_path)
     again = GrmoeForCausalLM.from_pretrained(tmp_path).eval()
     assert current(again.config) == setting

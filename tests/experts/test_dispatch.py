@@ -91,5 +91,5 @@ def test_gradients(kernels: bool) -> None:
 
 def test_bound_is_checked() -> None:
     weights, selected = random_selection(3, 4, 2, seed=0)
-    with pytest.raises(ValueError, match="most must be between 1 and 4, got 5"):
+    with pytest.raises(ValueError, match="max_experts must be between 1 and 4, got 5"):
         Dispatch.build(weights, selected, 5)

@@ -79,7 +79,7 @@ def test_gate(
 
     def run() -> tuple[Tensor, ...]:
         return gate(
-            x, frames, log_kappa, prior, alpha, energy_scale=D / K, posterior=not diagonal, mode=mode, most=3,
+            x, frames, log_kappa, prior, alpha, energy_scale=D / K, posterior=not diagonal, mode=mode, max_experts=3,
             limit=0.2 if mode == runtime.ABOVE else 2.0, renormalize=not diagonal,
         )  # fmt: skip
 

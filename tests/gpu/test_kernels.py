@@ -127,7 +127,7 @@ def reference(moe: MoE, x: Tensor, selected: Tensor) -> dict[str, Tensor]:
     weights = torch.where(selected, probs, 0.0)
     if exact.router.selection.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    y = reference_experts(leaf, Dispatch.build(weights, selected, exact.router.most_experts()), exact.experts)
+    y = reference_experts(leaf, Dispatch.build(weights, selected, exact.router.max_experts()), exact.experts)
     y.backward(upstream(x).double())
     assert leaf.grad is not None
     return {"y": y.detach(), "x": leaf.grad, **{n: p.grad for n, p in exact.named_parameters()}}

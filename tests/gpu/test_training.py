@@ -13,8 +13,8 @@ import torch
 from grmoe.config import from_dict
 from grmoe.data import prepare
 from grmoe.runs.config import TrainConfig
-from grmoe.runs.open import open_model
 from grmoe.runs.folder import read_log
+from grmoe.runs.open import open_model
 from grmoe.train import loop, step
 from grmoe.train.loop import TrainingStopped, train
 

@@ -59,7 +59,7 @@ def gate(N: int, diagonal: bool) -> str:
         "DIAGONAL": diagonal,
         "POSTERIOR": True,
         "MODE": 1,
-        "MOST": 2,
+        "MAX_EXPERTS": 2,
         "RENORMALIZE": True,
         "NP": N,
         "BT": 128,

@@ -25,6 +25,7 @@ from grmoe.routing import (
     Threshold,
     TopK,
     build_router,
+    uncounted,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -101,9 +102,9 @@ def test_routing_metrics_and_prior(name: str, options: dict[str, Any], calls: li
         seen: list[Any] = [routing, *(p.grad.clone() for p in r.parameters() if p.grad is not None), x.grad]
         x.grad = None
         r(bad)
-        seen += [r.metrics.sums.clone(), r.prior_sums.clone()]
+        seen += [r.counter.sums.clone(), r.prior_sums.clone()]
         r.eval()(x.detach())
-        seen += [r.metrics.sums.clone(), r.prior_sums.clone()]
+        seen += [r.counter.sums.clone(), r.prior_sums.clone()]
         r.train().update_prior(0.1)
         results.append([*seen, r.log_prior])
     assert calls.count("_forward") == 3
@@ -115,11 +116,11 @@ def test_routing_metrics_and_prior(name: str, options: dict[str, Any], calls: li
     assert router.read_metrics().tokens == 98
 
 
-def test_recording_can_be_turned_off() -> None:
+def test_uncounted_passes() -> None:
     router = make(selection=TopK(2))
-    router.record = False
-    router(tokens(9))
-    assert not router.metrics.sums.any()
+    with router.uncounted():
+        router(tokens(9))
+    assert not router.counter.sums.any()
     assert not router.prior_sums.any()
 
 
@@ -194,7 +195,7 @@ def test_packed_copy_is_not_kept_in_training(calls: list[str]) -> None:
     router(tokens(9))
     router(tokens(9))
     assert calls.count("pack") == 2
-    assert router._packed is None
+    assert router._packed._kept is None
 
 
 def test_packed_copy_follows_the_dtype_of_the_tokens() -> None:
@@ -251,7 +252,7 @@ class Odd:
     def __call__(self, probs: Tensor) -> Tensor:
         return (torch.arange(probs.shape[-1]) % 2 == 1).expand(probs.shape)
 
-    def most(self, num_experts: int) -> int:
+    def max_experts(self, num_experts: int) -> int:
         return num_experts // 2
 
 
@@ -291,7 +292,7 @@ def test_other_routers_take_the_torch_path(name: str, options: dict[str, Any], c
     assert calls == []
     assert torch.equal(results[0].selected, results[1].selected)
     assert torch.equal(results[0].logits, results[1].logits)
-    torch.testing.assert_close(router.metrics.sums, plain.metrics.sums, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(router.counter.sums, plain.counter.sums, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(router.prior_sums, plain.prior_sums, rtol=1e-6, atol=1e-5)
 
 
@@ -305,6 +306,20 @@ def test_a_class_with_its_own_select_takes_the_torch_path(calls: list[str]) -> N
     router = OwnSelect(D, N)
     router.backend = "triton"
     assert torch.equal(router(tokens(9)).selected, Odd()(torch.empty(9, N)))
+    assert calls == []
+
+
+class OwnGate(SoftmaxRouter):
+    def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
+        return -super().gate(x, token_ids)
+
+
+def test_a_class_with_its_own_gate_takes_the_torch_path(calls: list[str]) -> None:
+    """`gate_operands` of the class above describes another gate."""
+    torch.manual_seed(0)
+    router, x = OwnGate(D, N), tokens(9)
+    router.backend = "triton"
+    assert torch.equal(router(x).logits, router.gate(x, None))
     assert calls == []
 
 
@@ -338,8 +353,7 @@ def test_vmap_over_routers() -> None:
     """As the synthetic study runs its seeds."""
     routers = [make(seed=s, selection=TopK(2)).eval() for s in range(2)]
     x, params = tokens(9), torch.func.stack_module_state(routers)
-    for router in routers:
-        router.record = False
-    stacked = torch.vmap(lambda p, b: functional_call(routers[0], (p, b), (x,)).probs)(*params)
+    with uncounted(routers):
+        stacked = torch.vmap(lambda p, b: functional_call(routers[0], (p, b), (x,)).probs)(*params)
     for i, router in enumerate(routers):
         torch.testing.assert_close(stacked[i], router(x).probs, rtol=1e-5, atol=1e-6)

@@ -55,7 +55,7 @@ def wide_gate() -> tuple[Tensor, ...]:
         torch.zeros(16),
         torch.tensor(1.0),
         mode=runtime.LARGEST,
-        most=2,
+        max_experts=2,
         renormalize=True,
     )
     return results[:4]

@@ -81,11 +81,11 @@ def test_compiled_whole_it_equals_eager_and_takes_a_new_alpha(name: str) -> None
         moe.router.alpha = alpha
         moe.router.reset_metrics()
         ours = run(compiled, x, moe)
-        sums = moe.router.metrics.sums.clone()
+        sums = moe.router.counter.sums.clone()
         moe.router.reset_metrics()
         for a, b in zip(ours, run(moe, x), strict=True):
             assert torch.equal(a, b)  # the same kernels on the same numbers
-        assert torch.equal(sums, moe.router.metrics.sums)
+        assert torch.equal(sums, moe.router.counter.sums)
         outputs.append(ours[0])
     assert counter.frame_count == 1
     assert len(outputs) == 1 or not torch.allclose(*outputs)
@@ -108,12 +108,12 @@ def test_checkpointing_changes_no_bit(reentrant: bool) -> None:
     moe = make(selection=Mass(0.8))
     x = tokens(2, 4)
     plain = run(moe, x)
-    sums = moe.router.metrics.sums.clone(), moe.router.prior_sums.clone()
+    sums = moe.router.counter.sums.clone(), moe.router.prior_sums.clone()
     moe.router.reset_metrics()
     moe.router.prior_sums.zero_()
     again = run(lambda t: checkpoint(moe, t, use_reentrant=reentrant), x, moe)
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-    assert torch.equal(moe.router.metrics.sums, sums[0])  # a token counts once
+    assert torch.equal(moe.router.counter.sums, sums[0])  # a token counts once
     assert torch.equal(moe.router.prior_sums, sums[1])
 
 

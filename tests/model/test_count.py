@@ -109,3 +109,46 @@ def test_short_numbers() -> None:
 def test_unknown_preset() -> None:
     with pytest.raises(ValueError, match="preset must be one of 'tiny', 'small'"):
         preset("huge")
+
+
+@pytest.mark.parametrize(
+    ("changes", "experts"),
+    [
+        ({"router": "soft_moe"}, 1.0),
+        ({"router": "soft_moe", "router_options": {"slots": 2}}, 4 * 2 / 12),
+        ({"router": "expert_choice"}, 1.0),
+        ({"router": "expert_choice", "router_options": {"capacity_factor": 2.0}}, 2.0),
+    ],
+    ids=str,
+)
+def test_routers_that_choose_for_themselves_cost_what_they_compute(
+    config: Callable[..., GrmoeConfig], changes: dict[str, object], experts: float
+) -> None:
+    """12 tokens, 4 experts: against PyTorch's own count of the products, and the metric of a real pass."""
+    options: dict[str, object] = {"experts_implementation": "reference", "attn_implementation": "eager"}
+    model = GrmoeForCausalLM(config(allow_noncausal_router=True, **options, **changes))
+    cost = count(model.config, context=12)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, 12, dtype=torch.long))
+    pairs = 4 * 32 * 4 * 12  # eager attention multiplies masked pairs too
+    linear = cost.forward_flops - 4 * 32 * 4 * 6.5
+    assert counter.get_total_flops() == 12 * (linear + pairs) + 2 * 12 * 4
+    assert cost.experts_per_token == pytest.approx(experts)
+    for metrics in model.routing_metrics():
+        assert metrics.experts_per_token == pytest.approx(experts)
+
+
+def test_soft_moe_has_a_slot_for_every_expert_and_token_by_default(
+    config: Callable[..., GrmoeConfig],
+) -> None:
+    """One expert row per token, whatever the length of the sequence; info, FLOPs and metrics agree."""
+    model = GrmoeForCausalLM(config(router="soft_moe", allow_noncausal_router=True)).eval()
+    for length in (8, 16, 64):
+        model.reset_routing_metrics()
+        model(torch.zeros(2, length, dtype=torch.long))
+        assert [m.experts_per_token for m in model.routing_metrics()] == [1.0, 1.0]
+        assert count(model.config, length).experts_per_token == 1.0
+    two = count(config(router="softmax"), 64)  # top-2
+    one = count(model.config, 64)
+    half = one.experts / 8  # of the experts' weights: two of four, and one of four
+    assert two.active - two.router - (one.active - one.router) == pytest.approx(2 * half)

@@ -107,7 +107,7 @@ def test_half_precision_loads_routers_in_fp32(
             assert y.dtype == torch.float32, name
             assert torch.equal(x, y), name
         assert b.alpha_value.dtype == b.prior_sums.dtype == torch.float32
-        assert b.metrics.sums.dtype == torch.float64
+        assert b.counter.sums.dtype == torch.float64
     assert loaded.model.layers[1].mlp.experts.gate_up_proj.dtype == dtype
     assert loaded(ids).logits.dtype == dtype
     loaded.save_pretrained(tmp_path / "half")
@@ -130,7 +130,7 @@ def test_fewer_experts_at_inference(build: Build, ids: torch.Tensor, tmp_path: P
     build().save_pretrained(tmp_path)
     one = AutoModelForCausalLM.from_pretrained(tmp_path, num_experts_per_tok=1)
     one(ids)
-    assert [m.experts_computed for m in one.routing_metrics()] == [1.0, 1.0]
+    assert [m.experts_per_token for m in one.routing_metrics()] == [1.0, 1.0]
     assert one.config.norm_topk_prob  # as the model was trained
     with pytest.raises(ValueError, match="num_experts_per_tok must be at most num_experts"):
         AutoModelForCausalLM.from_pretrained(tmp_path, num_experts_per_tok=5)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -242,7 +244,7 @@ def test_metrics_priors_and_penalty(build: Build, ids: torch.Tensor) -> None:
     model(ids, labels=ids).loss.backward()
     metrics = model.routing_metrics()
     assert [m.tokens for m in metrics] == [27, 27]
-    assert [m.experts_computed for m in metrics] == [2.0, 2.0]
+    assert [m.experts_per_token for m in metrics] == [2.0, 2.0]
     before = [r.log_prior.clone() for r in grmoe.routers(model)]
     model.update_priors(0.1)
     for r, old in zip(grmoe.routers(model), before, strict=True):
@@ -261,7 +263,7 @@ def test_mass_selection_computes_a_varying_number_of_experts(build: Build, ids: 
     for alpha in (0.0, 1.0, 8.0):
         model = build(selection="mass", num_experts_per_tok=4, selection_tau=0.8, alpha=alpha)
         model(ids)
-        computed.append(model.routing_metrics()[0].experts_computed)
+        computed.append(model.routing_metrics()[0].experts_per_token)
     assert computed[0] == 4.0  # a uniform gate needs all four to reach 0.8
     assert computed[0] > computed[1] > computed[2] >= 1.0
     assert computed[1] % 1 != 0
@@ -451,3 +453,95 @@ def test_the_residual_stream_is_in_autocasts_precision(build: Build, ids: torch.
     loss.backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
     assert float(loss) == pytest.approx(float(plain), rel=0.02)  # bf16: 2⁻⁸ a step, four blocks
+
+
+def test_hash_routing_differs_by_layer(build: Build, ids: torch.Tensor) -> None:
+    model = build(router="hash")
+    chosen = [logits.argmax(-1) for logits in model(ids, output_router_logits=True).router_logits]
+    assert not torch.equal(chosen[0], chosen[1])
+    same = build(router="hash", router_options={"seed": [0, 0]})
+    chosen = [logits.argmax(-1) for logits in same(ids, output_router_logits=True).router_logits]
+    assert torch.equal(chosen[0], chosen[1])
+    assert [r.seed for r in grmoe.routers(build(router="hash", router_options={"seed": 5}))] == [5, 6]
+    with pytest.raises(
+        ValueError, match=r"router_options.seed must be one number or 2, one per MoE layer, got \[1\]"
+    ):
+        build(router="hash", router_options={"seed": [1]})
+
+
+@pytest.mark.parametrize("router", ["hash", "soft_moe"])
+def test_balance_is_refused_where_it_does_nothing(build: Build, router: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"balance must be False for .*Router: its gate has no prior to learn"
+    ):
+        build(router=router, router_options={"balance": True}, allow_noncausal_router=True)
+
+
+@pytest.mark.parametrize("prior", ["paper", "uniform"])
+def test_fixed_priors_ignore_a_loaded_balanced_prior(
+    build: Build, ids: torch.Tensor, tmp_path: Path, prior: str
+) -> None:
+    model = build()
+    for router in grmoe.routers(model):
+        router.log_prior.copy_(torch.tensor([3.0, -1.0, 0.0, -2.0]))
+    model.save_pretrained(tmp_path)
+    fixed = GrmoeForCausalLM.from_pretrained(tmp_path, router_options={"prior": prior}).eval()
+    got = fixed(ids, output_router_logits=True).router_logits
+    for router in grmoe.routers(fixed):
+        assert torch.equal(router.log_prior, torch.tensor([3.0, -1.0, 0.0, -2.0]))  # loaded, and not read
+        router.log_prior.zero_()
+    for ours, want in zip(got, fixed(ids, output_router_logits=True).router_logits, strict=True):
+        assert torch.equal(ours, want)
+
+
+ONE_ALPHA = [2, 2.0, np.float32(2), np.int64(2), np.array(2.0), torch.tensor(2.0), torch.tensor(2)]
+TWO_ALPHAS = [
+    [1, 2],
+    (1.0, np.float32(2)),
+    np.array([1, 2]),
+    torch.tensor([1.0, 2.0]),
+    [torch.tensor(1), 2.0],
+]
+
+
+@pytest.mark.parametrize("value", ONE_ALPHA + TWO_ALPHAS, ids=repr)
+def test_alpha_is_any_number_or_list_of_numbers(build: Build, tmp_path: Path, value: Any) -> None:
+    want = [2.0, 2.0] if any(value is v for v in ONE_ALPHA) else [1.0, 2.0]
+    model = build()
+    model.set_alpha(value)
+    assert model.alpha == model.config.alphas == want
+    assert build(alpha=value).alpha == want
+    grmoe.set_alpha(model, 3.0)
+    grmoe.set_alpha(model, value)
+    assert model.alpha == want
+    model.set_alpha(1.0)
+    model.save_pretrained(
+        tmp_path
+    )  # a configuration with NumPy or PyTorch numbers in it could not be written
+    loaded = GrmoeForCausalLM.from_pretrained(tmp_path, alpha=value)
+    assert loaded.alpha == want
+    loaded.save_pretrained(tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        3e37,
+        -1.0,
+        math.nan,
+        math.inf,
+        np.float64("nan"),
+        torch.tensor(-1.0),
+        torch.tensor([1.0, math.nan]),
+        "2",
+        None,
+    ],
+    ids=repr,
+)
+def test_an_alpha_that_would_break_the_gate_is_refused(build: Build, value: Any) -> None:
+    model = build()
+    for set_it in (model.set_alpha, lambda a: grmoe.set_alpha(model, a), lambda a: build(alpha=a)):
+        with pytest.raises(ValueError, match="alpha must be"):
+            set_it(value)
+    assert model.alpha == [1.0, 1.0]  # nothing was set
+    assert model.config.alpha == 1.0

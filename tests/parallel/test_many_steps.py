@@ -83,6 +83,6 @@ def test_steps_equal_those_of_one_process(arrangement: str, foreach: bool, singl
             assert torch.equal(got["weights"][name], results[0]["weights"][name]), name
         for ours, one in zip(got["metrics"], single["metrics"], strict=True):
             assert ours.tokens == one.tokens == STEPS * 8 * 12
-            assert ours.soft_load == pytest.approx(one.soft_load, abs=1e-5)
-            assert ours.top1_load == pytest.approx(one.top1_load, abs=1e-3)
+            assert ours.gate_load == pytest.approx(one.gate_load, abs=1e-5)
+            assert ours.leading_load == pytest.approx(one.leading_load, abs=1e-3)
             assert ours.entropy == pytest.approx(one.entropy, abs=1e-5)

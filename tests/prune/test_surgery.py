@@ -136,8 +136,8 @@ def test_every_parameter_and_buffer_is_sliced(fields: dict[str, Any]) -> None:
     assert set(router.state_dict()) == set(own.router.state_dict())
     assert router.num_experts == 3
     assert router.prior_sums.shape == (4,)
-    assert router.metrics.num_experts == 3
-    assert router.metrics.sums.shape == (3 * 3 + 5,)
+    assert router.counter.num_experts == 3
+    assert router.counter.sums.shape == (3 * 3 + 4,)
     assert router.alpha == own.router.alpha
     for name, tensor in own.experts.state_dict().items():
         assert torch.equal(experts.state_dict()[name], tensor[keep]), name

@@ -31,7 +31,8 @@ from grmoe.routing import (
     set_alpha,
     update_priors,
 )
-from grmoe.routing.base import linear_weight, next_log_prior
+from grmoe.routing.linear import linear_weight
+from grmoe.routing.prior import next_log_prior
 
 D, N = 12, 4
 NAMES = tuple(ROUTERS)
@@ -123,7 +124,7 @@ class NoHostReads(TorchDispatchMode):
 
 EVERY_OPTION: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in NAMES),
-    *((name, {"balance": True}) for name in NAMES if name != "grassmann"),
+    *((name, {"balance": ROUTERS[name].reads_prior}) for name in NAMES if name != "grassmann"),
     ("softmax", {"noise": 0.1, "z_loss": 0.1, "load_loss": 0.1, "selection": Mass(0.7, cap=3)}),
     ("grassmann", {"prior": "uniform"}),
     ("grassmann", {"prior": "uniform", "concentration": "diagonal", "linear": True, "selection": Mass(0.7)}),

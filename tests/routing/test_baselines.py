@@ -262,7 +262,7 @@ def test_soft_moe(slots: int) -> None:
     x = tokens(B, T)
     routing = router(x)
     assert routing.slots is not None
-    dispatch, combine = routing.slots.dispatch.detach(), routing.slots.combine.detach()
+    dispatch, combine = routing.slots.to_slots.detach(), routing.slots.from_slots.detach()
     assert dispatch.shape == combine.shape == (B, T, N, slots)
     torch.testing.assert_close(dispatch.sum(1), torch.ones(B, N, slots, dtype=F64))
     torch.testing.assert_close(combine.sum((-2, -1)), torch.ones(B, T, dtype=F64))
@@ -283,7 +283,7 @@ def test_soft_moe(slots: int) -> None:
         torch.testing.assert_close(routing.logits[b].detach().softmax(-1), want.sum(-1), rtol=0, atol=1e-12)
         # Each sequence is mixed on its own.
         alone = router(x[b])
-        torch.testing.assert_close(alone.slots.dispatch, routing.slots.dispatch[b], rtol=0, atol=1e-13)  # type: ignore[union-attr]
+        torch.testing.assert_close(alone.slots.to_slots, routing.slots.to_slots[b], rtol=0, atol=1e-13)  # type: ignore[union-attr]
     assert bool(routing.selected.all())
     assert torch.equal(routing.weights, routing.probs)
 

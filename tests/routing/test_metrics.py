@@ -12,8 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grmoe import geometry
-from grmoe.routing import GrassmannRouter, Mass, RoutingMetrics, SoftmaxRouter, SwitchRouter, TopK, VMFRouter
-from grmoe.routing.metrics import COLLAPSE_SHARE, MetricsAccumulator, coefficient_of_variation
+from grmoe.routing import (
+    ExpertChoiceRouter,
+    GrassmannRouter,
+    Mass,
+    Routing,
+    RoutingMetrics,
+    SoftmaxRouter,
+    SoftMoERouter,
+    SwitchRouter,
+    TopK,
+    VMFRouter,
+)
+from grmoe.routing.counting import LoadCounter
+from grmoe.routing.metrics import coefficient_of_variation
 
 COUNTED = [f.name for f in fields(RoutingMetrics) if f.default is not None]
 GEOMETRY = [f.name for f in fields(RoutingMetrics) if f.default is None]
@@ -29,7 +41,7 @@ def naive(
     soft = [sum(probs[i][e] for i in rows) / T for e in range(N)]
     top1 = [0.0] * N
     pairs = [sum(selected[i][e] for i in rows) for e in range(N)]
-    share = [count / sum(pairs) if sum(pairs) else math.nan for count in pairs]
+    load = [count / T for count in pairs]
     entropy = inverse = computed = 0.0
     for i in rows:
         served = [e for e in range(N) if selected[i][e]]
@@ -46,19 +58,26 @@ def naive(
     return {
         "tokens": T,
         "nonfinite_tokens": len(probs) - T,
-        "soft_load": soft,
-        "top1_load": top1,
-        "computed_load": share,
-        "load_cv": cv(soft),
-        "top1_cv": cv(top1),
-        "computed_cv": cv(share),
-        "min_load": min(top1),
-        "collapsed": min(top1) < 0.01,
+        "experts_per_token": computed,
+        "load": load,
+        "load_cv": cv(load),
+        "min_load": min(load),
+        "collapsed": min(load) < 0.1 * computed / N,
+        "collapsed_paper": min(load) < 0.01,
+        "leading_load": top1,
+        "leading_cv": cv(top1),
+        "leading_min_load": min(top1),
+        "gate_load": soft,
+        "gate_cv": cv(soft),
         "entropy": entropy,
         "effective_experts_entropy": math.exp(entropy),
         "effective_experts_inverse": inverse,
-        "experts_computed": computed,
     }
+
+
+def add(counter: LoadCounter, probs: Tensor, weights: Tensor, selected: Tensor) -> None:
+    zero = probs.new_zeros(())
+    counter.add(Routing(logits=probs.log(), probs=probs, selected=selected, weights=weights, aux_loss=zero))
 
 
 def assert_same(got: RoutingMetrics, want: dict[str, object], tolerance: float = 1e-6) -> None:
@@ -82,73 +101,108 @@ def batch(seed: int, tokens: int, N: int) -> tuple[Tensor, Tensor, Tensor]:
 @given(seed=st.integers(0, 2**31 - 1), tokens=st.integers(1, 30), N=st.integers(2, 6))
 def test_every_field(seed: int, tokens: int, N: int) -> None:
     probs, weights, selected = batch(seed, tokens, N)
-    metrics = MetricsAccumulator(N)
-    metrics.update(probs, weights, selected)
+    metrics = LoadCounter(N)
+    add(metrics, probs, weights, selected)
     want = naive(probs.tolist(), weights.tolist(), selected.tolist())
     assert sorted(want) == sorted(COUNTED)
     assert_same(metrics.read(), want)
-    shaped = MetricsAccumulator(N)  # leading dimensions are all tokens
-    shaped.update(probs.unsqueeze(1), weights.unsqueeze(1), selected.unsqueeze(1))
+    shaped = LoadCounter(N)  # leading dimensions are all tokens
+    add(shaped, probs.unsqueeze(1), weights.unsqueeze(1), selected.unsqueeze(1))
     assert torch.equal(shaped.sums, metrics.sums)
 
 
 @given(seed=st.integers(0, 2**31 - 1), tokens=st.integers(1, 60), N=st.integers(2, 9), bad=st.integers(0, 3))
-def test_computed_load_of_any_selection(seed: int, tokens: int, N: int, bad: int) -> None:
+def test_load_of_any_selection(seed: int, tokens: int, N: int, bad: int) -> None:
     """Any mask, also one that has nothing to do with the gate; tokens with NaN or Inf count nowhere."""
     g = torch.Generator().manual_seed(seed)
     probs = torch.randn(tokens, N, generator=g).softmax(-1)
     selected = torch.rand(tokens, N, generator=g) < torch.rand((), generator=g)
-    metrics = MetricsAccumulator(N)
-    metrics.update(probs, torch.where(selected, probs, 0.0), selected)
+    metrics = LoadCounter(N)
+    add(metrics, probs, torch.where(selected, probs, 0.0), selected)
     clean = metrics.read()
     count = [0] * N
     for token in range(tokens):
         for expert in range(N):
             count[expert] += bool(selected[token, expert])
     total = sum(count)
+    assert clean.load == [c / tokens for c in count]
+    assert clean.experts_per_token == total / tokens
+    assert clean.min_load == min(count) / tokens
+    assert clean.collapsed == (
+        10 * min(count) * N < total
+    )  # in whole numbers: less than a tenth of total / N
     if total:
-        assert clean.computed_load == [c / total for c in count]
-        # N rounded quotients and their sum: 9 ε each.
-        assert sum(clean.computed_load) == pytest.approx(1, abs=1e-14)
-        assert clean.experts_computed == total / tokens
-        assert 0 <= clean.computed_cv <= math.sqrt(N - 1) + 1e-12
+        assert 0 <= clean.load_cv <= math.sqrt(N - 1) + 1e-12
     else:
-        assert all(math.isnan(v) for v in [*clean.computed_load, clean.computed_cv])
+        assert math.isnan(clean.load_cv)
     broken = torch.full((bad, N), 1 / N)
     broken[:, 0] = torch.tensor([math.nan, math.inf, -math.inf])[:bad]
-    metrics.update(broken, broken, torch.ones(bad, N, dtype=torch.bool))
-    assert metrics.read().computed_load == pytest.approx(clean.computed_load, abs=0, nan_ok=True)
+    add(metrics, broken, broken, torch.ones(bad, N, dtype=torch.bool))
+    assert metrics.read().load == clean.load
     assert metrics.read().nonfinite_tokens == bad
 
 
-def test_leading_and_computed_experts_differ() -> None:
-    """Expert 0 always leads, the second place goes round: top-1 says collapse, the computed pairs do not."""
+def test_leading_and_received_load_differ() -> None:
+    """Expert 0 always leads and the second place goes round: leaders look collapsed, received tokens do not."""
     N, T = 4, 30
     second = torch.arange(T) % (N - 1) + 1
     probs = torch.full((T, N), 0.05)
     probs[:, 0], probs[torch.arange(T), second] = 0.6, 0.3
-    metrics = MetricsAccumulator(N)
+    metrics = LoadCounter(N)
     selected = TopK(2)(probs)
-    metrics.update(probs, torch.where(selected, probs, 0.0), selected)
+    add(metrics, probs, torch.where(selected, probs, 0.0), selected)
     found = metrics.read()
-    assert found.top1_load == [1.0, 0.0, 0.0, 0.0]
-    assert found.computed_load == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6], rel=1e-15)
-    assert found.computed_cv == pytest.approx(
-        1 / math.sqrt(3), rel=1e-12
-    )  # deviations 1/4 and 3 × 1/12, mean 1/4
-    assert found.collapsed  # stays a matter of the leading expert
-    dense = MetricsAccumulator(N)
-    dense.update(probs, probs, torch.ones_like(selected))
-    assert (dense.read().computed_load, dense.read().computed_cv) == ([1 / N] * N, 0.0)
+    assert found.leading_load == [1.0, 0.0, 0.0, 0.0]
+    assert found.leading_cv == pytest.approx(math.sqrt(3))
+    assert found.load == pytest.approx([1, 1 / 3, 1 / 3, 1 / 3], rel=1e-15)
+    assert found.load_cv == pytest.approx(1 / math.sqrt(3), rel=1e-12)  # deviations 1/2 and 3 × 1/6, mean 1/2
+    assert (found.collapsed, found.collapsed_paper) == (False, False)
+    dense = LoadCounter(N)
+    add(dense, probs, probs, torch.ones_like(selected))
+    assert (dense.read().load, dense.read().load_cv, dense.read().collapsed) == ([1.0] * N, 0.0, False)
+
+
+def test_many_balanced_experts_are_not_collapsed() -> None:
+    """At N = 128 a fair share of leaders is below 1 %: the paper's rule, and the leading expert, say nothing there."""
+    router = SoftmaxRouter(64, 128, top_k=8, generator=torch.Generator().manual_seed(0))
+    router(torch.randn(20_000, 64, generator=torch.Generator().manual_seed(1)))
+    metrics = router.read_metrics()
+    assert metrics.load_cv < 0.3
+    assert not metrics.collapsed
+    fair = torch.eye(128).repeat(10, 1)  # each expert gets exactly 1/128 of the tokens
+    counter = LoadCounter(128)
+    add(counter, fair, fair, fair > 0)
+    assert counter.read().collapsed_paper
+    assert (counter.read().collapsed, counter.read().load_cv) == (False, 0.0)
+
+
+def test_what_soft_moe_and_expert_choice_compute() -> None:
+    """64 tokens, 8 experts: Soft MoE computes its slots, Expert Choice its capacity."""
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    for slots, per_token in ((1, 0.125), (8, 1.0)):
+        soft = SoftMoERouter(16, 8, slots=slots)
+        soft(x)
+        soft(x.view(1, 64, 16))
+        metrics = soft.read_metrics()
+        assert metrics.experts_per_token == per_token == soft.experts_per_token(64)
+        assert metrics.load == [per_token / 8] * 8
+        assert (metrics.load_cv, metrics.collapsed) == (0.0, False)
+    for factor in (1.0, 2.0):
+        chosen = ExpertChoiceRouter(16, 8, capacity_factor=factor)
+        chosen(x)
+        metrics = chosen.read_metrics()
+        assert metrics.experts_per_token == factor == chosen.experts_per_token(64)
+        assert (metrics.load_cv, metrics.collapsed) == (0.0, False)
+        assert metrics.leading_cv > 0
 
 
 def test_batches_accumulate() -> None:
     pieces = [batch(seed, tokens, 5) for seed, tokens in ((0, 7), (1, 1), (2, 40))]
-    apart, together = MetricsAccumulator(5), MetricsAccumulator(5)
+    apart, together = LoadCounter(5), LoadCounter(5)
     for piece in pieces:
-        apart.update(*piece)
+        add(apart, *piece)
     whole = [torch.cat(parts) for parts in zip(*pieces, strict=True)]
-    together.update(*whole)
+    add(together, *whole)
     want = {name: value for name, value in asdict(together.read()).items() if name in COUNTED}
     assert_same(apart.read(), want, tolerance=1e-12)  # fp64 sums in another order
     assert apart.read() == apart.read()  # reading takes nothing away
@@ -156,14 +210,14 @@ def test_batches_accumulate() -> None:
     apart.reset()
     assert apart.read().tokens == 0
     for piece in pieces:
-        apart.update(*piece)
+        add(apart, *piece)
     assert apart.read() == first
 
 
 def test_counts_beyond_single_precision() -> None:
-    metrics = MetricsAccumulator(2).float().bfloat16()  # whatever a model is cast to, counts stay fp64
+    metrics = LoadCounter(2).float().bfloat16()  # whatever a model is cast to, counts stay fp64
     metrics.sums[-2] = 2.0**24
-    metrics.update(torch.full((1, 2), 0.5), torch.full((1, 2), 0.5), torch.ones(1, 2, dtype=torch.bool))
+    add(metrics, torch.full((1, 2), 0.5), torch.full((1, 2), 0.5), torch.ones(1, 2, dtype=torch.bool))
     assert metrics.read().tokens == 2**24 + 1
 
 
@@ -171,12 +225,21 @@ def test_no_tokens() -> None:
     router = SoftmaxRouter(4, 3)
     router(torch.zeros(0, 4))
     metrics = router.read_metrics()
-    assert (metrics.tokens, metrics.nonfinite_tokens, metrics.collapsed) == (0, 0, False)
-    for name in ("load_cv", "top1_cv", "computed_cv", "min_load", "entropy", "experts_computed"):
+    assert (metrics.tokens, metrics.nonfinite_tokens) == (0, 0)
+    assert (metrics.collapsed, metrics.collapsed_paper) == (False, False)
+    for name in (
+        "load_cv",
+        "leading_cv",
+        "gate_cv",
+        "min_load",
+        "leading_min_load",
+        "entropy",
+        "experts_per_token",
+    ):
         assert math.isnan(getattr(metrics, name)), name
     for name in ("effective_experts_entropy", "effective_experts_inverse"):
         assert math.isnan(getattr(metrics, name)), name
-    assert all(math.isnan(v) for v in metrics.soft_load + metrics.top1_load + metrics.computed_load)
+    assert all(math.isnan(v) for v in metrics.gate_load + metrics.leading_load + metrics.load)
     router(torch.full((3, 4), math.nan))
     assert (router.read_metrics().tokens, router.read_metrics().nonfinite_tokens) == (0, 3)
     assert math.isnan(router.read_metrics().entropy)
@@ -191,10 +254,11 @@ def test_collapse() -> None:
     router(x.abs())
     metrics = router.read_metrics()
     assert metrics.collapsed
-    assert metrics.min_load == 0.0 < COLLAPSE_SHARE
-    assert metrics.top1_load == [1.0, 0.0, 0.0]
-    assert metrics.top1_cv == pytest.approx(math.sqrt(2))  # √(N−1), one expert takes all
-    assert (metrics.computed_load, metrics.computed_cv) == (metrics.top1_load, metrics.top1_cv)  # top_k=1
+    assert metrics.collapsed_paper
+    assert metrics.min_load == 0.0
+    assert metrics.load == [1.0, 0.0, 0.0]
+    assert metrics.load_cv == pytest.approx(math.sqrt(2))  # √(N−1), one expert takes all
+    assert (metrics.load, metrics.load_cv) == (metrics.leading_load, metrics.leading_cv)  # top_k=1
     router.reset_metrics()
     router(x)  # both signs: experts 0 and 2 share, expert 1 never wins
     assert router.read_metrics().collapsed
@@ -203,15 +267,15 @@ def test_collapse() -> None:
         router.weight.copy_(torch.eye(3, 4))
     router(x)
     assert not router.read_metrics().collapsed
-    # One in a hundred is not collapsed, one in two hundred is.
-    gate = torch.eye(2)[torch.tensor([1] + [0] * 99)]
-    metrics_ = MetricsAccumulator(2)
-    metrics_.update(gate, gate, gate > 0)
-    assert not metrics_.read().collapsed
-    metrics_.update(
-        *[torch.eye(2)[torch.zeros(100, dtype=torch.long)]] * 2, selected=torch.eye(2)[[0] * 100] > 0
-    )
-    assert metrics_.read().collapsed
+
+
+def test_where_collapse_begins() -> None:
+    """A tenth of the fair share 1/2 is one token in twenty; the paper's line is one in a hundred."""
+    for tokens, ours, paper in ((20, False, False), (21, True, False), (100, True, False), (101, True, True)):
+        gate = torch.eye(2)[torch.tensor([1] + [0] * (tokens - 1))]
+        metrics = LoadCounter(2)
+        add(metrics, gate, gate, gate > 0)
+        assert (metrics.read().collapsed, metrics.read().collapsed_paper) == (ours, paper), tokens
 
 
 @pytest.mark.parametrize("kind", ["dense", "mass", "switch"])
@@ -261,7 +325,7 @@ def test_metrics_do_not_follow_the_graph_or_the_checkpoint() -> None:
     router = SoftmaxRouter(4, 3, selection=TopK(2))
     routing = router(torch.randn(5, 4, generator=torch.Generator().manual_seed(0)))
     assert routing.probs.requires_grad
-    assert not router.metrics.sums.requires_grad
+    assert not router.counter.sums.requires_grad
     assert not any("sums" in key for key in router.state_dict())
 
 
@@ -277,5 +341,5 @@ def test_a_router_built_on_the_meta_device_can_be_given_memory() -> None:
     with torch.device("meta"):
         router = SoftmaxRouter(8, 4)
     router.to_empty(device="cpu")
-    assert router.metrics.sums.dtype == torch.float64
+    assert router.counter.sums.dtype == torch.float64
     assert not any(t.is_meta for t in router.buffers())

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from grmoe.layer import MoE
-from grmoe.routing import ROUTERS, Mass, Router, Routing, build_router, routers
+from grmoe.routing import ROUTERS, Mass, Router, Routing, build_router, routers, uncounted
 
 D, N, T = 12, 4, 30
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *[(name, {"balance": True}) for name in ROUTERS if name != "grassmann"],
+    *[(name, {"balance": cls.reads_prior}) for name, cls in ROUTERS.items() if name != "grassmann"],
     ("softmax", {"balance": True, "noise": 0.5, "z_loss": 0.1, "load_loss": 0.1}),
     ("grassmann", {"rank": 3}),
     ("grassmann", {"rank": 3, "selection": Mass(0.7, cap=3), "amortizer": "affinity", "linear": True}),
@@ -88,7 +88,7 @@ def test_checkpointing_changes_no_bit_and_counts_once(
         assert torch.equal(twice[1], once[0])
     for a, b in zip(routers(saved), routers(plain), strict=True):
         assert a.read_metrics().tokens == T
-        assert torch.equal(a.metrics.sums, b.metrics.sums)
+        assert torch.equal(a.counter.sums, b.counter.sums)
         assert torch.equal(a.prior_sums, b.prior_sums)
         assert float(a.prior_sums[-1]) == (T if a.balance else 0)
 
@@ -130,14 +130,24 @@ def test_several_backwards_and_nested_checkpoints_count_once(reentrant: bool) ->
     assert routers(model)[0].read_metrics().tokens == 3 * T
 
 
-def test_recording_can_be_switched_off() -> None:
+def test_uncounted_passes() -> None:
     router = build_router("grassmann", D, N, rank=3)
-    assert router.record
-    router.record = False
-    routing = router(tokens())
+    with router.uncounted(), router.uncounted():  # may be nested
+        routing = router(tokens())
+    with pytest.raises(ValueError, match="x must have shape"), router.uncounted():
+        router(torch.zeros(2, D + 1))  # counting goes on after an error too
     assert router.read_metrics().tokens == 0
     assert not router.prior_sums.any()
-    router.record = True
     assert torch.equal(router(tokens()).probs, routing.probs)
     assert router.read_metrics().tokens == T
     assert float(router.prior_sums[-1]) == T
+
+
+def test_uncounted_covers_a_whole_model_or_some_of_its_routers() -> None:
+    model = Model("grassmann", {"rank": 3}, None)
+    with uncounted(model):
+        model(tokens())
+    assert [r.read_metrics().tokens for r in routers(model)] == [0, 0]
+    with uncounted(routers(model)[:1]):
+        model(tokens())
+    assert [r.read_metrics().tokens for r in routers(model)] == [0, T]

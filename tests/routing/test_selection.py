@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -186,3 +188,19 @@ def test_any_callable_with_two_flags_is_a_policy() -> None:
     )
     assert torch.equal(routing.selected, torch.tensor([[False, True, False, True]]).expand(3, 4))
     torch.testing.assert_close(routing.weights.sum(-1), torch.ones(3))
+
+
+@pytest.mark.parametrize("half", [0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5)], ids=repr)
+def test_numbers_of_numpy_and_pytorch(half: Any) -> None:
+    """A policy holds Python numbers, whatever it was given: it is compared, hashed and written to files."""
+    assert Mass(half, cap=np.int64(2)) == Mass(0.5, cap=2)
+    assert Threshold(half) == Threshold(0.5)
+    assert TopK(torch.tensor(2)) == TopK(2)
+    assert [type(v) for v in (Mass(half).tau, Threshold(half).minimum, TopK(np.int64(2)).k)] == [
+        float,
+        float,
+        int,
+    ]
+    for wrong in (np.float32("nan"), torch.tensor(1.5), torch.tensor([0.5, 0.5]), "0.5", np.bool_(True)):
+        with pytest.raises(ValueError, match="tau must be"):
+            Mass(wrong)

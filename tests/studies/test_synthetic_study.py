@@ -15,7 +15,7 @@ from grmoe.studies.synthetic.figure import draw
 from grmoe.studies.synthetic.methods import find_methods
 from grmoe.studies.synthetic.report import HEADER, Row, markdown_table, write_results
 from grmoe.studies.synthetic.study import Config, SettingResult, run_setting
-from grmoe.studies.synthetic.task import EASY
+from grmoe.studies.synthetic.task import EASY, HARD
 from grmoe.studies.synthetic.training import Training
 
 TINY = Config(
@@ -65,7 +65,7 @@ def test_a_damaged_result_is_named(tmp_path: Path) -> None:
 
 def test_table_and_json_hold_the_scores(tmp_path: Path) -> None:
     result = run(tmp_path)
-    row = Row.of(result.methods[1])
+    row = Row.of(result.methods[1], TINY.num_experts)
     scores = result.methods[1].scores
     assert row.accuracy == pytest.approx(sum(s.accuracy for s in scores) / 2)
     assert row.seeds == 2
@@ -80,6 +80,37 @@ def test_table_and_json_hold_the_scores(tmp_path: Path) -> None:
     assert saved["settings"][0]["rows"][1]["accuracy"] == pytest.approx(row.accuracy)
     assert saved["config"]["training"]["steps"] == 3
     assert result.overlap_mean == pytest.approx(0.1, abs=1e-3)
+
+
+def test_load_is_of_received_tokens_and_of_leaders_where_all_are_computed(tmp_path: Path) -> None:
+    result = run(tmp_path, keys=("softmax_top2", "expert_choice", "soft_moe", "vmf", "grmoe"))
+    rows = {m.method: Row.of(m, 4) for m in result.methods}
+    cells = {m.method: dict(zip(HEADER, rows[m.method].cells(None), strict=True)) for m in result.methods}
+    assert (rows["expert_choice"].load_cv, rows["expert_choice"].collapsed) == (
+        0.0,
+        0,
+    )  # equal by construction
+    assert rows["expert_choice"].leading_cv > 0
+    assert cells["expert_choice"]["load CV"] == "0.000"
+    assert [cells[key]["experts"] for key in cells] == ["2.0", "2.0", "1.0", "4.0", "4.0"]
+    for key in ("vmf", "grmoe"):  # trained dense: everybody receives everything
+        assert rows[key].dense
+        assert cells[key]["load CV"] == cells[key]["collapsed (95 %)"] == cells[key]["< 1 %"] == "–"
+        assert cells[key]["leading CV"] == f"{rows[key].leading_cv:.3f}"
+    for method in result.methods:
+        for s in method.scores:
+            fair = 1 / 4 if rows[method.method].dense else s.experts_per_token / 4
+            least = s.leading_min_load if rows[method.method].dense else s.min_load
+            assert s.least_share(4) == pytest.approx(least / fair)
+            assert s.collapsed == (s.min_load < 0.1 * s.experts_per_token / 4)
+            assert s.leading_collapsed == (s.leading_min_load < 0.1 / 4)
+
+
+def test_the_papers_hard_numbers_stand_beside_ours(tmp_path: Path) -> None:
+    result = run_setting(HARD, find_methods(["softmax_top1", "switch", "vmf", "grmoe"]), TINY, tmp_path)
+    lines = markdown_table(result).splitlines()[-4:]
+    shown = [line.strip("| ").split("|")[-1].strip() for line in lines]
+    assert shown == ["68.1 / – / 62 % / –", "–", "72.4 / – / – / –", "78.3 / – / 0 % / –"]
 
 
 def test_figure_shows_both_dials(tmp_path: Path) -> None:
@@ -114,6 +145,7 @@ def test_command_line_runs_the_study(tmp_path: Path) -> None:
     [
         (["synthetic", "--setting", "medium"], "setting must be one of easy, hard, got medium"),
         (["synthetic", "--method", "magic"], "method must be one of"),
+        (["synthetic", "--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["normalizer", "--dim", "8"], "one --rank for each --dim"),
         (["normalizer", "--dim", "8", "--rank", "9"], "rank must be at most dim = 8, got 9"),
         (["normalizer", "--kappa", "-1"], "kappa must be a finite number >= 0, got -1.0"),

@@ -46,9 +46,9 @@ def test_stacked_routers_equal_single_ones(name: str) -> None:
         torch.testing.assert_close(together.logits[s], routing.logits)
         torch.testing.assert_close(together.weights[s], routing.weights)
         torch.testing.assert_close(together.aux_loss[s], routing.aux_loss)
-        assert summarize(stacked.buffers["metrics.sums"][s], 4).tokens == 40
+        assert summarize(stacked.buffers["counter.sums"][s], 4).tokens == 40
         expected = router.read_metrics().entropy
-        assert summarize(stacked.buffers["metrics.sums"][s], 4).entropy == pytest.approx(expected, rel=1e-5)
+        assert summarize(stacked.buffers["counter.sums"][s], 4).entropy == pytest.approx(expected, rel=1e-5)
 
 
 def test_stacked_prior_update_equals_single_ones() -> None:
@@ -62,7 +62,7 @@ def test_stacked_prior_update_equals_single_ones() -> None:
         router.update_prior(0.3)
         torch.testing.assert_close(stacked.buffers["log_prior"][s], router.log_prior)
     assert float(stacked.buffers["log_prior"].abs().max()) > 0
-    assert float(stacked.buffers["prior_sums"].abs().max()) == 0
+    assert float(stacked.buffers["counter.prior_sums"].abs().max()) == 0
 
 
 def test_mixture_output_is_the_weighted_sum() -> None:
@@ -77,8 +77,8 @@ def test_mixture_output_is_the_weighted_sum() -> None:
     assert routing.slots is not None
     naive = torch.zeros(16)
     for e in range(4):
-        slot = (routing.slots.dispatch[0, :, e, 0].unsqueeze(-1) * x[0]).sum(0)
-        naive = naive + routing.slots.combine[0, 3, e, 0] * (slot @ task.maps_SNDO[0, e])
+        slot = (routing.slots.to_slots[0, :, e, 0].unsqueeze(-1) * x[0]).sum(0)
+        naive = naive + routing.slots.from_slots[0, 3, e, 0] * (slot @ task.maps_SNDO[0, e])
     torch.testing.assert_close(y[0, 3], naive)
 
 
@@ -107,7 +107,7 @@ def test_grassmann_router_finds_the_classes_and_a_linear_one_cannot() -> None:
     )
     scores = score(task, grassmann, x, label, group=128)
     assert min(s.share for s in scores) > 0.95
-    assert not any(s.collapsed for s in scores)
+    assert not any(s.leading_collapsed for s in scores)
     recovery = frame_recovery(task, grassmann.routers)
     assert recovery is not None
     overlap = torch.tensor(recovery)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from grmoe.model.count import count, short
 from grmoe.parallel.world import World
-from grmoe.routing import Dense, RoutingMetrics, Selection, TopK
-from grmoe.routing.metrics import MetricsAccumulator
+from grmoe.routing import Dense, Routing, RoutingMetrics, Selection, TopK
+from grmoe.routing.counting import LoadCounter
 from grmoe.runs import folder as record
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import read_log
@@ -39,10 +39,11 @@ def test_lines_have_what_people_watch(settings: Settings, capsys: pytest.Capture
     assert [(x["kind"], x["step"]) for x in lines] == [("train", 2), ("train", 4), ("validation", 4)]
     wanted = (
         "loss", "router_loss", "overlap", "norm", "lr", "alpha", "tokens_per_second", "mfu", "memory_gb", "entropy",
-        "load_cv", "top1_cv", "min_load", "collapsed_layers", "experts_per_token", "max_overlap", "seconds_left",
+        "load_cv", "min_load", "collapsed_layers", "collapsed_layers_paper", "leading_cv", "leading_min_load",
+        "experts_per_token", "max_overlap", "seconds_left",
     )  # fmt: skip
     assert all(key in lines[0] for key in wanted)
-    assert abs(sum(lines[0]["layers"][0]["load"]) - 1) < 1e-9
+    assert sum(lines[0]["layers"][0]["load"]) == pytest.approx(lines[0]["experts_per_token"], abs=1e-9)
     screen = capsys.readouterr().err
     assert "step 2: loss" in screen
     assert "tok/s" in screen
@@ -80,14 +81,15 @@ def test_the_first_line_warns_of_compiling_and_counts_on(settings: Settings) -> 
 
 
 def metrics_of(probs: Tensor, selection: Selection) -> RoutingMetrics:
-    accumulator = MetricsAccumulator(probs.shape[-1])
+    counter = LoadCounter(probs.shape[-1])
     selected = selection(probs)
-    accumulator.update(probs, torch.where(selected, probs, 0.0), selected)
-    return accumulator.read()
+    weights, zero = torch.where(selected, probs, 0.0), probs.new_zeros(())
+    counter.add(Routing(logits=probs.log(), probs=probs, selected=selected, weights=weights, aux_loss=zero))
+    return counter.read()
 
 
-def test_load_is_of_the_computed_experts() -> None:
-    """A layer whose expert 0 always leads and one whose expert 3 is hardly ever computed."""
+def test_load_is_of_the_tokens_received() -> None:
+    """A layer where expert 0 always leads, and one where expert 3 receives a single token."""
     T, N = 300, 4
     led = torch.full((T, N), 0.05)
     led[:, 0], led[torch.arange(T), torch.arange(T) % 3 + 1] = 0.6, 0.3
@@ -96,28 +98,30 @@ def test_load_is_of_the_computed_experts() -> None:
     starved[0, 3] = 1.0
     layers = [metrics_of(led, TopK(2)), metrics_of(starved, TopK(2))]
     line = log.routing_line(layers)
-    assert line["load_cv"] == sum(m.computed_cv for m in layers) / 2
-    assert line["top1_cv"] == sum(m.top1_cv for m in layers) / 2
-    assert line["min_load"] == 1 / (2 * T) == min(layers[1].computed_load)
-    assert line["collapsed_layers"] == 1  # by the leading experts it would be two
-    assert all(m.collapsed for m in layers)
+    for name in ("load_cv", "leading_cv", "experts_per_token", "entropy"):
+        assert line[name] == sum(getattr(m, name) for m in layers) / 2
+    assert line["min_load"] == 1 / T == min(layers[1].load)
+    assert line["leading_min_load"] == 0.0
+    assert (
+        line["collapsed_layers"] == line["collapsed_layers_paper"] == 1
+    )  # by the leading experts it would be two
     for entry, m in zip(line["layers"], layers, strict=True):
-        assert (entry["load"], entry["load_cv"]) == (m.computed_load, m.computed_cv)
-        assert (entry["top1_load"], entry["top1_cv"]) == (m.top1_load, m.top1_cv)
-        assert entry["soft_load"] == m.soft_load
+        for name in ("load", "load_cv", "leading_load", "leading_cv", "gate_load"):
+            assert entry[name] == getattr(m, name)
+    assert f"CV {line['load_cv']:.2f}  min load 0.003" in log.describe_load(line)
 
 
-def test_load_is_of_the_leading_experts_where_all_are_computed() -> None:
+def test_a_dense_layer_is_described_by_its_leading_experts() -> None:
     probs = torch.randn(300, 4, generator=torch.Generator().manual_seed(0)).softmax(-1)
     probs[:, 3] = 0.0
-    for selection in (Dense(), TopK(4)):  # it is the count that matters, not the policy's name
+    for selection in (Dense(), TopK(4)):  # the number of experts computed matters, not the policy's name
         m = metrics_of(probs, selection)
-        assert m.computed_cv == 0.0
         line = log.routing_line([m])
-        assert (line["load_cv"], line["min_load"], line["collapsed_layers"]) == (m.top1_cv, 0.0, 1)
-        assert line["layers"][0]["load"] == m.top1_load
+        assert (line["load_cv"], line["min_load"], line["collapsed_layers"]) == (0.0, 1.0, 0)
+        assert (line["leading_cv"], line["leading_min_load"]) == (m.leading_cv, 0.0)
+        assert log.describe_load(line) == f"leading CV {m.leading_cv:.2f}  leads at least 0.000"
     mixed = log.routing_line([m, metrics_of(probs, TopK(2))])
-    assert [entry["load"] == m.top1_load for entry in mixed["layers"]] == [True, False]
+    assert log.describe_load(mixed).startswith("CV ")
 
 
 def test_names_for_tensorboard() -> None:

@@ -20,8 +20,8 @@ from grmoe.model import GrmoeForCausalLM
 from grmoe.parallel.world import ParallelConfig, start
 from grmoe.routing import routers
 from grmoe.runs.config import TrainConfig
-from grmoe.runs.open import open_model
 from grmoe.runs.folder import read_log
+from grmoe.runs.open import open_model
 from grmoe.runs.state import gather
 from grmoe.train import loop, step
 from grmoe.train.loop import TrainingStopped, train

@@ -61,7 +61,7 @@ class Dialled:
         """Experts computed per token, the mean over layers."""
         self.model.reset_routing_metrics()
         self.run(alpha)
-        layers = [router.metrics.read().experts_computed for router in routers(self.model)]
+        layers = [router.counter.read().experts_per_token for router in routers(self.model)]
         return sum(layers) / len(layers)
 
     def alpha_for(self, experts: float) -> float:

@@ -41,7 +41,7 @@ def version(library: str) -> str:
         return str(getattr(importlib.import_module(library), "__version__", "unknown"))
 
 
-def device_name(device: torch.device) -> str:
+def describe_machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
@@ -54,7 +54,7 @@ def write_json(
     content = {
         "command": f"bench {command}",
         "command_line": sys.argv,
-        "device": device_name(device),
+        "device": describe_machine(device),
         "dtype": str(dtype).removeprefix("torch."),
         "rounds": rounds,
         "seed": SEED,

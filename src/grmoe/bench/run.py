@@ -12,8 +12,9 @@ import torch
 from grmoe import checks
 from grmoe.bench.measure import Contender, Result, Row, measure, parts, pick
 from grmoe.bench.plot import bars
-from grmoe.bench.report import device_name, ratio_table, row_table, write_json
+from grmoe.bench.report import describe_machine, ratio_table, row_table, write_json
 from grmoe.bench.shapes import Shape
+from grmoe.hardware import find_device
 from grmoe.tables import Table
 from grmoe.terminal import Progress, Steps, silent
 
@@ -59,7 +60,7 @@ class Plan(Generic[S]):
 
     @property
     def title(self) -> str:
-        return f"{self.benchmark.name}, {str(self.dtype).removeprefix('torch.')}, {device_name(self.device)}"
+        return f"{self.benchmark.name}, {str(self.dtype).removeprefix('torch.')}, {describe_machine(self.device)}"
 
     @property
     def numbers(self) -> Path:
@@ -105,18 +106,11 @@ def save(plan: Plan[S], results: list[Result]) -> dict[str, Path]:
     return {"Numbers": plan.numbers, "Figure": figure}
 
 
-def find_device(name: str | None) -> torch.device:
+def use_device(name: str | None) -> torch.device:
     """The named device, or the GPU where there is one. Makes a GPU the current device."""
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind, _, index = name.partition(":")
-    known = kind in ("cpu", "cuda") and (index or "0").isdigit()
-    checks.require(known, f"device must be cpu, cuda or cuda:N, got {name!r}")
-    if kind == "cpu":
-        return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    checks.require(int(index or 0) < gpus, f"device must be one of this machine's {gpus} GPUs, got {name!r}")
-    device = torch.device(kind, int(index or 0))
-    torch.cuda.set_device(device)
+    device = find_device(name or "auto")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
 
 

@@ -70,11 +70,11 @@ def _layer_command(name: str, text: str) -> Callable[..., None]:
         with shell("studies"):
             from importlib import import_module
 
-            from grmoe.bench.run import Benchmark, Plan, find_device, find_dtype
+            from grmoe.bench.run import Benchmark, Plan, find_dtype, use_device
             from grmoe.bench.shapes import parse_shape
 
             benchmark: Benchmark[Any] = import_module(f"grmoe.bench.{name.replace('-', '_')}").BENCHMARK
-            where = find_device(device)
+            where = use_device(device)
             defaults = benchmark.cuda_shapes if where.type == "cuda" else benchmark.cpu_shapes
             shapes = [parse_shape(type(defaults[0]), given) for given in shape or []] or list(defaults)
             plan = Plan(
@@ -174,10 +174,10 @@ def train_model(
 
         from grmoe.bench import train_model as bench
         from grmoe.bench.models import FORMS, ModelShape
-        from grmoe.bench.run import Plan, find_device, find_dtype
+        from grmoe.bench.run import Plan, find_dtype, use_device
         from grmoe.hardware import peak_flops
 
-        where = find_device(device)
+        where = use_device(device)
         precision = find_dtype(dtype, where)
         forms = tuple(form or (FORMS if where.type == "cuda" else ("eager",)))
         peak = peak_flops(where) if precision == torch.bfloat16 else None
@@ -216,9 +216,9 @@ def prefill(
     with shell("lm", "studies"):
         from grmoe.bench import prefill as bench
         from grmoe.bench.models import ModelShape
-        from grmoe.bench.run import Plan, find_device, find_dtype
+        from grmoe.bench.run import Plan, find_dtype, use_device
 
-        where = find_device(device)
+        where = use_device(device)
         plan = Plan(
             benchmark=bench.benchmark(form or ("graphs" if where.type == "cuda" else "eager")),
             shapes=[ModelShape.on(where, preset, batch, length)],

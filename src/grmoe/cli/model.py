@@ -67,7 +67,7 @@ def generate(
         torch.manual_seed(seed)
         network = loaded.model
         stream(network, loaded.tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature)
-        mean = sum(m.experts_computed for m in network.routing_metrics()) / len(network.alpha)
+        mean = sum(m.experts_per_token for m in network.routing_metrics()) / len(network.alpha)
         dial = ", ".join(f"{a:g}" for a in dict.fromkeys(network.alpha))
         note(f"α = {dial}: {mean:.2f} experts per token and layer")
 

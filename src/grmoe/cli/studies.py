@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from grmoe.cli.shell import shell
-from grmoe.terminal import console, say_all, say_written, show_progress
+from grmoe.terminal import console, say, say_all, say_written, show_progress
 
 
 def synthetic(
@@ -37,6 +37,7 @@ def synthetic(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Training steps.", show_default="the study's own")
     ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
 ) -> None:
     """Run the paper's synthetic routing study: nine methods, the Bayes oracle, and the dial.
 
@@ -48,12 +49,13 @@ def synthetic(
     Example: [bold]grmoe synthetic --setting easy --method grmoe --method softmax_top1 --seeds 10[/]
     """
     with shell("studies", continues=True):
+        from grmoe.hardware import find_device
         from grmoe.studies.synthetic.figure import draw
         from grmoe.studies.synthetic.methods import find_methods
-        from grmoe.studies.synthetic.report import rich_table, write_results
+        from grmoe.studies.synthetic.report import NOTES, rich_table, write_results
         from grmoe.studies.synthetic.study import QUICK_METHODS, SETTINGS, Config, run_setting
 
-        config = Config.quick() if quick else Config()
+        config = replace(Config.quick() if quick else Config(), device=find_device(device).type)
         if seeds is not None:
             config = replace(config, seeds=seeds)
         if steps is not None:
@@ -78,6 +80,7 @@ def synthetic(
         figures = [draw(result, out / f"synthetic-{result.setting.name}.png") for result in results]
         for result in results:
             console.print(rich_table(result))
+        say(NOTES)
         say_written(Numbers=write_results(results, config, out))
         for figure in figures:
             say_written(Figure=figure)

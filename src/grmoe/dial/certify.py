@@ -14,7 +14,7 @@ from grmoe.certificates import entropy_bounds
 from grmoe.experts.bounds import output_gains
 from grmoe.layer import MoE
 from grmoe.model import GrmoeForCausalLM
-from grmoe.probe.routing import layer_inputs, moe_layers, recorded
+from grmoe.probe.routing import layer_inputs, moe_layers
 from grmoe.probe.windows import Text
 
 TOKENS = 1024
@@ -61,7 +61,7 @@ def certify(model: GrmoeForCausalLM, text: Text) -> list[LayerCertificate]:
 
 @torch.no_grad()
 def _certify(layer: MoE, block: int, x_TD: Tensor) -> LayerCertificate:
-    with recorded(layer):  # metrics do not count this pass
+    with layer.router.uncounted():
         y_TD, routing = layer.run(x_TD)
     routed_TD = layer.compute(x_TD, routing)  # without shared experts, which truncation does not touch
     bounded = layer.truncation(x_TD, routing, y_TD, output_gains(layer.experts))

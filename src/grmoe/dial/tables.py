@@ -9,8 +9,8 @@ from grmoe.dial.frontier import Gain
 from grmoe.dial.results import Check, DialResults, PointResult, Result
 from grmoe.dial.speed import Speed
 from grmoe.dial.target import Target
+from grmoe.hardware import device_name
 from grmoe.probe.losses import verdict
-from grmoe.runs.results import device_name
 from grmoe.tables import Table, percent, span
 
 CARD_POINTS = 3  # of the frontier, in the model card

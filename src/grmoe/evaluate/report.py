@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from grmoe.evaluate.results import Evaluation, Point, Result, show_alpha
-from grmoe.runs.results import device_name, save_results
+from grmoe.hardware import device_name
+from grmoe.runs.results import save_results
 from grmoe.tables import Table, with_error
 
 

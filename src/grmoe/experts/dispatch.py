@@ -3,7 +3,7 @@
 Its length is a static bound, A = T · (most experts a token may have), so that building it reads nothing on the
 host; how many of its rows are real stands in the last offset. Any number of experts a token fits, none included.
 
-Legend: T tokens, N experts, A rows of the list, M most experts of a token, D model width.
+Legend: T tokens, N experts, A rows of the list, M most experts per token, D model width.
     pair_A     token · M + slot of a row, its place in the token's list (0 on unused rows)
     token_A    which token a row belongs to (0 on unused rows)
     expert ends: rows [offset_N[e−1], offset_N[e]) are expert e's, rows past offset_N[−1] are unused
@@ -38,37 +38,40 @@ class Dispatch:
         return len(self.token_A)
 
     @classmethod
-    def build(cls, weights_TN: Tensor, selected_TN: Tensor, most: int, *, kernels: bool = False) -> Dispatch:
-        """From combine weights and the selection mask; `most` bounds the experts of a token.
+    def build(
+        cls, weights_TN: Tensor, selected_TN: Tensor, max_experts: int, *, kernels: bool = False
+    ) -> Dispatch:
+        """From combine weights and the selection mask; `max_experts` bounds the experts of a token.
 
         Positions come from running counts over tokens (row within an expert) and over experts (slot within a
         token): integer arithmetic, so the list is the same every time, and no sort. kernels: by Triton.
         """
         T, N = selected_TN.shape
-        checks.require(1 <= most <= N, f"most must be between 1 and {N}, got {most}")
+        M = max_experts
+        checks.require(1 <= M <= N, f"max_experts must be between 1 and {N}, got {M}")
         if kernels:
             from grmoe.kernels.dispatch import dispatch
 
             return attempt(
                 "dispatch",
-                lambda: cls(*dispatch(weights_TN, selected_TN, most)),
-                lambda: cls.build(weights_TN, selected_TN, most),
+                lambda: cls(*dispatch(weights_TN, selected_TN, M)),
+                lambda: cls.build(weights_TN, selected_TN, M),
             )
-        A, device = T * most, selected_TN.device
+        A, device = T * M, selected_TN.device
         count_TN = selected_TN.long()
         offset_N = count_TN.sum(0).cumsum(0)
         start_N = offset_N - count_TN.sum(0)
         row_TN = start_N + count_TN.cumsum(0) - 1
         rank_TN = count_TN.cumsum(1) - 1
-        pair_TN = torch.arange(T, device=device).unsqueeze(1) * most + rank_TN
+        pair_TN = torch.arange(T, device=device).unsqueeze(1) * M + rank_TN
         # Unselected pairs write into one spare place behind the end, which is cut off.
         row_TN = torch.where(selected_TN, row_TN, A)
         pair_A = torch.zeros(A + 1, dtype=torch.long, device=device)
         pair_A = pair_A.scatter(0, row_TN.flatten(), pair_TN.flatten())[:A]
-        rank_TN = torch.where(selected_TN, rank_TN, most)
-        slot_TM = torch.full((T, most + 1), A, device=device).scatter(1, rank_TN, row_TN)[:, :most]
-        weight_TM = weights_TN.new_zeros(T, most + 1).scatter(1, rank_TN, weights_TN)[:, :most]
-        return cls(pair_A // most, pair_A, offset_N.to(torch.int32), slot_TM, weight_TM)
+        rank_TN = torch.where(selected_TN, rank_TN, M)
+        slot_TM = torch.full((T, M + 1), A, device=device).scatter(1, rank_TN, row_TN)[:, :M]
+        weight_TM = weights_TN.new_zeros(T, M + 1).scatter(1, rank_TN, weights_TN)[:, :M]
+        return cls(pair_A // M, pair_A, offset_N.to(torch.int32), slot_TM, weight_TM)
 
 
 def gather(x_TD: Tensor, dispatch: Dispatch) -> Tensor:

@@ -3,7 +3,7 @@
 Tokens are cut into chunks, one a program. The first kernel counts each chunk's assignments for every expert; in
 the second each program adds up the counts before it, which gives its first row with every expert.
 
-Legend: T tokens, N experts (padded to a power of two), A rows of the list, M most experts of a token, P chunks,
+Legend: T tokens, N experts (padded to a power of two), A rows of the list, M most experts per token, P chunks,
 B tokens of a tile.
 """
 
@@ -112,10 +112,12 @@ def spread_kernel(grad_ptr, selected_ptr, out_ptr, num_tokens, num_experts: tl.c
     )
 
 
-def _forward(weights: Tensor, selected: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _forward(
+    weights: Tensor, selected: Tensor, max_experts: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(token_A, pair_A, offset_N, slot_TM, weight_TM), all int32 but the weights."""
-    (T, N), M = selected.shape, most
-    token, pair, offset, slot, weight = outputs = _outputs(weights, selected, most)
+    (T, N), M = selected.shape, max_experts
+    token, pair, offset, slot, weight = outputs = _outputs(weights, selected, max_experts)
     if T == 0:
         offset.zero_()
         return outputs
@@ -168,9 +170,9 @@ def _(grad: Tensor, selected: Tensor) -> Tensor:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, selected: Tensor, most: int) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, weights: Tensor, selected: Tensor, max_experts: int) -> tuple[Tensor, ...]:
         run = _forward_op if torch.compiler.is_compiling() else _forward
-        token, pair, offset, slot, weight = run(weights, selected, most)
+        token, pair, offset, slot, weight = run(weights, selected, max_experts)
         ctx.save_for_backward(selected)
         ctx.mark_non_differentiable(token, pair, offset, slot)
         return token, pair, offset, slot, weight
@@ -187,7 +189,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 def dispatch(
-    weights_TN: Tensor, selected_TN: Tensor, most: int
+    weights_TN: Tensor, selected_TN: Tensor, max_experts: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(token_A, pair_A, offset_N, slot_TM, weight_TM), differentiable in the weights."""
-    return _Dispatch.apply(weights_TN, selected_TN, most)
+    return _Dispatch.apply(weights_TN, selected_TN, max_experts)

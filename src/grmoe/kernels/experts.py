@@ -4,7 +4,7 @@ The forward keeps the pre-activations alone (and x); the backward recomputes the
 of a combine weight as ⟨∂y·W_down, h⟩, so that neither the experts' outputs nor the activations are stored. Unless
 the graph is kept for another backward, the gradient of the pre-activations is written over them.
 
-Legend: T tokens, D model width, N experts, A rows of the list, M most experts of a token, I expert width.
+Legend: T tokens, D model width, N experts, A rows of the list, M most experts per token, I expert width.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _forward(
     energy_scale: float,
     posterior: bool,
     mode: int,
-    most: int,
+    max_experts: int,
     limit: float,
     renormalize: bool,
     packed: Tensor | None = None,
@@ -120,7 +120,7 @@ def _forward(
         *(T, energy_scale, limit),
     )
     diagonal = log_kappa is not None and log_kappa.ndim == 2
-    shape, choice = (D, K, p.columns, N), (diagonal, posterior, mode, most, renormalize)
+    shape, choice = (D, K, p.columns, N), (diagonal, posterior, mode, max_experts, renormalize)
 
     def plain() -> None:
         tiles = tiled(x, t.tokens, t.width)
@@ -304,9 +304,21 @@ def _(
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Tensor, log_kappa: Tensor | None, prior: Tensor, alpha: Tensor,
-                energy_scale: float, posterior: bool, mode: int, most: int, limit: float,
+                energy_scale: float, posterior: bool, mode: int, max_experts: int, limit: float,
                 renormalize: bool, packed: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
-        args = (x, matrix, log_kappa, prior, alpha, energy_scale, posterior, mode, most, limit, renormalize)
+        args = (
+            x,
+            matrix,
+            log_kappa,
+            prior,
+            alpha,
+            energy_scale,
+            posterior,
+            mode,
+            max_experts,
+            limit,
+            renormalize,
+        )
         # The operator must not return its input, so it packs; the compiler's user pays a few microseconds.
         results = _forward_op(*args) if torch.compiler.is_compiling() else _forward(*args, packed)
         logits, probs, weights, selected, zero, norm, packed = results
@@ -346,7 +358,7 @@ def gate(
     energy_scale: float = 1.0,
     posterior: bool = True,
     mode: int = DENSE,
-    most: int,
+    max_experts: int,
     limit: float = 2.0,
     renormalize: bool,
     packed: Tensor | None = None,
@@ -356,7 +368,7 @@ def gate(
     Differentiable in x, matrix, log_kappa and the prior.
 
     matrix: frames (N, D, K) with log_kappa (N,) or (N, K), or linear weights (N, D) with None.
-    mode: DENSE; LARGEST takes experts by probability, at most `most`, while the mass before is under `limit`;
+    mode: DENSE; LARGEST takes experts by probability, at most `max_experts`, while the mass before is under `limit`;
     ABOVE takes all of probability at least `limit`, and the largest.
     packed: `pack(matrix, x.dtype, square)` where the caller knows that the matrix has not changed since.
     """
@@ -371,7 +383,7 @@ def gate(
         energy_scale,
         posterior,
         mode,
-        most,
+        max_experts,
         limit,
         renormalize,
         packed,

@@ -89,7 +89,7 @@ def finish_gate(
     sums_BN, norm_B, token, expert, log_kappa_ptr, prior_ptr, alpha_ptr,
     logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, limit,
     num_experts: tl.constexpr, SQUARE: tl.constexpr, DIAGONAL: tl.constexpr, POSTERIOR: tl.constexpr,
-    MODE: tl.constexpr, MOST: tl.constexpr, RENORMALIZE: tl.constexpr,
+    MODE: tl.constexpr, MAX_EXPERTS: tl.constexpr, RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """From the sums over directions and ‖x‖² to everything the gate returns, for a tile of tokens."""
     real_N = expert < num_experts
@@ -107,7 +107,7 @@ def finish_gate(
     else:
         logits_BN = alpha * scores_BN + prior_N[None, :]
     probs_BN = softmax_BN(tl.where(real_N[None, :], logits_BN, float("-inf")))
-    chosen_BN = select_BN(probs_BN, expert, real_N, limit, MODE, MOST)
+    chosen_BN = select_BN(probs_BN, expert, real_N, limit, MODE, MAX_EXPERTS)
     weights_BN = weigh_BN(probs_BN, chosen_BN, RENORMALIZE)
 
     inside = (token < num_tokens)[:, None] & real_N[None, :]
@@ -145,7 +145,7 @@ def gate_kernel(
     DIAGONAL: tl.constexpr,
     POSTERIOR: tl.constexpr,
     MODE: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_EXPERTS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
     NP: tl.constexpr,
@@ -197,7 +197,7 @@ def gate_kernel(
     finish_gate(
         sums_BN, norm_B, token, expert, log_kappa_ptr, prior_ptr, alpha_ptr,
         logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, limit,
-        num_experts, SQUARE, DIAGONAL, POSTERIOR, MODE, MOST, RENORMALIZE,
+        num_experts, SQUARE, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS, RENORMALIZE,
     )  # fmt: skip
     if first == 0:
         tl.store(aux_ptr, 0.0)

@@ -55,7 +55,7 @@ def _sum_directions(
 def _multiply(
     HALF: gl.constexpr, tiles, first, log_kappa_ptr, prior_ptr, alpha_ptr, results, num_tokens, energy_scale, limit,
     D: gl.constexpr, K: gl.constexpr, C: gl.constexpr, num_experts: gl.constexpr, DIAGONAL: gl.constexpr,
-    POSTERIOR: gl.constexpr, MODE: gl.constexpr, MOST: gl.constexpr, RENORMALIZE: gl.constexpr, NP: gl.constexpr,
+    POSTERIOR: gl.constexpr, MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr, RENORMALIZE: gl.constexpr, NP: gl.constexpr,
     BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Four warps: one half of the tile's tokens against all experts."""
@@ -102,7 +102,7 @@ def _multiply(
     finish_gate(
         sums_BN, norm_B, token, expert, log_kappa_ptr, prior_ptr, alpha_ptr,
         logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, limit,
-        num_experts, True, DIAGONAL, POSTERIOR, MODE, MOST, RENORMALIZE,
+        num_experts, True, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS, RENORMALIZE,
     )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def gate_kernel(
     log_kappa_ptr, prior_ptr, alpha_ptr, logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, aux_ptr,
     num_tokens, energy_scale, limit,
     D: gl.constexpr, K: gl.constexpr, C: gl.constexpr, num_experts: gl.constexpr, DIAGONAL: gl.constexpr,
-    POSTERIOR: gl.constexpr, MODE: gl.constexpr, MOST: gl.constexpr, RENORMALIZE: gl.constexpr, NP: gl.constexpr,
+    POSTERIOR: gl.constexpr, MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr, RENORMALIZE: gl.constexpr, NP: gl.constexpr,
     BT: gl.constexpr, BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program: BT = 128 tokens against all experts."""
@@ -132,11 +132,11 @@ def gate_kernel(
         [
             (_multiply, (
                 0, tiles, first, log_kappa_ptr, prior_ptr, alpha_ptr, results, num_tokens, energy_scale, limit,
-                D, K, C, num_experts, DIAGONAL, POSTERIOR, MODE, MOST, RENORMALIZE, NP, BC, BD, STAGES,
+                D, K, C, num_experts, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS, RENORMALIZE, NP, BC, BD, STAGES,
             )),
             (_multiply, (
                 1, tiles, first, log_kappa_ptr, prior_ptr, alpha_ptr, results, num_tokens, energy_scale, limit,
-                D, K, C, num_experts, DIAGONAL, POSTERIOR, MODE, MOST, RENORMALIZE, NP, BC, BD, STAGES,
+                D, K, C, num_experts, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS, RENORMALIZE, NP, BC, BD, STAGES,
             )),
             (_fetch, (x_desc, packed_desc, tiles, first, D, C, BC, BD, STAGES)),
         ],

@@ -1,6 +1,6 @@
-"""Routing metrics and the balanced prior's load in two kernels, the sums of `grmoe.routing.metrics`.
+"""`routing_sums` and `prior_shares` (`grmoe.routing.metrics` and `counting`, the references) in two kernels.
 
-Each program sums its chunk of tokens; one program adds the partial sums to the accumulators, in order, so that
+Each program sums its chunk of tokens. Then one program adds the partial sums to the accumulators in order, so that
 the same gates give the same bits.
 
 Legend: T tokens, N experts (padded to a power of two), P chunks, B tokens of a tile.
@@ -23,25 +23,21 @@ CHUNKS = 256
 
 @triton.jit(do_not_specialize=["num_tokens", "chunk"])
 def partial_kernel(
-    probs_ptr, weights_ptr, selected_ptr, soft_ptr, top1_ptr, load_ptr, share_ptr, scalar_ptr, num_tokens, chunk,
+    probs_ptr, weights_ptr, selected_ptr, gate_ptr, led_ptr, received_ptr, share_ptr, scalar_ptr, num_tokens, chunk,
     DENSE: tl.constexpr, num_experts: tl.constexpr, NP: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk: Σ gate, leading experts, computed experts, prior shares (P, N) and, all Σ, entropy, 1/Σg²,
-    computed, tokens, bad (P, 8)."""
+    """Sums of one chunk. (P, N): gate probabilities, led tokens, received tokens, prior shares.
+    (P, 4): entropy, 1/Σg², tokens, non-finite tokens."""
     program, expert = tl.program_id(0), tl.arange(0, NP)
     real_N = expert < num_experts
-    soft_N, top1_N, load_N, share_N = (
+    gate_N, led_N, received_N, share_N = (
         tl.zeros((NP,), tl.float32),
         tl.zeros((NP,), tl.float32),
         tl.zeros((NP,), tl.float32),
         tl.zeros((NP,), tl.float32),
     )
     entropy_B, inverse_B = tl.zeros((B,), tl.float32), tl.zeros((B,), tl.float32)
-    computed_B, tokens_B, bad_B = (
-        tl.zeros((B,), tl.float32),
-        tl.zeros((B,), tl.float32),
-        tl.zeros((B,), tl.float32),
-    )
+    tokens_B, bad_B = tl.zeros((B,), tl.float32), tl.zeros((B,), tl.float32)
     end = tl.minimum(num_tokens, (program + 1) * chunk)
     for start in range(0, chunk, B):
         token = program * chunk + start + tl.arange(0, B)
@@ -54,19 +50,18 @@ def partial_kernel(
         counted_B = finite_B & (token < end)
         probs_BN = tl.where(counted_B[:, None], probs_BN, 0.0)
         chosen_BN = (tl.load(selected_ptr + place, mask=inside, other=0) != 0) & counted_B[:, None]
-        soft_N += tl.sum(probs_BN, axis=0)
+        gate_N += tl.sum(probs_BN, axis=0)
         log_BN = tl.log(tl.where(probs_BN > 0, probs_BN, 1.0))
         entropy_B -= tl.sum(probs_BN * log_BN, axis=1)
         square_B = tl.sum(probs_BN * probs_BN, axis=1)
         inverse_B += tl.where(counted_B, 1.0 / tl.maximum(square_B, 1e-30), 0.0)
-        load_N += tl.sum(chosen_BN.to(tl.float32), axis=0)
+        received_N += tl.sum(chosen_BN.to(tl.float32), axis=0)
         each_B = tl.sum(chosen_BN.to(tl.float32), axis=1)
-        computed_B += each_B
         tokens_B += counted_B.to(tl.float32)
         bad_B += ((finite_B == 0) & (token < end)).to(tl.float32)
         value_BN = tl.where(chosen_BN, weights_BN, -1.0)
         first_B = _first_largest(value_BN, expert)
-        top1_N += tl.sum(
+        led_N += tl.sum(
             ((expert[None, :] == first_B[:, None]) & (each_B > 0)[:, None]).to(tl.float32), axis=0
         )
         if DENSE:
@@ -75,15 +70,14 @@ def partial_kernel(
         else:
             share_BN = chosen_BN.to(tl.float32) / tl.maximum(each_B, 1.0)[:, None]
         share_N += tl.sum(share_BN, axis=0)
-    tl.store(soft_ptr + program * NP + expert, soft_N)
-    tl.store(top1_ptr + program * NP + expert, top1_N)
-    tl.store(load_ptr + program * NP + expert, load_N)
+    tl.store(gate_ptr + program * NP + expert, gate_N)
+    tl.store(led_ptr + program * NP + expert, led_N)
+    tl.store(received_ptr + program * NP + expert, received_N)
     tl.store(share_ptr + program * NP + expert, share_N)
-    tl.store(scalar_ptr + program * 8 + 0, tl.sum(entropy_B, axis=0))
-    tl.store(scalar_ptr + program * 8 + 1, tl.sum(inverse_B, axis=0))
-    tl.store(scalar_ptr + program * 8 + 2, tl.sum(computed_B, axis=0))
-    tl.store(scalar_ptr + program * 8 + 3, tl.sum(tokens_B, axis=0))
-    tl.store(scalar_ptr + program * 8 + 4, tl.sum(bad_B, axis=0))
+    tl.store(scalar_ptr + program * 4 + 0, tl.sum(entropy_B, axis=0))
+    tl.store(scalar_ptr + program * 4 + 1, tl.sum(inverse_B, axis=0))
+    tl.store(scalar_ptr + program * 4 + 2, tl.sum(tokens_B, axis=0))
+    tl.store(scalar_ptr + program * 4 + 3, tl.sum(bad_B, axis=0))
 
 
 @triton.jit
@@ -98,47 +92,38 @@ def _column_sums(ptr, stride, index, chunks, inside):
     return tl.sum(value.to(tl.float64), axis=0)
 
 
+@triton.jit
+def _add_column_sums(place, ptr, stride, index, chunks, inside, real):
+    total = tl.load(place, mask=real) + _column_sums(ptr, stride, index, chunks, inside)
+    tl.store(place, total, mask=real)
+
+
 @triton.jit(do_not_specialize=["programs"])
 def accumulate_kernel(
-    soft_ptr, top1_ptr, load_ptr, share_ptr, scalar_ptr, sums_ptr, prior_ptr, programs,
+    gate_ptr, led_ptr, received_ptr, share_ptr, scalar_ptr, sums_ptr, prior_ptr, programs,
     PRIOR: tl.constexpr, num_experts: tl.constexpr, NP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """sums += the batch's sums; prior_sums += its shares and tokens. One program."""
-    chunks, expert, column = tl.arange(0, P), tl.arange(0, NP), tl.arange(0, 8)
-    inside_PN = (chunks < programs)[:, None] & (expert < num_experts)[None, :]
-    inside_P8 = (chunks < programs)[:, None] & (column < 5)[None, :]
-    real_N = expert < num_experts
-    place = sums_ptr + expert
-    tl.store(
-        place,
-        tl.load(place, mask=real_N) + _column_sums(soft_ptr, NP, expert, chunks, inside_PN),
-        mask=real_N,
-    )
-    place = sums_ptr + num_experts + expert
-    tl.store(
-        place,
-        tl.load(place, mask=real_N) + _column_sums(top1_ptr, NP, expert, chunks, inside_PN),
-        mask=real_N,
-    )
-    place = sums_ptr + 2 * num_experts + expert
-    tl.store(
-        place,
-        tl.load(place, mask=real_N) + _column_sums(load_ptr, NP, expert, chunks, inside_PN),
-        mask=real_N,
-    )
-    scalar_8 = _column_sums(scalar_ptr, 8, column, chunks, inside_P8)
+    chunks, expert, column = tl.arange(0, P), tl.arange(0, NP), tl.arange(0, 4)
+    real_N, real_P = expert < num_experts, chunks < programs
+    inside_PN = real_P[:, None] & real_N[None, :]
+    _add_column_sums(sums_ptr + expert, gate_ptr, NP, expert, chunks, inside_PN, real_N)
+    _add_column_sums(sums_ptr + num_experts + expert, led_ptr, NP, expert, chunks, inside_PN, real_N)
+    _add_column_sums(sums_ptr + 2 * num_experts + expert, received_ptr, NP, expert, chunks, inside_PN, real_N)
+    inside_P4 = real_P[:, None] & (column < 4)[None, :]
+    scalar_4 = _column_sums(scalar_ptr, 4, column, chunks, inside_P4)
     place = sums_ptr + 3 * num_experts + column
-    tl.store(place, tl.load(place, mask=column < 5) + scalar_8, mask=column < 5)
+    tl.store(place, tl.load(place) + scalar_4)
     if PRIOR:
         share_N = _column_sums(share_ptr, NP, expert, chunks, inside_PN)
         tl.store(
             prior_ptr + expert, tl.load(prior_ptr + expert, mask=real_N) + share_N.to(tl.float32), mask=real_N
         )
-        tokens = tl.sum(tl.where(column == 3, scalar_8, 0.0), axis=0).to(tl.float32)
+        tokens = tl.sum(tl.where(column == 2, scalar_4, 0.0), axis=0).to(tl.float32)
         tl.store(prior_ptr + num_experts, tl.load(prior_ptr + num_experts) + tokens)
 
 
-def _record(
+def _add_counts(
     probs: Tensor,
     weights: Tensor,
     selected: Tensor,
@@ -153,31 +138,22 @@ def _record(
     NP, tile = power_of_2(N), token_tile(N)
     chunk = ceil_div(ceil_div(T, CHUNKS), tile) * tile
     programs = ceil_div(T, chunk)
-    partial = torch.empty(programs * (4 * NP + 8), dtype=torch.float32, device=probs.device)
-    soft, top1, load, share, scalar = partial.split([programs * NP] * 4 + [programs * 8])
+    partial = torch.empty(programs * (4 * NP + 4), dtype=torch.float32, device=probs.device)
+    sections = partial.split([programs * NP] * 4 + [programs * 4])
     marks = selected.contiguous().view(torch.uint8)
-    args: tuple[Any, ...] = (
-        probs.contiguous(),
-        weights.contiguous(),
-        marks,
-        soft,
-        top1,
-        load,
-        share,
-        scalar,
-        T,
-        chunk,
-    )
+    args: tuple[Any, ...] = (probs.contiguous(), weights.contiguous(), marks, *sections, T, chunk)
     launch(partial_kernel, (programs,), args, (dense, N, NP, tile))
-    args = (soft, top1, load, share, scalar, sums, prior_sums, programs)
+    args = (*sections, sums, prior_sums, programs)
     launch(accumulate_kernel, (1,), args, (prior, N, NP, power_of_2(programs)))
 
 
-_record_op = torch.library.custom_op("grmoe::record", _record, mutates_args=("sums", "prior_sums"))
-_record_op.register_fake(lambda *_: None)
+_add_counts_op = torch.library.custom_op(
+    "grmoe::add_counts", _add_counts, mutates_args=("sums", "prior_sums")
+)
+_add_counts_op.register_fake(lambda *_: None)
 
 
-def record(
+def add_counts(
     probs_TN: Tensor,
     weights_TN: Tensor,
     selected_TN: Tensor,
@@ -187,6 +163,6 @@ def record(
     prior: bool,
     dense: bool,
 ) -> None:
-    """Adds gates to the accumulators; `prior` says whether the prior's load is kept too."""
-    run = _record_op if torch.compiler.is_compiling() else _record
+    """Add one pass to `sums`, and with `prior` to `prior_sums`. dense: the prior counts leading experts."""
+    run = _add_counts_op if torch.compiler.is_compiling() else _add_counts
     run(probs_TN, weights_TN, selected_TN, sums, prior_sums, prior, dense)

@@ -2,7 +2,7 @@
 
 Programs past the last used row stop at once, so that the time follows the experts really computed.
 
-Legend: T tokens, D model width, A rows of the list, M most experts of a token, I expert width; B… tile sizes.
+Legend: T tokens, D model width, A rows of the list, M most experts per token, I expert width; B… tile sizes.
 """
 
 from __future__ import annotations

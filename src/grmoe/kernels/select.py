@@ -23,8 +23,8 @@ def softmax_BN(logits_BN):
 
 
 @triton.jit
-def select_BN(probs_BN, index_N, real_N, limit, MODE: tl.constexpr, MOST: tl.constexpr):
-    """Which experts are computed, as 0/1. LARGEST takes at most MOST while the mass before is under `limit`.
+def select_BN(probs_BN, index_N, real_N, limit, MODE: tl.constexpr, MAX_EXPERTS: tl.constexpr):
+    """Which experts are computed, as 0/1. LARGEST takes at most MAX_EXPERTS while the mass before is under `limit`.
 
     Ties go to the lower index. A row of NaN counts as all zero, so that it too has an expert.
     """
@@ -42,7 +42,7 @@ def select_BN(probs_BN, index_N, real_N, limit, MODE: tl.constexpr, MOST: tl.con
         return (chosen_BN & real_N[None, :]).to(tl.int32)
     chosen_BN = (left_BN > 2.0).to(tl.int32)  # nobody: zeros in whatever layout the caller's tile has
     mass_B = tl.sum(chosen_BN, axis=1).to(tl.float32)
-    for _ in range(MOST):
+    for _ in range(MAX_EXPERTS):
         best_B = tl.max(left_BN, axis=1)
         first_B = tl.min(tl.where(left_BN == best_B[:, None], index_N[None, :], probs_BN.shape[1]), axis=1)
         take_BN = (index_N[None, :] == first_B[:, None]) & (mass_B < limit)[:, None]

@@ -1,13 +1,13 @@
-"""What a GrMoE language model is made of, as the JSON next to its weights says it."""
+"""The configuration of a GrMoE language model: the `config.json` beside its weights."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedConfig
 
 try:
+    from grmoe import checks
     from grmoe.routing import ROUTERS, Dense, Mass, Selection, Threshold, TopK
 except ImportError:  # this file travels with exported models to where grmoe is not installed
     from .grmoe_routing import (  # type: ignore[import-not-found, no-redef]
@@ -17,79 +17,99 @@ except ImportError:  # this file travels with exported models to where grmoe is 
         Selection,
         Threshold,
         TopK,
+        checks,
     )
 
 SELECTIONS = ("topk", "mass", "threshold", "dense")
-# Routers that choose by themselves, and the experts a token can then get (None: all of them).
+# Routers that choose by themselves, and the most experts a token can then get (None: all of them).
 OWN_CHOICE: dict[str, int | None] = {"switch": 1, "hash": 1, "expert_choice": None, "soft_moe": None}
-# These look at later tokens: a causal model would train on what it has to predict.
+# These look at later tokens: a causal model would train on what it must predict.
 NOT_CAUSAL = ("expert_choice", "soft_moe")
-# Hugging Face names the inner function, we name the layer it makes.
+# Hugging Face names the inner function, `grmoe.MoE` the layer built from it.
 ACTIVATIONS: dict[str, Literal["swiglu", "gelu"]] = {"silu": "swiglu", "gelu": "gelu"}
 
 
 class GrmoeConfig(PreTrainedConfig):
-    """Configuration of `GrmoeModel` and `GrmoeForCausalLM`.
-
-    hidden_act: "silu" (or "swiglu", the same) for gated feed-forwards, "gelu" for the standard two-layer ones; dense
-        blocks and experts alike.
-    intermediate_size, moe_intermediate_size: width of a dense feed-forward and of an expert. Default 4·hidden_size,
-        and half of it: two experts cost what a dense block costs.
-    moe_every: every n-th block has experts: 1 all of them, 2 the even ones counted from one, as in the paper.
-    num_experts_per_tok: K, the most experts a token is computed by. Default: 2, or what selection and router imply.
-    router: a name of `grmoe.routing.ROUTERS`; router_options: further arguments of that router.
-    router_rank, router_kappa: k_r (default hidden_size // num_experts, the paper's rule) and the concentration at the
-        start (default: the router's own).
-    selection: "topk", "mass" (fewest experts that reach probability selection_tau, at most K), "threshold" (experts of
-        at least selection_tau) or "dense". selection_tau: default 0.9 for mass, 1/N for threshold.
-    norm_topk_prob: scale the kept weights back to sum one. Default: yes, except at K = 1, where the router would get no
-        gradient.
-    alpha: the dial, one number or one for each MoE layer. The only place where it is stored.
-    shared_experts: so many experts of the same width that every token goes through.
-    router_aux_loss_coef: multiplies the sum of the routers' own losses, which carry their coefficients already.
-    allow_noncausal_router: accept Expert Choice and Soft MoE in a causal model, to compare losses.
-    """
+    """Configuration of `GrmoeModel` and `GrmoeForCausalLM`. Each field is described below it."""
 
     model_type = "grmoe"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
 
     vocab_size: int = 50257
+    """Size of the vocabulary."""
     hidden_size: int = 768
+    """Model width."""
     intermediate_size: int | None = None
+    """Width of a dense feed-forward. Default: 4·hidden_size."""
     moe_intermediate_size: int | None = None
+    """Width of an expert. Default: intermediate_size // 2, so that two experts cost what a dense block costs."""
     num_hidden_layers: int = 12
+    """Number of blocks."""
     num_attention_heads: int = 12
+    """Attention heads per block."""
     num_key_value_heads: int | None = None
+    """Key and value heads per block (grouped-query attention). Default: num_attention_heads."""
     head_dim: int | None = None
+    """Width of a head, even. Default: hidden_size // num_attention_heads."""
     hidden_act: str = "silu"
+    """"silu" (or "swiglu", the same) for gated feed-forwards, "gelu" for two-layer ones. Holds for dense blocks and
+    experts."""
     max_position_embeddings: int = 1024
+    """Longest sequence the model is made for, in tokens."""
     rope_parameters: dict[str, Any] | None = None
+    """Options of the rotary embedding, as in Hugging Face models."""
     initializer_range: float = 0.02
+    """Standard deviation of new weights."""
     rms_norm_eps: float = 1e-5
+    """Epsilon of the RMS norms."""
     use_cache: bool = True
+    """Return a key-value cache."""
     pad_token_id: int | None = None
+    """Id of the padding token."""
     bos_token_id: int | None = None
+    """Id of the first token of a text."""
     eos_token_id: int | list[int] | None = None
+    """Id or ids of the token that ends a text."""
     tie_word_embeddings: bool = False
+    """Use one matrix for input and output embeddings."""
     attention_bias: bool = False
+    """Add biases to the attention projections."""
     attention_dropout: float = 0.0
+    """Dropout of attention weights in training."""
 
     moe_every: int = 2
+    """Every n-th block has experts: 1 all of them, 2 the even ones counted from one, as in the paper."""
     num_experts: int = 8
+    """N, experts per MoE layer."""
     num_experts_per_tok: int | None = None
+    """K, the most experts that compute a token. Default: 2, or what selection and router imply."""
     router: str = "grassmann"
+    """A name of `grmoe.routing.ROUTERS`."""
     router_rank: int | None = None
+    """k, the rank of an expert's subspace. Default: hidden_size // num_experts, the paper's rule."""
     router_kappa: float | None = None
+    """Concentration at the start. Default: the router's own."""
     router_options: dict[str, Any] | None = None
+    """Further arguments of the router. For "hash", `seed` may be one number (layer i adds i) or a list with one per MoE
+    layer. For "soft_moe", `slots` fixes the slots per expert; by default a sequence of T tokens uses T/N."""
     selection: str = "topk"
+    """"topk", "mass" (the fewest experts that reach probability selection_tau, at most K), "threshold" (experts with at
+    least selection_tau) or "dense"."""
     selection_tau: float | None = None
+    """τ of "mass" and "threshold". Default: 0.9 and 1/N."""
     norm_topk_prob: bool | None = None
+    """Scale the kept weights back to sum one. Default: yes, except at K = 1, where the router would get no gradient."""
     alpha: float | list[float] = 1.0
+    """The dial: one number, or one per MoE layer. It is stored only here, not with the weights."""
     shared_experts: int = 0
+    """Experts of the same width that compute every token."""
     output_router_logits: bool = False
+    """Return the routers' logits and their loss."""
     router_aux_loss_coef: float = 1.0
+    """Multiplies the sum of the routers' own losses, which already carry their coefficients."""
     allow_noncausal_router: bool = False
+    """Accept Expert Choice and Soft MoE, which look at later tokens, in order to compare losses."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.hidden_act = "silu" if self.hidden_act == "swiglu" else self.hidden_act
@@ -112,12 +132,18 @@ class GrmoeConfig(PreTrainedConfig):
             self.num_experts_per_tok = self._implied_experts() or min(2, self.num_experts)
         if self.norm_topk_prob is None:
             self.norm_topk_prob = self.num_experts_per_tok > 1
-        if isinstance(self.alpha, tuple):
-            self.alpha = list(self.alpha)
         super().__post_init__(**kwargs)
         self.check()
 
-    # -- what follows from it ------------------------------------------------------------------------------
+    def __setattr__(self, name: str, value: Any) -> None:
+        """α and τ become Python numbers, because NumPy's and PyTorch's cannot be written to JSON."""
+        if name == "alpha":
+            value = checks.alphas("alpha", value)
+        if name == "selection_tau" and value is not None:
+            value = checks.fraction("selection_tau", value)
+        super().__setattr__(name, value)
+
+    # -- derived values ------------------------------------------------------------------------------------
 
     @property
     def moe_layers(self) -> list[int]:
@@ -133,11 +159,11 @@ class GrmoeConfig(PreTrainedConfig):
 
     @property
     def activation(self) -> Literal["swiglu", "gelu"]:
-        """`hidden_act` in the words of `grmoe.MoE`."""
+        """`hidden_act` as `grmoe.MoE` names it."""
         return ACTIVATIONS[self.hidden_act]
 
     def selection_policy(self) -> Selection | None:
-        """The policy for the router; None where the router chooses by itself."""
+        """The router's selection policy; None where the router chooses by itself."""
         if self.router in OWN_CHOICE:
             return None
         K, tau, norm = self.num_experts_per_tok, self.selection_tau, bool(self.norm_topk_prob)
@@ -149,36 +175,30 @@ class GrmoeConfig(PreTrainedConfig):
         assert tau is not None
         return Mass(tau, cap=K, renormalize=norm) if self.selection == "mass" else Threshold(tau, norm)
 
-    # -- what must hold ------------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise a `ValueError` that names the field. Models call it too: `from_pretrained(dir, name=value)` writes
-        into a finished configuration."""
+        """Raise a `ValueError` that names the field. Models call it too, because `from_pretrained(dir, name=value)`
+        writes into a finished configuration."""
         self._check_sizes()
-        _require(
+        checks.require(
             self.hidden_act in ACTIVATIONS, f"hidden_act must be 'silu' or 'gelu', got {self.hidden_act!r}"
         )
         heads, groups = self.num_attention_heads, self.num_key_value_heads or 0
-        _require(
+        checks.require(
             groups >= 1 and heads % groups == 0,
             f"num_key_value_heads must divide num_attention_heads = {heads}, got {groups}",
         )
-        _require((self.head_dim or 0) % 2 == 0, f"head_dim must be even for RoPE, got {self.head_dim}")
+        checks.require((self.head_dim or 0) % 2 == 0, f"head_dim must be even for RoPE, got {self.head_dim}")
         found = len(self.moe_layers)
-        _require(
+        checks.require(
             found > 0, f"moe_every = {self.moe_every} leaves no MoE layer in {self.num_hidden_layers} blocks"
         )
-        values = self.alpha if isinstance(self.alpha, list) else [self.alpha]
-        _require(
+        checks.require(
             not isinstance(self.alpha, list) or len(self.alpha) == found,
             f"alpha must be one number or one for each of the {found} MoE layers, got {self.alpha!r}",
         )
-        for value in values:
-            ok = isinstance(value, int | float) and not isinstance(value, bool)
-            _require(
-                ok and math.isfinite(value) and value >= 0, f"alpha must be finite and >= 0, got {value!r}"
-            )
-        _require(
+        checks.require(
             isinstance(self.router_options, dict),
             f"router_options must be a dict, got {self.router_options!r}",
         )
@@ -192,46 +212,40 @@ class GrmoeConfig(PreTrainedConfig):
         ):  # fmt: skip
             value = getattr(self, name)
             ok = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
-            _require(ok, f"{name} must be an integer >= 1, got {value!r}")
-        _require(self.num_experts >= 2, f"num_experts must be at least 2, got {self.num_experts}")
-        _require(
+            checks.require(ok, f"{name} must be an integer >= 1, got {value!r}")
+        checks.require(self.num_experts >= 2, f"num_experts must be at least 2, got {self.num_experts}")
+        checks.require(
             isinstance(self.shared_experts, int) and self.shared_experts >= 0,
             f"shared_experts must be an integer >= 0, got {self.shared_experts!r}",
         )
-        _require(self.router in ROUTERS, f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}")
-        _require(
+        checks.require(
+            self.router in ROUTERS, f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}"
+        )
+        checks.require(
             self.selection in SELECTIONS,
             f"selection must be one of {', '.join(SELECTIONS)}, got {self.selection!r}",
         )
-        tau = self.selection_tau
-        ok = tau is None or (isinstance(tau, int | float) and 0 < tau <= 1)
-        _require(ok, f"selection_tau must be in (0, 1], got {tau!r}")
 
     def _check_selection(self) -> None:
         N, K = self.num_experts, self.num_experts_per_tok or 0
-        _require(K <= N, f"num_experts_per_tok must be at most num_experts = {N}, got {K}")
+        checks.require(K <= N, f"num_experts_per_tok must be at most num_experts = {N}, got {K}")
         implied = self._implied_experts()
         why = f"router {self.router!r}" if self.router in OWN_CHOICE else f"selection {self.selection!r}"
-        _require(
+        checks.require(
             implied is None or implied == K, f"num_experts_per_tok must be {implied} with {why}, got {K}"
         )
         rank = self.router_rank or 0
-        _require(
+        checks.require(
             self.router != "grassmann" or rank <= self.hidden_size,
             f"router_rank must be at most hidden_size = {self.hidden_size}, got {rank}",
         )
 
     def _implied_experts(self) -> int | None:
-        """K where it is no free choice: of a router that chooses by itself, a dense gate, a threshold."""
+        """K where router or selection fixes it: a router that chooses by itself, a dense gate, a threshold."""
         if self.router in OWN_CHOICE:
             return OWN_CHOICE[self.router] or self.num_experts
         if self.selection == "dense":
             return self.num_experts
         if self.selection == "threshold" and self.selection_tau is not None:
-            return Threshold(self.selection_tau).most(self.num_experts)
+            return Threshold(self.selection_tau).max_experts(self.num_experts)
         return None
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)

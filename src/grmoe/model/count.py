@@ -1,4 +1,4 @@
-"""What a model costs: parameters, arithmetic and memory, counted on the meta device, where nothing is allocated."""
+"""The cost of a model: parameters, arithmetic and memory, counted on the meta device, where nothing is allocated."""
 
 from __future__ import annotations
 
@@ -9,24 +9,36 @@ import torch
 
 from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.model.modeling_grmoe import GrmoeForCausalLM, GrmoeMoE
-from grmoe.routing import routers
+from grmoe.routing import Router, SoftMoERouter, routers
 from grmoe.tables import Table
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Parameters are numbers of weights; FLOPs are per token, a multiplication and an addition counting as two."""
+    """Parameters are numbers of weights. FLOPs are per token; a multiplication and an addition count as two."""
 
     total: int
-    active: int  # weights a token goes through with K experts; embeddings included
-    experts: int  # routed ones
+    """All parameters."""
+    active: int
+    """Parameters used per token with `experts_per_token` experts, embeddings included."""
+    experts: int
+    """Parameters of the routed experts."""
+    experts_per_token: float
+    """Routed experts computed per token. Soft MoE: slots per token. With "mass" and "threshold" an upper bound."""
     router: int
-    embedding: int  # input and output; one matrix where they are tied
+    """Parameters of the routers."""
+    embedding: int
+    """Parameters of input and output embeddings; one matrix where they are tied."""
     context: int
-    forward_flops: float  # products with weights, and attention over a causal context
-    train_flops: float  # three times that: the backward computes two products for each
-    train_flops_6n: int  # the usual 6·N of weights in products: no attention over positions
-    weight_bytes: int  # bf16, routers fp32
+    """Tokens of context that the FLOPs are counted at."""
+    forward_flops: float
+    """Products with weights, attention over a causal context, and Soft MoE's mixing."""
+    train_flops: float
+    """Three times `forward_flops`, because the backward computes two products for each."""
+    train_flops_6n: int
+    """The usual 6·N, N the weights in products: no attention over positions, no mixing."""
+    weight_bytes: int
+    """Bytes of the weights in bf16, with routers in fp32."""
 
     @property
     def router_share(self) -> float:
@@ -38,16 +50,17 @@ class Cost:
 
 
 def meta_model(config: GrmoeConfig) -> GrmoeForCausalLM:
-    """The model's shapes without its memory."""
+    """The model's shapes, without memory."""
     with torch.device("meta"):
         return GrmoeForCausalLM(config)
 
 
 def count(config: GrmoeConfig, context: int | None = None) -> Cost:
-    """The cost at `context` tokens, by default the longest the model was made for.
+    """The cost at `context` tokens per sequence. Default: the longest the model is made for.
 
-    A token has on average (context + 1)/2 keys before it, itself included; each costs 2·2·heads·head_dim a block.
-    A token with fewer than K experts (selection "mass" or "threshold") costs less than is counted here.
+    A token attends to (context + 1)/2 keys on average, itself included; each costs 2·2·heads·head_dim per block.
+    Experts per token are the router's own count: K, Expert Choice's capacity, Soft MoE's slots per token. With "mass"
+    and "threshold" K is an upper bound.
     """
     model = meta_model(config)
     context = config.max_position_embeddings if context is None else context
@@ -55,22 +68,23 @@ def count(config: GrmoeConfig, context: int | None = None) -> Cost:
     router = sum(p.numel() for r in routers(model) for p in r.parameters())
     blocks = [m for m in model.modules() if isinstance(m, GrmoeMoE)]
     experts = sum(p.numel() for block in blocks for p in block.experts.parameters())
-    N, K = config.num_experts, config.num_experts_per_tok
-    assert K is not None
+    per_token = blocks[0].router.experts_per_token(context)
     assert config.head_dim is not None
-    active = total - experts + experts * K // N
+    unused, mixing = _soft_moe(blocks[0].router, context)
+    active = round(total - experts + experts * per_token / config.num_experts - len(blocks) * unused)
     table = config.vocab_size * config.hidden_size
     embedding = table if config.tie_word_embeddings else 2 * table
-    # Looking up a token multiplies nothing; the output matrix, tied or not, does. Norms and κ are no products.
-    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    # Looking up a token multiplies nothing; the output matrix does, tied or not. Norms and κ are no products.
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim <= 1)
     multiplied = active - vectors - (0 if config.tie_word_embeddings else table)
     keys = (context + 1) / 2
     attention = 4 * config.num_attention_heads * config.head_dim * keys * config.num_hidden_layers
-    forward = 2 * multiplied + attention
+    forward = 2 * multiplied + attention + len(blocks) * mixing
     return Cost(
         total=total,
         active=active,
         experts=experts,
+        experts_per_token=per_token,
         router=router,
         embedding=embedding,
         context=context,
@@ -79,6 +93,15 @@ def count(config: GrmoeConfig, context: int | None = None) -> Cost:
         train_flops_6n=6 * multiplied,
         weight_bytes=2 * (total - router) + 4 * router,
     )
+
+
+def _soft_moe(router: Router, tokens: int) -> tuple[int, float]:
+    """(slot weights that a sequence of `tokens` does not use, FLOPs per token of mixing tokens and slots)."""
+    if not isinstance(router, SoftMoERouter):
+        return 0, 0.0
+    used = router.slots_for(tokens)
+    rows = router.num_experts * used
+    return router.num_experts * (router.slots - used) * router.dim, 2 * 2 * rows * router.dim
 
 
 def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
@@ -97,12 +120,13 @@ def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
     table.add("dense feed-forward", f"{config.intermediate_size}, {config.activation}")
     table.add("MoE layers", f"{len(layers)} (blocks {first})")
     experts = f"{config.num_experts} of width {config.moe_intermediate_size}{shared}"
-    table.add("experts", f"{experts}, {_selection(config)}")
+    table.add("experts", f"{experts}, {_selection(config, cost)}")
     table.add("router", f"{config.router}{rank}, α = {config.alpha}")
     table.add("vocabulary", f"{config.vocab_size:,}, {tied}")
     table.end_section()
     table.add("parameters", short(cost.total))
-    table.add("  active per token", f"{short(cost.active)} at most")
+    most = ", at most" if config.selection in ("mass", "threshold") or config.router == "switch" else ""
+    table.add("  active per token", f"{short(cost.active)}{most}")
     table.add("  routed experts", f"{short(cost.experts)} ({cost.experts / cost.total:.1%})")
     table.add("  routers", f"{short(cost.router)} ({cost.router_share:.2%})")
     table.add("  embeddings", f"{short(cost.embedding)} ({cost.embedding_share:.1%})")
@@ -114,10 +138,11 @@ def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
     return table
 
 
-def _selection(config: GrmoeConfig) -> str:
-    policy = config.selection_policy()
-    if policy is None or config.selection == "dense":
-        return "its own choice" if policy is None else "all of them"
+def _selection(config: GrmoeConfig, cost: Cost) -> str:
+    if config.selection_policy() is None:
+        return f"its own choice, {cost.experts_per_token:.3g} per token"
+    if config.selection == "dense":
+        return "all of them"
     if config.selection == "topk":
         return f"top-{config.num_experts_per_tok}"
     return f"{config.selection} {config.selection_tau:g}, at most {config.num_experts_per_tok}"

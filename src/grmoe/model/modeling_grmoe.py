@@ -3,13 +3,13 @@
 Attention, RoPE, norms, masks, caches, generation and checkpointing are transformers' own. Ours are the router, the
 experts' backends and the dial.
 
-Legend: B batch, S sequence, T = B·S tokens, H model width, N experts, K most experts of a token.
+Legend: B batch, S sequence, T = B·S tokens, H model width, N experts, K most experts per token.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .configuration_grmoe import NOT_CAUSAL, GrmoeConfig
 
 try:
+    from grmoe import checks
     from grmoe.compiling import realize
     from grmoe.experts import BACKENDS, Dispatch, ExpertWeights
     from grmoe.head import IGNORED, next_token_loss
@@ -51,6 +52,7 @@ except ImportError:  # this file travels with exported models to where grmoe is 
         RoutingMetrics,
         as_autocast,
         build_router,
+        checks,
         next_token_loss,
         overlap_penalty,
         realize,
@@ -96,48 +98,46 @@ class GrmoeMoE(MoE):
     `grmoe.experts`, or a name of Hugging Face's.
     """
 
-    def __init__(self, config: GrmoeConfig, alpha: float) -> None:
+    def __init__(self, config: GrmoeConfig, number: int) -> None:
+        """number: counts the model's MoE layers from zero."""
         assert config.moe_intermediate_size is not None
         super().__init__(
             config.hidden_size,
             config.moe_intermediate_size,
             config.num_experts,
-            config_router(config, alpha),
+            config_router(config, number),
             activation=config.activation,
             shared_experts=config.shared_experts,
             experts=(GrmoeExperts if config.activation == "swiglu" else GrmoePlainExperts)(config),
         )
         self.config = config
-        self._follow_config()
-
-    def _follow_config(self) -> None:
-        name = self.config._experts_implementation
-        self.backend = name
-        # As in `MoE`: the plain backends are plain from the gate on.
-        plain = name in ("reference", "grouped")
-        self.router.backend = "reference" if plain else "triton" if name == "triton" else "auto"
+        self.use_backend(config._experts_implementation)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.backend != self.config._experts_implementation:
-            self._follow_config()
+            self.use_backend(self.config._experts_implementation)
         y, routing = self.run(x, token_ids)
         return y, routing.logits.flatten(0, -2), routing.aux_loss
 
-    def _run_experts(self, x_TD: Tensor, weights_TN: Tensor, selected_TN: Tensor, most: int) -> Tensor:
+    def _run_experts(self, x_TD: Tensor, weights_TN: Tensor, selected_TN: Tensor, max_experts: int) -> Tensor:
         # Serving engines put a module of their own in the place of `experts`.
         if self.backend in OWN_EXPERTS and isinstance(self.experts, ExpertWeights):
-            return super()._run_experts(x_TD, weights_TN, selected_TN, most)
+            return super()._run_experts(x_TD, weights_TN, selected_TN, max_experts)
         # Their format has K experts for every token: one with fewer gets others at weight zero.
-        weights_TK, index_TK = weights_TN.topk(most, dim=-1)
+        weights_TK, index_TK = weights_TN.topk(max_experts, dim=-1)
         y_TD: Tensor = self.experts(x_TD, index_TK, weights_TK)
         return y_TD
 
 
-def config_router(config: GrmoeConfig, alpha: float) -> Router:
-    """The router a configuration describes, in fp32 whatever the default dtype is."""
+def config_router(config: GrmoeConfig, number: int) -> Router:
+    """The router of MoE layer `number`, counted from zero; in fp32 whatever the default dtype is."""
     options = dict(config.router_options or {})
+    if config.router == "hash":
+        options["seed"] = _layer_seed(options.get("seed", 0), number, len(config.moe_layers))
+    if config.router == "soft_moe" and "slots" not in options:
+        options.setdefault("max_tokens", config.max_position_embeddings)
     if config.router == "grassmann":
         options["rank"] = config.router_rank
     if config.router_kappa is not None:
@@ -148,16 +148,27 @@ def config_router(config: GrmoeConfig, alpha: float) -> Router:
     try:
         with _default_dtype(torch.float32):
             router = build_router(
-                config.router, config.hidden_size, config.num_experts, alpha=alpha, **options
+                config.router, config.hidden_size, config.num_experts, alpha=config.alphas[number], **options
             )
     except TypeError as error:
         raise ValueError(f"router_options must fit the router {config.router!r}: {error}") from error
-    # α lives in the configuration: in the weights as well, `from_pretrained(dir, alpha=2)` would have two answers.
+    # α is stored in the configuration alone, because `from_pretrained(dir, alpha=2)` must have one answer.
     router.register_buffer("alpha_value", router.alpha_value, persistent=False)
-    # A router comes out of its constructor complete, unless there was no memory to write to.
+    # A router's constructor fills it, except on the meta device.
     for module in router.modules():
         module._is_hf_initialized = not router.log_prior.is_meta  # type: ignore[assignment]
     return router
+
+
+def _layer_seed(seed: Any, number: int, layers: int) -> Any:
+    """Hash routing: a seed for each MoE layer, because with one for all every layer would split the tokens alike."""
+    if not isinstance(seed, list | tuple):
+        return seed + number if isinstance(seed, int) else seed  # the router refuses what is no number
+    if len(seed) != layers:
+        raise ValueError(
+            f"router_options.seed must be one number or {layers}, one per MoE layer, got {seed!r}"
+        )
+    return seed[number]
 
 
 class GrmoeMLP(nn.Module):
@@ -185,9 +196,7 @@ class GrmoeDecoderLayer(GradientCheckpointingLayer):
         self.self_attn = LlamaAttention(config=config, layer_idx=layer_idx)  # type: ignore[arg-type]
         moe_layers = config.moe_layers
         self.mlp: GrmoeMoE | GrmoeMLP = (
-            GrmoeMoE(config, config.alphas[moe_layers.index(layer_idx)])
-            if layer_idx in moe_layers
-            else GrmoeMLP(config)
+            GrmoeMoE(config, moe_layers.index(layer_idx)) if layer_idx in moe_layers else GrmoeMLP(config)
         )
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -263,10 +272,14 @@ class GrmoePreTrainedModel(PreTrainedModel):
         """The dial of each MoE layer. Reading it waits for the device."""
         return [router.alpha for router in routers(self)]
 
-    def set_alpha(self, alpha: float | Sequence[float]) -> None:
-        """Turn the dial of all MoE layers, or of each: sharper routing for α > 1, uniform at 0."""
-        set_router_alpha(self, alpha)
-        self.config.alpha = float(alpha) if isinstance(alpha, int | float) else [float(a) for a in alpha]
+    def set_alpha(self, alpha: Any) -> None:
+        """Set the dial: one α for all MoE layers, or one per layer. Above 1 routing is sharper, at 0 uniform.
+
+        Takes Python, NumPy and PyTorch numbers, and lists, arrays or 1-d tensors of them.
+        """
+        value = checks.alphas("alpha", alpha)
+        set_router_alpha(self, value)
+        self.config.alpha = value
 
     def routing_metrics(self) -> list[RoutingMetrics]:
         """What each MoE layer's router did since the last reset. Waits for the device."""
@@ -329,7 +342,8 @@ class GrmoePreTrainedModel(PreTrainedModel):
         own = dict(router.state_dict(keep_vars=True))
         if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in own.values()):
             with torch.device("cpu"):
-                fresh = config_router(self.config, 1.0).state_dict()
+                number = next(i for i, found in enumerate(routers(self)) if found is router)
+                fresh = config_router(self.config, number).state_dict()
             for name, tensor in own.items():
                 init.copy_(tensor, fresh[name])
         router.prior_sums.zero_()

@@ -25,7 +25,7 @@ from grmoe.experts.weights import Activation
 
 
 class ExpertParallel:
-    """A `Dispatcher` among the processes of a group, each holding its share of the experts.
+    """An `ExpertTransport` among the processes of a group, each holding its share of the experts.
 
     The weights are DTensors, divided over the group along the experts. Bitwise the same on repeat: rows are ordered by
     (sender, expert, token), nothing is summed in the order of arrival.

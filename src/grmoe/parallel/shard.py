@@ -135,7 +135,7 @@ def _divide_experts(moe: MoE, mesh: DeviceMesh, policy: MixedPrecisionPolicy) ->
     own = mesh["replicate", "fsdp"] if mesh["replicate"].size() > 1 else mesh["fsdp"]
     fully_shard(experts, mesh=own, mp_policy=policy, shard_placement_fn=placement)
     register_fsdp_forward_method(experts, ExpertWeights.run.__name__)
-    moe.dispatcher = ExpertParallel(group.get_group())
+    moe.transport = ExpertParallel(group.get_group())
 
 
 # -- gradients -------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def sync_metrics(model: nn.Module, world: World) -> None:
 
     Reset the metrics after reading them. A second call in between would count every token once for each process.
     """
-    sums = [router.metrics.sums for router in routers(model)]
+    sums = [router.counter.sums for router in routers(model)]
     if world.mesh is not None and sums:
         _write(total(world, _flat(sums)), sums)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from grmoe import checks
+from grmoe.hardware import find_device
 
 DIMS = ("replicate", "fsdp", "expert")
 
@@ -56,7 +57,7 @@ def start(config: ParallelConfig, device: str = "auto") -> World:
     """
     rank, size, local_rank = (int(os.environ.get(k, d)) for k, d in _ENVIRONMENT.items())
     shape = _shape(config, size)
-    place = _place(device, local_rank)
+    place = find_device(device, local_rank)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     if size == 1:
@@ -100,21 +101,6 @@ def smallest(world: World, number: int) -> int:
 
 
 _ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-
-
-def _place(device: str, local_rank: int) -> torch.device:
-    """The device of this process, which must be there."""
-    kind, _, number = device.partition(":")
-    known = device in ("auto", "cpu") or (kind == "cuda" and (number.isdecimal() or device == "cuda"))
-    checks.require(known, f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cpu":
-        return torch.device(kind)
-    place = torch.device(kind, int(number or local_rank))
-    there = torch.cuda.device_count()
-    checks.require(place.index < there, f"device {place} must be there, found {there} GPUs")
-    return place
 
 
 def _shape(config: ParallelConfig, size: int) -> tuple[int, int, int]:

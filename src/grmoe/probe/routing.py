@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from grmoe.layer import MoE
 from grmoe.model import GrmoeForCausalLM
-from grmoe.routing import Routing, routers
+from grmoe.routing import Routing, routers, uncounted
 
 DROPPED = -1  # the leading expert of a token that no expert computes
 
@@ -45,9 +45,9 @@ class RoutingFigures:
 
 def routing_figures(model: nn.Module) -> RoutingFigures:
     """Read the routers' counters, without the costly figures about frames. Waits for the device."""
-    layers = [router.metrics.read() for router in routers(model)]
+    layers = [router.counter.read() for router in routers(model)]
     return RoutingFigures(
-        layer_experts=tuple(m.experts_computed for m in layers),
+        layer_experts=tuple(m.experts_per_token for m in layers),
         entropy=fmean(m.entropy for m in layers),
         effective_experts_entropy=fmean(m.effective_experts_entropy for m in layers),
         effective_experts_inverse=fmean(m.effective_experts_inverse for m in layers),
@@ -61,16 +61,11 @@ def recorded(model: nn.Module) -> Iterator[list[Routing]]:
     The routers' metrics stay as they were.
     """
     seen: list[Routing] = []
-    found = routers(model)
-    hooks = [router.register_forward_hook(lambda _m, _x, out: seen.append(out)) for router in found]
-    kept = [router.record for router in found]
+    hooks = [router.register_forward_hook(lambda _m, _x, out: seen.append(out)) for router in routers(model)]
     try:
-        for router in found:
-            router.record = False
-        yield seen
+        with uncounted(model):
+            yield seen
     finally:
-        for router, was in zip(found, kept, strict=True):
-            router.record = was
         for hook in hooks:
             hook.remove()
 

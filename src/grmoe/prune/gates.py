@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from grmoe import checks, geometry
 from grmoe.model.configuration_grmoe import OWN_CHOICE, GrmoeConfig
-from grmoe.probe.routing import recorded
 from grmoe.routing import GrassmannRouter, Router, SoftmaxRouter, VMFRouter
-from grmoe.routing.metrics import MetricsAccumulator
+from grmoe.routing.counting import LoadCounter
 
 ROUNDS = 4  # of step 2; the share is then right to about one percent
 
@@ -104,7 +103,7 @@ def _fit_priors(router: Router, small: Router, merged: dict[int, Sequence[int]],
 @torch.no_grad()
 def combine_weights(router: Router, x_TD: Tensor) -> Tensor:
     """Combine weights, (T, N). The router's metrics do not count this pass."""
-    with recorded(router):
+    with router.uncounted():
         weights: Tensor = router(x_TD).weights
     return weights
 
@@ -118,10 +117,9 @@ def _sliced(router: Router, keep: list[int]) -> Router:
         setattr(small, name, nn.Parameter(value.detach()[keep].clone(), requires_grad=False))
     small.num_experts = len(keep)
     small.log_prior = _log_prior(router)[keep].clone()
-    small.prior_sums = router.prior_sums.new_zeros(len(keep) + 1)
-    small.metrics = MetricsAccumulator(len(keep)).to(router.log_prior.device)
-    if isinstance(small, GrassmannRouter) and small.prior == "uniform":
-        # A uniform prior cannot give a group the mass of two experts. The normalisers move into a learned prior.
+    small.counter = LoadCounter(len(keep)).to(router.log_prior.device)
+    if isinstance(small, GrassmannRouter) and small.prior != "balanced":
+        # A fixed prior cannot give a group the mass of two experts. The normalisers move into a learned prior.
         small.prior, small.balance = "balanced", True
     return small
 

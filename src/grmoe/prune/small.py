@@ -39,9 +39,9 @@ def small_config(config: GrmoeConfig, experts: int) -> GrmoeConfig:
         small.num_experts_per_tok = experts
     elif config.selection == "threshold":
         assert config.selection_tau is not None
-        small.num_experts_per_tok = Threshold(config.selection_tau).most(experts)
+        small.num_experts_per_tok = Threshold(config.selection_tau).max_experts(experts)
     options = dict(config.router_options or {})
-    if options.get("prior") == "uniform":  # `reduce_router` made it a learned one
+    if options.get("prior", "balanced") != "balanced":  # `reduce_router` made it a learned one
         small.router_options = options | {"prior": "balanced"}
     small.check()
     return small

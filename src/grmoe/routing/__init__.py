@@ -1,15 +1,18 @@
-"""Routers: one contract (`Router`, `Routing`), one file each, selection policies apart from gating."""
+"""Routers: one contract (`Router`, `Routing`), one file per router, selection policies apart from gating."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from grmoe import checks
-from grmoe.routing.base import Router, Routing, SlotMixing, routers, set_alpha, update_priors
+from grmoe.routing.base import Router
+from grmoe.routing.controls import routers, set_alpha, uncounted, update_priors
 from grmoe.routing.expert_choice import ExpertChoiceRouter
 from grmoe.routing.grassmann import GrassmannRouter, grassmann_logits_reference
 from grmoe.routing.hash import HashRouter
+from grmoe.routing.linear import LinearRouter
 from grmoe.routing.metrics import RoutingMetrics
+from grmoe.routing.result import Routing, SlotMixing
 from grmoe.routing.selection import Dense, Mass, Selection, Threshold, TopK
 from grmoe.routing.soft_moe import SoftMoERouter
 from grmoe.routing.softmax import SoftmaxRouter, load_balancing_loss
@@ -39,6 +42,7 @@ __all__ = [
     "ExpertChoiceRouter",
     "GrassmannRouter",
     "HashRouter",
+    "LinearRouter",
     "Mass",
     "Router",
     "Routing",
@@ -56,5 +60,6 @@ __all__ = [
     "load_balancing_loss",
     "routers",
     "set_alpha",
+    "uncounted",
     "update_priors",
 ]

@@ -1,6 +1,6 @@
-"""A router's whole forward as one kernel, where there is one for it.
+"""Gate and selection as one kernel, where one exists.
 
-Covers gates that are a linear map or squared projections, with any selection policy of this package, on tensors the
+It covers gates that are a linear map or squared projections, with any selection policy of this package, on tensors the
 kernels run on (`grmoe.kernels.runtime`). Everything else goes through `Router.route`.
 
 Legend: T tokens, D model width, N experts, K rank.
@@ -15,44 +15,51 @@ from torch import Tensor
 
 from grmoe import checks
 from grmoe.kernels import runtime
+from grmoe.routing.result import Routing
 from grmoe.routing.selection import Dense, Mass, Selection, Threshold, TopK
 
-MOST_EXPERTS = 256  # a tile of gates is kept in registers
+MAX_EXPERTS = 256  # a tile of gates is kept in registers
 
 
 @dataclass(frozen=True)
 class GateOperands:
-    """What the kernel needs of a gate (see `grmoe.kernels.gate.gate`)."""
+    """A gate's numbers for the kernel (see `grmoe.kernels.gate.gate`)."""
 
-    matrix: Tensor  # frames (N, D, K), or linear weights (N, D)
+    matrix: Tensor
+    """Frames (N, D, K), or linear weights (N, D)."""
     prior_N: Tensor
-    log_kappa: Tensor | None = None  # (N,) or (N, K) with frames
+    """The log-prior."""
+    log_kappa: Tensor | None = None
+    """With frames: (N,) or (N, K)."""
     energy_scale: float = 1.0
-    posterior: bool = True  # the dial multiplies the prior too
+    """c of the Grassmann gate."""
+    posterior: bool = True
+    """The dial multiplies the prior too."""
 
 
 def selection_rule(selection: Selection, num_experts: int) -> tuple[int, int, float] | None:
-    """(mode, most experts, limit) in the kernel's terms; None for a policy it does not know."""
-    most = selection.most(num_experts)
+    """(mode, largest number of experts, limit) for the kernel; None for a policy it does not know."""
+    count = selection.max_experts(num_experts)
     # Exact types: a subclass may choose otherwise.
     if type(selection) is Dense:
-        return runtime.DENSE, most, 0.0
+        return runtime.DENSE, count, 0.0
     if type(selection) is TopK:
         checks.require(
-            most <= num_experts, f"k must be at most the number of experts {num_experts}, got {most}"
+            count <= num_experts, f"k must be at most the number of experts {num_experts}, got {count}"
         )
-        return runtime.LARGEST, most, 2.0  # a mass never reached: the count decides
+        return runtime.LARGEST, count, 2.0  # no mass reaches 2: the count decides
     if type(selection) is Mass:
-        return runtime.LARGEST, most, selection.tau
+        return runtime.LARGEST, count, selection.tau
     if type(selection) is Threshold:
-        return runtime.ABOVE, most, selection.minimum
+        return runtime.ABOVE, count, selection.minimum
     return None
 
 
 def fuses(x: Tensor, selection: Selection, num_experts: int) -> bool:
+    """Whether the kernel runs for these tokens, this policy and this many experts."""
     return (
         runtime.runs_on(x)
-        and num_experts <= MOST_EXPERTS
+        and num_experts <= MAX_EXPERTS
         and not runtime.has_failed("gate")
         and selection_rule(selection, num_experts) is not None
     )
@@ -67,13 +74,13 @@ def pack_operands(operands: GateOperands, dtype: torch.dtype) -> Tensor:
 
 def fused_gate(
     x: Tensor, operands: GateOperands, alpha: Tensor, selection: Selection, packed: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(logits, probs, weights, selected), shaped as x with its last dimension replaced by N, and a zero."""
+) -> Routing:
+    """Gate and selection of tokens x by one kernel."""
     from grmoe.kernels.gate import gate
 
     rule = selection_rule(selection, len(operands.matrix))
     assert rule is not None
-    mode, most, limit = rule
+    mode, max_experts, limit = rule
     shape = (*x.shape[:-1], len(operands.matrix))
     *results, zero = gate(
         x.reshape(-1, x.shape[-1]),
@@ -84,10 +91,10 @@ def fused_gate(
         energy_scale=operands.energy_scale,
         posterior=operands.posterior,
         mode=mode,
-        most=most,
+        max_experts=max_experts,
         limit=limit,
         renormalize=selection.renormalize,
         packed=packed,
     )
     logits, probs, weights, selected = (r.view(shape) for r in results)
-    return logits, probs, weights, selected, zero
+    return Routing(logits=logits, probs=probs, selected=selected, weights=weights, aux_loss=zero)

@@ -62,6 +62,10 @@ class GrassmannRouter(Router):
         generator: torch.Generator | None = None,
         **router: Any,
     ) -> None:
+        checks.require(
+            "balance" not in router,
+            f"balance must not be given to a GrassmannRouter: prior='balanced' turns it on, got prior={prior!r}",
+        )
         super().__init__(dim, num_experts, balance=prior == "balanced", **router)
         checks.subspace(dim, rank)
         checks.one_of("concentration", concentration, ("scalar", "diagonal"))
@@ -122,10 +126,13 @@ class GrassmannRouter(Router):
         return weighted
 
     def log_prior_correction(self) -> Tensor:
-        """log p(z=e) − log Z_e up to a constant, (N,): zero for "paper", where the two cancel."""
+        """log p(z=e) − log Z_e up to a constant, (N,): zero for "paper", where the two cancel.
+
+        Only "balanced" reads `log_prior`: a balanced checkpoint may be loaded into the other two.
+        """
         if self.prior == "uniform":
             return -self._log_normalizers().to(self.log_prior.dtype)
-        return self.log_prior  # zeros unless balanced
+        return self.log_prior if self.prior == "balanced" else torch.zeros_like(self.log_prior)
 
     def gate_operands(self) -> GateOperands | None:
         if self.amortizer is not None or self.mu is not None:

@@ -1,8 +1,8 @@
-"""Hash routing (Roller et al. 2021): a fixed, content-free assignment. The floor a learned router must beat."""
+"""Hash routing (Roller et al. 2021): a fixed assignment that ignores content. A learned router must beat it."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,12 +16,13 @@ _BITS = 16
 
 
 class HashRouter(Router):
-    """Expert = hash(token id) mod N; nothing is learned and α has nothing to scale.
+    """Expert = hash(token id, seed) mod N. Nothing is learned, and α has nothing to scale.
 
-    Without token ids the id is the sign pattern of 16 fixed random projections of the token, so that equal
-    inputs meet the same expert.
+    Give each layer a seed of its own, as the language model does. Without token ids the id is the sign pattern of 16
+    fixed random projections of the token, so that equal inputs go to the same expert.
     """
 
+    reads_prior: ClassVar[bool] = False
     projection_DB: Tensor
 
     def __init__(self, dim: int, num_experts: int, *, seed: int = 0, **router: Any) -> None:
@@ -37,6 +38,6 @@ class HashRouter(Router):
         mixed = (token_ids.long() + 1 + self.seed) * _MIX
         expert = ((mixed >> 29) & 0x7FFFFFFF) % self.num_experts
         chosen = expert.unsqueeze(-1) == torch.arange(self.num_experts, device=x.device)
-        # Far enough below zero for a softmax of exactly 0 and 1, and finite for whoever computes with logits.
-        # 0·x: a NaN token keeps a NaN gate here as in every other router.
+        # Low enough for a softmax of exactly 0 and 1, and finite for code that computes with logits.
+        # 0·x: a NaN token keeps a NaN gate here, as in every other router.
         return torch.where(chosen, 0.0, -1e4).to(x.dtype) + 0 * x.sum(-1, keepdim=True)

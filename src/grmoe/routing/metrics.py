@@ -1,138 +1,133 @@
-"""The same routing metrics for every router, accumulated on the device and read on demand.
+"""Routing metrics: one definition of load, balance and collapse for every router.
 
-Legend: N experts, T tokens (all leading dimensions together).
+Legend: N experts, T tokens (all leading dimensions together), K mean experts per token.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-COLLAPSE_SHARE = 0.01  # an expert with a load below 1 % counts as collapsed (paper, setup)
+COLLAPSE_FRACTION = 0.1  # of the fair share K/N
+PAPER_COLLAPSE_SHARE = 0.01  # of the tokens (the paper's rule, made for N = 8)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RoutingMetrics:
-    """What one router did since the last reset.
+    """What one router did since the last reset. Shares are of the tokens with a finite gate.
 
-    soft_load and top1_load are shares of tokens and sum to at most one. computed_load is the work the experts get: with
-    top-k the load that a balanced prior evens out, without selection uniform whatever the gate does.
+    Load, CV, smallest load and collapse speak of the tokens an expert *receives*, that is, computes. A dense selection
+    computes every expert for every token, so its load is uniform by construction; look at `leading_*` there.
     """
 
     tokens: int
-    nonfinite_tokens: int  # left out of everything else
-    soft_load: list[float]  # mean gate probability of each expert
-    top1_load: list[float]  # share of tokens whose largest combine weight is the expert's
-    computed_load: list[
-        float
-    ]  # share of all computed (token, expert) pairs that are the expert's; sums to one
-    load_cv: float  # std / mean of soft_load
-    top1_cv: float  # std / mean of top1_load
-    computed_cv: float  # std / mean of computed_load
-    min_load: float  # smallest top1_load
-    collapsed: bool  # min_load < 1 %
-    entropy: float  # mean entropy of the gate, nats
-    effective_experts_entropy: float  # exp(entropy)
-    effective_experts_inverse: float  # mean of 1/Σg²
-    experts_computed: float  # mean number of experts selected per token
-    # Of routers that have frames or concentrations; None elsewhere.
-    max_overlap: float | None = None  # largest ‖UᵢᵀUⱼ‖²_F / k, i ≠ j
-    max_cosine: float | None = None  # largest principal cosine between two experts
+    """Tokens counted."""
+    nonfinite_tokens: int
+    """Tokens with NaN or Inf in their gate. All other figures leave them out."""
+    experts_per_token: float
+    """K, the mean number of experts computed per token. Soft MoE: expert rows (slots) per token."""
+    load: list[float]
+    """Share of tokens each expert receives. Sums to K; the fair share is K/N. Soft MoE: slots over tokens."""
+    load_cv: float
+    """Standard deviation over mean of `load`."""
+    min_load: float
+    """The smallest `load`."""
+    collapsed: bool
+    """Some expert receives less than a tenth of its fair share K/N."""
+    collapsed_paper: bool
+    """The paper's rule: some expert receives less than 1 % of the tokens. Meaningful for about 8 experts."""
+    leading_load: list[float]
+    """Share of tokens in which each expert has the largest combine weight. Sums to one without dropped tokens."""
+    leading_cv: float
+    """Standard deviation over mean of `leading_load`."""
+    leading_min_load: float
+    """The smallest `leading_load`."""
+    gate_load: list[float]
+    """Mean gate probability of each expert. Sums to one."""
+    gate_cv: float
+    """Standard deviation over mean of `gate_load`."""
+    entropy: float
+    """Mean entropy of the gate, in nats."""
+    effective_experts_entropy: float
+    """exp(entropy)."""
+    effective_experts_inverse: float
+    """Mean of 1/Σg²."""
+    max_overlap: float | None = None
+    """Largest ‖UᵢᵀUⱼ‖²_F / k over i ≠ j. None without frames."""
+    max_cosine: float | None = None
+    """Largest principal cosine between two experts. None without frames."""
     orthonormality_error: float | None = None
+    """Largest |UᵀU − I|. None without frames."""
     kappa_min: float | None = None
+    """Smallest concentration. None without concentrations."""
     kappa_max: float | None = None
+    """Largest concentration. None without concentrations."""
 
 
-class MetricsAccumulator(nn.Module):
-    """Sums in one fp64 buffer.
+def routing_sums(probs: Tensor, weights: Tensor, selected: Tensor, slot_rows: int | None = None) -> Tensor:
+    """The sums of one forward pass, fp64 (3N+4,):
 
-    [soft load (N), top-1 load (N), computed load (N), entropy, 1/Σg², computed, tokens, non-finite]
+    [gate probability (N), led tokens (N), received tokens (N), entropy, 1/Σg², tokens, non-finite tokens]
+
+    slot_rows: Soft MoE's rows per expert, which it computes in place of tokens.
     """
-
-    sums: Tensor
-
-    def __init__(self, num_experts: int) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        # fp64: a count in fp32 stops growing at 2^24 tokens. Not persistent: metrics are not part of a model.
-        self.register_buffer("sums", torch.zeros(3 * num_experts + 5, dtype=torch.float64), persistent=False)
-
-    @torch.no_grad()
-    def update(self, probs: Tensor, weights: Tensor, selected: Tensor) -> None:
-        """Add a batch of gates. No value is read by the host."""
-        N = self.num_experts
-        probs_TN, weights_TN = probs.detach().reshape(-1, N), weights.detach().reshape(-1, N)
-        selected_TN = selected.reshape(-1, N)
-        finite_T = torch.isfinite(probs_TN).all(-1)
-        # A token with NaN in it must not reach the sums, nor through the balanced prior other tokens.
-        probs_TN = torch.where(finite_T.unsqueeze(-1), probs_TN, 0.0)
-        selected_TN = selected_TN & finite_T.unsqueeze(-1)
-        entropy_T = -torch.xlogy(probs_TN, probs_TN).sum(-1)
-        inverse_T = torch.where(finite_T, 1 / probs_TN.square().sum(-1).clamp(min=1e-30), 0.0)
-        served_T = selected_TN.any(-1)
-        top1_T = torch.where(selected_TN, weights_TN, -1.0).argmax(-1)
-        top1_TN = (top1_T.unsqueeze(-1) == torch.arange(N, device=probs.device)) & served_T.unsqueeze(-1)
-        batch = torch.cat(
-            [
-                probs_TN.sum(0, dtype=torch.float64),
-                top1_TN.sum(0, dtype=torch.float64),
-                selected_TN.sum(0, dtype=torch.float64),
-                entropy_T.sum(0, dtype=torch.float64, keepdim=True),
-                inverse_T.sum(0, dtype=torch.float64, keepdim=True),
-                selected_TN.sum((0, 1), dtype=torch.float64).view(1),
-                finite_T.sum(0, dtype=torch.float64, keepdim=True),
-                (~finite_T).sum(0, dtype=torch.float64, keepdim=True),
-            ]
-        )
-        self.sums.add_(batch)
-
-    def reset(self) -> None:
-        self.sums.zero_()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MetricsAccumulator:
-        """Moves between devices, stays fp64: `model.float()` must not shorten the counts."""
-
-        def keep_precision(t: Tensor) -> Tensor:
-            out = fn(t)
-            return out if out.dtype == t.dtype else t.to(out.device)
-
-        return super()._apply(keep_precision, recurse)
-
-    def read(self) -> RoutingMetrics:
-        """Waits for the device."""
-        return summarize(self.sums, self.num_experts)
+    N = probs.shape[-1]
+    probs_TN, weights_TN = probs.detach().reshape(-1, N), weights.detach().reshape(-1, N)
+    finite_T = torch.isfinite(probs_TN).all(-1)
+    # A NaN token must not reach the sums: through the balanced prior it would reach other tokens.
+    probs_TN = torch.where(finite_T.unsqueeze(-1), probs_TN, 0.0)
+    selected_TN = selected.reshape(-1, N) & finite_T.unsqueeze(-1)
+    entropy_T = -torch.xlogy(probs_TN, probs_TN).sum(-1)
+    inverse_T = torch.where(finite_T, 1 / probs_TN.square().sum(-1).clamp(min=1e-30), 0.0)
+    leading_T = torch.where(selected_TN, weights_TN, -1.0).argmax(-1)
+    leads_TN = leading_T.unsqueeze(-1) == torch.arange(N, device=probs.device)
+    leads_TN = leads_TN & selected_TN.any(-1, keepdim=True)
+    received_N = selected_TN.sum(0, dtype=torch.float64)
+    if slot_rows is not None:
+        received_N = torch.full_like(received_N, slot_rows)
+    return torch.cat(
+        [
+            probs_TN.sum(0, dtype=torch.float64),
+            leads_TN.sum(0, dtype=torch.float64),
+            received_N,
+            entropy_T.sum(0, dtype=torch.float64, keepdim=True),
+            inverse_T.sum(0, dtype=torch.float64, keepdim=True),
+            finite_T.sum(0, dtype=torch.float64, keepdim=True),
+            (~finite_T).sum(0, dtype=torch.float64, keepdim=True),
+        ]
+    )
 
 
 def summarize(sums: Tensor, num_experts: int) -> RoutingMetrics:
-    """Turn one vector of sums into metrics (no tokens seen: loads and entropy are NaN).
+    """Metrics from a vector of `routing_sums`. Reads it on the host. Without tokens every share is NaN."""
+    values, N = sums.tolist(), num_experts
+    gate, led, received = (values[i * N : (i + 1) * N] for i in range(3))
+    entropy, inverse, tokens, bad = values[3 * N :]
 
-    Where every token was dropped computed_load is NaN too: it has nothing to be a share of.
-    """
-    values = sums.tolist()
-    N = num_experts
-    entropy, inverse, computed, tokens, bad = values[3 * N :]
-    per = (lambda total: total / tokens) if tokens else (lambda total: math.nan)
-    soft, top1 = [per(v) for v in values[:N]], [per(v) for v in values[N : 2 * N]]
-    share = [v / computed if computed else math.nan for v in values[2 * N : 3 * N]]
+    def per_token(total: float) -> float:
+        return total / tokens if tokens else math.nan
+
+    # CV and collapse come from the counts: whole numbers, whose equality no rounding hides.
     return RoutingMetrics(
         tokens=int(tokens),
         nonfinite_tokens=int(bad),
-        soft_load=soft,
-        top1_load=top1,
-        computed_load=share,
-        load_cv=coefficient_of_variation(soft),
-        top1_cv=coefficient_of_variation(top1),
-        computed_cv=coefficient_of_variation(share),
-        min_load=min(top1) if tokens else math.nan,
-        collapsed=bool(tokens) and min(top1) < COLLAPSE_SHARE,
-        entropy=per(entropy),
-        effective_experts_entropy=math.exp(per(entropy)) if tokens else math.nan,
-        effective_experts_inverse=per(inverse),
-        experts_computed=per(computed),
+        experts_per_token=per_token(sum(received)),
+        load=[per_token(v) for v in received],
+        load_cv=coefficient_of_variation(received),
+        min_load=per_token(min(received)),
+        collapsed=min(received) < COLLAPSE_FRACTION * sum(received) / N,
+        collapsed_paper=min(received) < PAPER_COLLAPSE_SHARE * tokens,
+        leading_load=[per_token(v) for v in led],
+        leading_cv=coefficient_of_variation(led),
+        leading_min_load=per_token(min(led)),
+        gate_load=[per_token(v) for v in gate],
+        gate_cv=coefficient_of_variation(gate),
+        entropy=per_token(entropy),
+        effective_experts_entropy=math.exp(per_token(entropy)),
+        effective_experts_inverse=per_token(inverse),
     )
 
 

@@ -1,13 +1,13 @@
-"""Which experts a token is computed by, given its gate: separate from gating, so any policy fits any router.
+"""Which experts compute a token, given its gate. Selection is separate from gating, so any policy fits any router.
 
-A policy maps gate probabilities (..., N) to a boolean mask of the same shape. Every policy keeps at least the
-most probable expert. `renormalize` says whether the kept weights are scaled back to sum one.
+A policy maps gate probabilities (..., N) to a boolean mask of the same shape. Every policy keeps at least the most
+probable expert. `renormalize` says whether the kept weights are scaled back to sum one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ class Selection(Protocol):
 
     def __call__(self, probs: Tensor) -> Tensor: ...
 
-    def most(self, num_experts: int) -> int:
-        """The most experts a token can get, known in advance: it sizes the dispatch list."""
+    def max_experts(self, num_experts: int) -> int:
+        """The largest number of experts a token can get, known in advance. It sizes the dispatch list."""
         ...
 
 
@@ -39,7 +39,7 @@ class Dense:
     def __call__(self, probs: Tensor) -> Tensor:
         return torch.ones_like(probs, dtype=torch.bool)
 
-    def most(self, num_experts: int) -> int:
+    def max_experts(self, num_experts: int) -> int:
         return num_experts
 
 
@@ -52,23 +52,23 @@ class TopK:
     dense: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        checks.positive_int("k", self.k)
+        _set(self, "k", checks.positive_int("k", self.k))
 
     def __call__(self, probs: Tensor) -> Tensor:
         experts = probs.shape[-1]
         checks.require(self.k <= experts, f"k must be at most the number of experts {experts}, got {self.k}")
         return _mask(probs, probs.topk(self.k, dim=-1).indices)
 
-    def most(self, num_experts: int) -> int:
+    def max_experts(self, num_experts: int) -> int:
         return self.k
 
 
 @dataclass(frozen=True)
 class Mass:
-    """The smallest set of experts whose probabilities reach τ, at most `cap` of them.
+    """The smallest set of experts with probabilities that reach τ, at most `cap` of them.
 
-    A token that is sure of its expert computes one, an ambiguous token several: with this policy the dial α
-    moves the compute. Without a cap the dropped mass is below 1−τ by construction.
+    A token with a clear gate computes one expert, an ambiguous token several. With this policy the dial α changes the
+    amount of computation. Without a cap the dropped mass is below 1−τ by construction.
     """
 
     tau: float
@@ -77,40 +77,45 @@ class Mass:
     dense: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        checks.fraction("tau", self.tau)
+        _set(self, "tau", checks.fraction("tau", self.tau))
         if self.cap is not None:
-            checks.positive_int("cap", self.cap)
+            _set(self, "cap", checks.positive_int("cap", self.cap))
 
     def __call__(self, probs: Tensor) -> Tensor:
         sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
-        # Mass of the experts ranked higher. Shifted, not cumsum − p: that rounding can cost an expert too many.
+        # Mass of the experts ranked higher. Shifted, because `cumsum − p` rounds and can keep one expert too many.
         before = torch.nn.functional.pad(sorted_probs.cumsum(-1)[..., :-1], (1, 0))
         keep = before < self.tau
         if self.cap is not None:
             keep = keep & (torch.arange(probs.shape[-1], device=probs.device) < self.cap)
         return torch.zeros_like(keep).scatter(-1, order, keep)
 
-    def most(self, num_experts: int) -> int:
+    def max_experts(self, num_experts: int) -> int:
         return num_experts if self.cap is None else min(self.cap, num_experts)
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Experts of probability at least `minimum`, and always the most probable one."""
+    """Experts with a probability of at least `minimum`, and always the most probable one."""
 
     minimum: float
     renormalize: bool = True
     dense: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        checks.fraction("minimum", self.minimum)
+        _set(self, "minimum", checks.fraction("minimum", self.minimum))
 
     def __call__(self, probs: Tensor) -> Tensor:
         return (probs >= self.minimum) | _mask(probs, probs.argmax(-1, keepdim=True))
 
-    def most(self, num_experts: int) -> int:
+    def max_experts(self, num_experts: int) -> int:
         # n experts of at least `minimum` each need n·minimum <= 1, up to the rounding of the softmax.
         return min(num_experts, int(1.000001 / self.minimum) or 1)
+
+
+def _set(policy: Any, name: str, value: float | int) -> None:
+    """Store a checked Python number in a frozen policy, in place of the NumPy or PyTorch number given."""
+    object.__setattr__(policy, name, value)
 
 
 def _mask(probs: Tensor, index: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The linear softmax gate with top-k selection (Shazeer et al. 2017), the baseline everyone uses."""
+"""The linear softmax gate with top-k selection (Shazeer et al. 2017): the usual baseline."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 from grmoe import checks
-from grmoe.routing.base import Router, Routing, linear_weight
 from grmoe.routing.fused import GateOperands
+from grmoe.routing.linear import LinearRouter
+from grmoe.routing.result import Routing
 from grmoe.routing.selection import TopK
 
 
-class SoftmaxRouter(Router):
+class SoftmaxRouter(LinearRouter):
     """ℓ = α(Wx + b); the k largest gates, renormalised for k > 1.
 
-    noise: std of Gaussian noise on the logits while training. z_loss: coefficient of the mean squared
-    log-sum-exp (ST-MoE). load_loss: coefficient of the Switch load-balancing loss. `balance=True` learns b
-    from the load instead (auxiliary-loss-free balancing).
+    noise: standard deviation of Gaussian noise on the logits while training.
+    z_loss: coefficient of the mean squared log-sum-exp (ST-MoE).
+    load_loss: coefficient of the Switch load-balancing loss.
+    balance: learn b from the load instead (auxiliary-loss-free balancing).
     """
 
     def __init__(
@@ -30,11 +32,10 @@ class SoftmaxRouter(Router):
         noise: float = 0.0,
         z_loss: float = 0.0,
         load_loss: float = 0.0,
-        generator: torch.Generator | None = None,
         **router: Any,
     ) -> None:
-        checks.positive_int("top_k", top_k)
-        # At k = 1 the raw probability is kept as weight: renormalised it would be 1 and train no router.
+        top_k = checks.positive_int("top_k", top_k)
+        # At k = 1 the raw probability stays the weight: renormalised it would be 1 and train no router.
         router.setdefault("selection", TopK(top_k, renormalize=top_k > 1))
         super().__init__(dim, num_experts, **router)
         checks.require(
@@ -43,16 +44,15 @@ class SoftmaxRouter(Router):
         self.noise = checks.finite("noise", noise, at_least=0)
         self.z_loss = checks.finite("z_loss", z_loss, at_least=0)
         self.load_loss = checks.finite("load_loss", load_loss, at_least=0)
-        self.weight = linear_weight(num_experts, dim, generator)
 
     def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
-        logits = self.alpha_value * (x @ self.weight.to(x.dtype).T + self.log_prior.to(x.dtype))
+        logits = super().gate(x, token_ids)
         if self.noise and self.training:
             logits = logits + self.noise * torch.randn_like(logits)
         return logits
 
     def gate_operands(self) -> GateOperands | None:
-        return None if self.noise and self.training else GateOperands(self.weight, self.log_prior)
+        return None if self.noise and self.training else super().gate_operands()
 
     def losses(self, routing: Routing) -> Tensor:
         loss = super().losses(routing)
@@ -68,7 +68,7 @@ class SoftmaxRouter(Router):
 def load_balancing_loss(probs: Tensor, selected: Tensor) -> Tensor:
     """N Σ_e f_e P_e (Fedus et al. 2022, eq. 4): f_e the share of assignments, P_e the mean probability.
 
-    Equals one for a uniform router. f_e counts what the gate asked for and carries no gradient.
+    It is one for a uniform router. f_e counts what the gate asked for and carries no gradient.
     """
     N = probs.shape[-1]
     chosen = selected.reshape(-1, N).to(probs.dtype)

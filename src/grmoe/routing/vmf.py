@@ -1,4 +1,4 @@
-"""The von Mises–Fisher gate: one direction an expert, the paper's rank-one ablation."""
+"""The von Mises–Fisher gate: one direction per expert, the paper's rank-one ablation."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from grmoe import checks
-from grmoe.routing.base import Router, linear_weight
+from grmoe.routing.base import Router
+from grmoe.routing.linear import linear_weight
 
 
 class VMFRouter(Router):
     """ℓ_e = α(κ_e w_eᵀx/(‖w_e‖‖x‖) + b_e), the vMF posterior with a shared normaliser.
 
-    Signed, where the Grassmann gate of rank one is not. kappa: initial concentration; the default √d gives
-    logits of order one, as cosines in d dimensions have size 1/√d.
+    It is signed; the Grassmann gate of rank one is not.
+
+    kappa: initial concentration. The default √d gives logits of order one, because cosines in d dimensions have size
+        1/√d.
     """
 
     def __init__(

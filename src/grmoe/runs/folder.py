@@ -28,6 +28,7 @@ from grmoe.data import TokenDataset
 from grmoe.data.shards import INDEX
 from grmoe.data.tokenizer import load as load_tokenizer
 from grmoe.files import replace_folder, write_file
+from grmoe.hardware import device_name, find_device
 from grmoe.runs.checkpoint import Checkpoint, Checkpoints
 from grmoe.runs.config import TrainConfig, may_change_on_resume
 
@@ -158,7 +159,6 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 def environment() -> dict[str, Any]:
     """Enough to know later what produced the numbers."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -166,7 +166,7 @@ def environment() -> dict[str, Any]:
         "revision": _revision(),
         "python": platform.python_version(),
         "packages": versions(PACKAGES),
-        "device": device,
+        "device": device_name(find_device()),
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
         "threads": torch.get_num_threads(),
     }

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from grmoe.data import TokenDataset
+from grmoe.hardware import find_device
 from grmoe.model import GrmoeForCausalLM
 from grmoe.model.presets import find_config
 from grmoe.runs.checkpoint import Checkpoint
@@ -63,19 +64,19 @@ def open_model(
     path: str | Path,
     checkpoint: str = "best",
     alpha: float | Sequence[float] | None = None,
-    device: str | None = None,
+    device: str = "auto",
     dtype: torch.dtype | Literal["served"] | None = None,
 ) -> LoadedModel:
     """Open a run's checkpoint ("best", "last" or a step) or an exported folder.
 
     alpha: replaces the dial saved with the model.
-    device: default is the GPU, if there is one.
+    device: "auto" is the GPU, if there is one.
     dtype: of everything but the routers, which stay in fp32. None keeps the saved one, which is fp32 for a run.
         "served" turns a run into bf16 on a GPU: that is how it will be used.
     A run whose data moved, vanished or changed opens all the same, without text.
     """
     path = Path(path)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = find_device(device)
     if (path / CONFIG).is_file():
         loaded = _open_run(path, checkpoint)
     elif (path / "config.json").is_file():

@@ -21,6 +21,7 @@ import torch
 
 import grmoe
 from grmoe.files import write_file
+from grmoe.hardware import device_name
 from grmoe.runs.folder import CONFIG
 from grmoe.runs.open import LoadedModel
 
@@ -127,10 +128,6 @@ def _again(path: Path, kind: str) -> str:
     if not (model / CONFIG).is_file():
         model = path.parent.with_name(path.parent.name.removesuffix(f"-{kind}"))
     return remake(model, kind)
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def plain(value: Any, digits: int | None = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def draw_curves(runs: list[Path], path: Path, unigram: float | None = None) -> P
             train = [line for line in lines if line["kind"] == "train"]
             held_out = [line for line in lines if line["kind"] == "validation"]
             _loss(loss, name, color, train, held_out)
-            _band(imbalance, name, color, train, "load_cv")
+            _band(imbalance, name, color, train, "leading_cv" if _is_dense(train) else "load_cv")
             _load(load, color, train)
             _band(entropy, name, color, train, "entropy")
         if unigram is not None:
@@ -32,8 +33,11 @@ def draw_curves(runs: list[Path], path: Path, unigram: float | None = None) -> P
             place = {"xycoords": ("axes fraction", "data"), "va": "bottom", "fontsize": 8}
             loss.annotate("unigram model", (0, math.log(unigram)), **place)
         loss.set(title="loss, nats per token (dots: validation)", ylim=_loss_range(logs, unigram))
-        imbalance.set(title="load imbalance: std / mean over experts (band: layers)", ylim=(0, None))
-        load.set(title="share of the least and most used expert (dense: of the leading one)", ylim=(0, None))
+        imbalance.set(title="load imbalance: CV over experts (band: layers)", ylim=(0, None))
+        load.set(
+            title="tokens received (dense: led) over the fair share, least and most used expert",
+            ylim=(0, None),
+        )
         entropy.set(title="entropy of the gate, nats (band: layers)", ylim=(0, None))
         for ax in (loss, imbalance, load, entropy):
             ax.set_xlabel("step")
@@ -101,15 +105,21 @@ def _band(ax: Any, name: str, color: str, train: list[dict[str, Any]], key: str)
 def _load(ax: Any, color: str, train: list[dict[str, Any]]) -> None:
     """Extremes over all layers, so that one starving expert anywhere shows."""
     steps = [t["step"] for t in train]
+    key = "leading_load" if _is_dense(train) else "load"
     for extreme in (min, max):
-        ax.plot(
-            steps,
-            [extreme(extreme(layer["load"]) for layer in t["layers"]) for t in train],
-            color=color,
-            lw=1.2,
-        )
-    fair = 1 / len(train[-1]["layers"][0]["load"])
-    ax.axhline(fair, color=INK, lw=0.8, ls=":")
+        shares = [extreme(_over_fair(layer[key], extreme) for layer in t["layers"]) for t in train]
+        ax.plot(steps, shares, color=color, lw=1.2)
+    ax.axhline(1, color=INK, lw=0.8, ls=":")
+
+
+def _over_fair(load: list[float], extreme: Callable[[list[float]], float]) -> float:
+    return extreme(load) * len(load) / (sum(load) or 1.0)
+
+
+def _is_dense(train: list[dict[str, Any]]) -> bool:
+    """Every expert computes every token: received load is uniform, and the leading expert is what differs."""
+    layers = train[-1]["layers"]
+    return train[-1]["experts_per_token"] == len(layers[0]["load"]) and "leading_cv" in layers[0]
 
 
 def _loss_range(logs: dict[str, list[dict[str, Any]]], unigram: float | None) -> tuple[float, float]:

@@ -10,17 +10,21 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from grmoe.config import to_dict
+from grmoe.hardware import device_name
 from grmoe.model.count import count, short
 from grmoe.routing import RoutingMetrics
-from grmoe.routing.metrics import COLLAPSE_SHARE
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import LOG, first_start
 from grmoe.train.setup import Trainer, uses_bf16
+
+LAYER_FIGURES = (
+    "entropy", "experts_per_token", "load", "load_cv", "min_load", "leading_load", "leading_cv", "gate_load",
+    "kappa_min", "kappa_max", "max_overlap",
+)  # fmt: skip
 
 
 class Sink(Protocol):
@@ -171,47 +175,35 @@ def flat(line: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def load_of(metrics: RoutingMetrics) -> tuple[list[float], float]:
-    """Each expert's share of the load, and its std / mean over experts."""
-    # The experts that tokens are computed by are the work, and what the balanced prior counts. Where all are computed
-    # that is uniform whatever the gate does; there the leading expert counts, as it does for the prior.
-    if metrics.experts_computed == len(metrics.computed_load):
-        return metrics.top1_load, metrics.top1_cv
-    return metrics.computed_load, metrics.computed_cv
-
-
 def routing_line(layers: list[RoutingMetrics]) -> dict[str, Any]:
-    """Means over MoE layers, the worst of them where the worst matters, and each layer's own numbers."""
+    """Means over MoE layers, the worst of them where the worst matters, and each layer's own numbers.
+
+    Names are those of `RoutingMetrics`: load is of the tokens an expert receives.
+    """
 
     def average(name: str) -> float:
         return sum(getattr(m, name) for m in layers) / len(layers)
 
-    loads, cvs = zip(*(load_of(m) for m in layers), strict=True)
     overlaps = [m.max_overlap for m in layers if m.max_overlap is not None]
     return {
         "entropy": average("entropy"),
-        "load_cv": sum(cvs) / len(layers),
-        "top1_cv": average("top1_cv"),
-        "min_load": min(min(load) for load in loads),
-        "collapsed_layers": sum(min(load) < COLLAPSE_SHARE for load in loads),
-        "experts_per_token": average("experts_computed"),
+        "load_cv": average("load_cv"),
+        "min_load": min(m.min_load for m in layers),
+        "collapsed_layers": sum(m.collapsed for m in layers),
+        "collapsed_layers_paper": sum(m.collapsed_paper for m in layers),
+        "leading_cv": average("leading_cv"),
+        "leading_min_load": min(m.leading_min_load for m in layers),
+        "experts_per_token": average("experts_per_token"),
         "max_overlap": max(overlaps) if overlaps else None,
-        "layers": [
-            {
-                "entropy": m.entropy, "load_cv": cv, "top1_cv": m.top1_cv,
-                "load": load, "top1_load": m.top1_load, "soft_load": m.soft_load,
-                "kappa_min": m.kappa_min, "kappa_max": m.kappa_max, "max_overlap": m.max_overlap,
-            }
-            for m, load, cv in zip(layers, loads, cvs, strict=True)
-        ],
-    }  # fmt: skip
+        "layers": [{name: getattr(m, name) for name in LAYER_FIGURES} for m in layers],
+    }
 
 
 def describe_start(trainer: Trainer, first_step: int) -> str:
     """What is trained, on what, and where it goes: minutes may pass before the first step is logged."""
     config, world = trainer.config, trainer.world
     cost = count(trainer.model.config, trainer.length)
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    device = device_name(world.device)
     processes = f"{world.size} × " if world.size > 1 else ""
     precision = "bf16 with fp32 weights" if uses_bf16(config, world) else "fp32"
     compiled = trainer.forward is not trainer.model
@@ -228,9 +220,15 @@ def describe(line: dict[str, Any]) -> str:
     overlap = f"  overlap {line['max_overlap']:.3f}" if line["max_overlap"] is not None else ""
     return (
         f"loss {line['loss']:.3f}  {line['tokens_per_second']:,.0f} tok/s{mfu}  {line['memory_gb']:.1f} GB  "
-        f"H {line['entropy']:.2f}  CV {line['load_cv']:.2f}  min load {line['min_load']:.3f}  "
-        f"{line['experts_per_token']:.2f} experts{overlap}"
+        f"H {line['entropy']:.2f}  {describe_load(line)}  {line['experts_per_token']:.2f} experts{overlap}"
     )
+
+
+def describe_load(line: dict[str, Any]) -> str:
+    """Balance in words: of received tokens, or of leading experts where every expert computes every token."""
+    if all(layer["experts_per_token"] == len(layer["load"]) for layer in line["layers"]):
+        return f"leading CV {line['leading_cv']:.2f}  leads at least {line['leading_min_load']:.3f}"
+    return f"CV {line['load_cv']:.2f}  min load {line['min_load']:.3f}"
 
 
 def describe_validation(line: dict[str, Any]) -> str:

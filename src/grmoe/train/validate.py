@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from grmoe.parallel.shard import sync_metrics
 from grmoe.parallel.world import total
-from grmoe.routing import RoutingMetrics, routers, set_alpha
+from grmoe.routing import RoutingMetrics, set_alpha, uncounted
 from grmoe.train.setup import Trainer
 
 
@@ -39,9 +40,8 @@ def validate(trainer: Trainer) -> Validation:
         for domain in trainer.validation.domains:
             sum_2 = torch.zeros(2, dtype=torch.float64, device=world.device)
             for rows, counts in _own_share(trainer, domain):
-                for router in routers(model):
-                    router.record = counts
-                loss = trainer.run(model, rows.to(world.device)).loss
+                with nullcontext() if counts else uncounted(model):
+                    loss = trainer.run(model, rows.to(world.device)).loss
                 if counts:
                     targets = rows[:, 1:].numel()
                     sum_2 += torch.stack([loss.double() * targets, loss.new_full((), targets)])
@@ -49,8 +49,6 @@ def validate(trainer: Trainer) -> Validation:
         sync_metrics(model, world)
         routing = model.routing_metrics()
     finally:
-        for router in routers(model):
-            router.record = True
         model.train()
         model.reset_routing_metrics()
     domains = {name: loss / tokens for name, (loss, tokens) in sums.items() if tokens}

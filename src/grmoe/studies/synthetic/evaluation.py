@@ -14,23 +14,41 @@ from torch import Tensor
 from grmoe import geometry
 from grmoe.certificates import entropy_bounds
 from grmoe.routing import RoutingMetrics
-from grmoe.routing.metrics import summarize
+from grmoe.routing.metrics import COLLAPSE_FRACTION, summarize
 from grmoe.studies.synthetic.task import Task
 from grmoe.studies.synthetic.training import StackedRouters, Trained, mixture_output
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SeedScore:
-    """One seed of one method."""
+    """One seed of one method. Load and collapse are those of `RoutingMetrics`: of the tokens an expert receives."""
 
     accuracy: float
-    share: float  # of the Bayes oracle's accuracy on the same tokens
-    cv: float  # of the share of tokens each expert serves
+    """Share of tokens sent to the expert matched to their class."""
+    share: float
+    """`accuracy` over the Bayes oracle's accuracy on the same tokens."""
+    load_cv: float
     min_load: float
     collapsed: bool
+    collapsed_paper: bool
+    leading_cv: float
+    leading_min_load: float
+    leading_collapsed: bool
+    """Some expert leads less than a tenth of its fair share 1/N of the tokens."""
     entropy: float
-    experts_computed: float
+    experts_per_token: float
     loss: float
+    """Mean squared error relative to the variance of the targets."""
+
+    def is_dense(self, num_experts: int) -> bool:
+        """Every expert computes every token: received load is uniform, only the leading expert differs."""
+        return self.experts_per_token == num_experts
+
+    def least_share(self, num_experts: int) -> float:
+        """Tokens of the least used expert over its fair share: received ones, or led ones where all are computed."""
+        if self.is_dense(num_experts):
+            return self.leading_min_load * num_experts
+        return self.min_load * num_experts / self.experts_per_token
 
 
 def score(task: Task, trained: Trained, x_SBD: Tensor, label_SB: Tensor, group: int) -> list[SeedScore]:
@@ -40,7 +58,7 @@ def score(task: Task, trained: Trained, x_SBD: Tensor, label_SB: Tensor, group: 
     """
     S, B, D = x_SBD.shape
     routers, N = trained.routers, trained.maps_SNDO.shape[1]
-    routers.buffers["metrics.sums"].zero_()
+    routers.buffers["counter.sums"].zero_()
     with torch.no_grad():
         routing = routers(x_SBD.view(S, B // group, group, D), train=False)
         loss_S = _task_loss(task, trained, x_SBD, label_SB, group)
@@ -48,7 +66,7 @@ def score(task: Task, trained: Trained, x_SBD: Tensor, label_SB: Tensor, group: 
     weights, probs = routing.weights.view(S, B, N), routing.probs.view(S, B, N)
     expert_SB = torch.where(weights.sum(-1) > 0, weights.argmax(-1), probs.argmax(-1))
     oracle_S = (task.oracle(x_SBD) == label_SB).double().mean(-1)
-    sums = routers.buffers["metrics.sums"]
+    sums = routers.buffers["counter.sums"]
     scores = []
     for s in range(S):
         metrics: RoutingMetrics = summarize(sums[s], N)
@@ -57,11 +75,15 @@ def score(task: Task, trained: Trained, x_SBD: Tensor, label_SB: Tensor, group: 
             SeedScore(
                 accuracy=accuracy,
                 share=accuracy / float(oracle_S[s]),
-                cv=metrics.top1_cv,
+                load_cv=metrics.load_cv,
                 min_load=metrics.min_load,
                 collapsed=metrics.collapsed,
+                collapsed_paper=metrics.collapsed_paper,
+                leading_cv=metrics.leading_cv,
+                leading_min_load=metrics.leading_min_load,
+                leading_collapsed=metrics.leading_min_load < COLLAPSE_FRACTION / N,
                 entropy=metrics.entropy,
-                experts_computed=metrics.experts_computed,
+                experts_per_token=metrics.experts_per_token,
                 loss=float(loss_S[s]),
             )
         )
@@ -83,7 +105,7 @@ def confusion(expert_B: Tensor, label_B: Tensor, num: int) -> Tensor:
 
 def matched_accuracy(expert_B: Tensor, label_B: Tensor, num: int) -> float:
     """Share of tokens whose expert is the one matched to their class, under the best one-to-one matching."""
-    counts = confusion(expert_B, label_B, num)
+    counts = confusion(expert_B, label_B, num).cpu()
     experts, classes = best_matching(counts)
     return float(counts[experts, classes].sum()) / len(label_B)
 
@@ -92,7 +114,7 @@ def best_matching(gain_NN: Tensor) -> tuple[Tensor, Tensor]:
     """Rows and columns of the one-to-one matching of largest total gain (Hungarian method)."""
     from scipy.optimize import linear_sum_assignment  # an extra: the CLI names it when it is missing
 
-    rows, columns = linear_sum_assignment(gain_NN.numpy(), maximize=True)
+    rows, columns = linear_sum_assignment(gain_NN.cpu().numpy(), maximize=True)
     return torch.as_tensor(rows), torch.as_tensor(columns)
 
 
@@ -126,20 +148,20 @@ def sweep_dial(routers: StackedRouters, x_SBD: Tensor, alphas: list[float]) -> D
 
 
 def frame_recovery(task: Task, routers: StackedRouters) -> list[list[float]] | None:
-    """Overlap ‖U_learnedᵀU_true‖²_F/k of the first seed's subspaces, rows matched to classes; None without frames."""
+    """Overlap ‖U_learnedᵀU_true‖²_F/k of the first seed's subspaces, rows matched to classes. None without frames."""
     frames = routers.params.get("frames")
     if frames is None:
         return None
     both = torch.cat([frames[0].detach(), task.frames_SNDK[0]])
     N = len(task.frames_SNDK[0])
-    cross = geometry.overlap(both)[:N, N:] / frames.shape[-1]
+    cross = geometry.overlap(both)[:N, N:].cpu() / frames.shape[-1]
     experts, classes = best_matching(cross)
     rows: list[list[float]] = cross[experts[classes.argsort()]].tolist()
     return rows
 
 
 def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval for a proportion; honest at 0 of n, where the usual interval has length zero."""
+    """Wilson's score interval for a proportion. At 0 of n, where the usual interval has length zero, it does not."""
     if trials == 0:
         return 0.0, 1.0
     p, scale = successes / trials, 1 + z * z / trials

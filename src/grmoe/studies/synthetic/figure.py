@@ -1,12 +1,14 @@
-"""The picture of the synthetic study: who finds the classes, what the dial does, what was learned."""
+"""The figure of the synthetic study: accuracy, load, the dial, and the learned subspaces."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from grmoe.studies.synthetic.evaluation import SeedScore
 from grmoe.studies.synthetic.report import Row, caption
 from grmoe.studies.synthetic.study import MethodResult, SettingResult
 
@@ -14,7 +16,7 @@ OURS, OTHERS, RIVAL, RIVAL_DIAL, INK = "#1b6ca8", "#9aa5b1", "#d1495b", "#e07a1f
 
 
 def draw(result: SettingResult, path: Path) -> Path:
-    """One PNG a setting."""
+    """One PNG per setting."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -33,7 +35,7 @@ def draw(result: SettingResult, path: Path) -> Path:
         _recovery(figure, figure.add_subplot(lower[1]), result)
         seeds = len(result.methods[0].scores)
         figure.suptitle(
-            f"Synthetic routing task, {seeds} seeds a method\n{caption(result)}",
+            f"Synthetic routing task, {seeds} seeds per method\n{caption(result)}",
             fontsize=11,
             x=0.01,
             ha="left",
@@ -48,13 +50,11 @@ def _color(method: MethodResult) -> str:
     return OURS if method.method.startswith("grmoe") else OTHERS
 
 
-def _strip(axes: Any, result: SettingResult, field: str, factor: float) -> None:
-    """A row of dots for each method, one dot a seed, a bar at the mean."""
+def _strip(axes: Any, result: SettingResult, value: Callable[[SeedScore], float]) -> None:
+    """A row of dots per method, one dot per seed, a bar at the mean."""
     for row, method in enumerate(result.methods):
-        values = [factor * getattr(s, field) for s in method.scores]
-        spread = [
-            row + 0.28 * math.sin(2.4 * i) for i in range(len(values))
-        ]  # fixed jitter: same picture always
+        values = [value(s) for s in method.scores]
+        spread = [row + 0.28 * math.sin(2.4 * i) for i in range(len(values))]  # fixed jitter: always the same
         axes.scatter(values, spread, s=12, color=_color(method), alpha=0.45, linewidths=0)
         mean = sum(values) / len(values)
         axes.plot([mean, mean], [row - 0.38, row + 0.38], color=INK, lw=1.8)
@@ -65,7 +65,7 @@ def _strip(axes: Any, result: SettingResult, field: str, factor: float) -> None:
 
 
 def _accuracy(axes: Any, result: SettingResult) -> None:
-    _strip(axes, result, "accuracy", 100)
+    _strip(axes, result, lambda s: 100 * s.accuracy)
     axes.axvline(100 * result.oracle_accuracy, color=RIVAL, lw=1.2)
     axes.text(
         100 * result.oracle_accuracy - 0.6,
@@ -83,21 +83,25 @@ def _accuracy(axes: Any, result: SettingResult) -> None:
 
 
 def _load(axes: Any, result: SettingResult) -> None:
-    _strip(axes, result, "min_load", 100)
-    axes.axvspan(-0.4, 1, color=RIVAL, alpha=0.12, lw=0)
+    N = result.num_experts
+    _strip(axes, result, lambda s: 100 * s.least_share(N))
+    axes.axvspan(-4, 10, color=RIVAL, alpha=0.12, lw=0)
     for row, method in enumerate(result.methods):
-        stats = Row.of(method)
-        if stats.collapsed:
+        stats = Row.of(method, N)
+        starved = stats.leading_collapsed if stats.dense else stats.collapsed
+        if starved:
             axes.text(
-                1.15,
+                11,
                 row - 0.42,
-                f"{stats.collapsed}/{stats.seeds} collapsed",
+                f"{starved}/{stats.seeds} " + ("without a lead" if stats.dense else "collapsed"),
                 color=RIVAL,
                 fontsize=7.5,
                 va="center",
             )
-    axes.set_xlim(-0.4, None)
-    axes.set_xlabel("tokens of the least used expert, % (red: < 1 %)")
+    axes.set_xlim(-4, None)
+    axes.set_xlabel(
+        "tokens the least used expert receives (vMF, GrMoE: leads),\n% of the fair share (red: < 10 %)"
+    )
     axes.set_title("Is an expert starving?", loc="left", fontsize=11)
 
 
@@ -132,7 +136,7 @@ def _dial(axes: Any, method: MethodResult) -> None:
         "the dial α, turned after training" if ours else "α = 1/temperature, turned after training"
     )
     axes.set_ylabel("routing entropy, nats")
-    sharp = mean[len(mean) // 2] < mean[0] / 2  # the curve has left the right half of the panel by then
+    sharp = mean[len(mean) // 2] < mean[0] / 2  # then the curve leaves the right half of the panel free
     axes.legend(frameon=False, loc="center right" if sharp else "lower left", fontsize=8.5)
     falling = sum(all(b <= a + 1e-6 for a, b in pairwise(seed)) for seed in zip(*entropy_AS, strict=True))
     what = "GrMoE" if ours else "Softmax gate"

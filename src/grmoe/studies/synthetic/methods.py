@@ -1,4 +1,4 @@
-"""The rows of the synthetic table: how each method's router is built, and what the paper reports for it.
+"""The rows of the synthetic table: how each method's router is built, and the paper's figures for it.
 
 Every method has the same experts, tokens, steps, schedule and learning rates.
 """
@@ -17,23 +17,34 @@ from grmoe.studies.synthetic.training import Training
 
 @dataclass(frozen=True)
 class PaperRow:
-    """What the paper's table says (easy setting): accuracy %, CV, collapse %, entropy."""
+    """The paper's figures; None where it states none."""
 
     accuracy: float
-    cv: float
-    collapse: float
-    entropy: float
+    """Per cent."""
+    cv: float | None = None
+    collapse: float | None = None
+    """Per cent of seeds."""
+    entropy: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Method:
+    """One row of the table."""
+
     key: str
+    """Name on the command line."""
     title: str
-    router: str  # name in grmoe.routing.ROUTERS
+    """Name in the table."""
+    router: str
+    """Name in `grmoe.routing.ROUTERS`."""
     options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the router."""
     training: dict[str, Any] = field(default_factory=dict)
+    """Differences to the common `Training`."""
     supervised: bool = False
-    paper: PaperRow | None = None
+    """Train the gate on the labels."""
+    paper: dict[str, PaperRow] = field(default_factory=dict)
+    """The paper's figures by setting: its table (easy) and its text (hard)."""
 
     def builder(self, dim: int, num_experts: int, rank: int, batch: int) -> Callable[[int], Router]:
         """A function from a seed to a router."""
@@ -41,9 +52,7 @@ class Method:
         if self.router == "grassmann":
             options["rank"] = rank
         if self.router == "soft_moe":
-            options["slots"] = max(
-                1, batch // num_experts
-            )  # as many slots as tokens, as the method's authors do
+            options["slots"] = max(1, batch // num_experts)  # as many slots as tokens, as its authors do
 
         def build(seed: int) -> Router:
             torch.manual_seed(seed)  # amortisers initialise from the global generator
@@ -62,35 +71,59 @@ _GRASSMANN = {"kappa": 1.0}
 
 METHODS = (
     Method(
-        "softmax_top1",
-        "Softmax top-1",
-        "softmax",
-        {"top_k": 1},
-        paper=PaperRow(82.4, 0.312, 36, 1.02),
+        key="softmax_top1",
+        title="Softmax top-1",
+        router="softmax",
+        options={"top_k": 1},
+        paper={"easy": PaperRow(82.4, 0.312, 36, 1.02), "hard": PaperRow(68.1, collapse=62)},
     ),
-    Method("softmax_top2", "Softmax top-2", "softmax", {"top_k": 2}),
-    Method("switch", "Switch", "switch", paper=PaperRow(85.1, 0.187, 22, 1.41)),
+    Method(key="softmax_top2", title="Softmax top-2", router="softmax", options={"top_k": 2}),
+    Method(key="switch", title="Switch", router="switch", paper={"easy": PaperRow(85.1, 0.187, 22, 1.41)}),
     Method(
-        "expert_choice",
-        "Expert Choice",
-        "expert_choice",
-        {"capacity_factor": 2.0},
-        paper=PaperRow(84.7, 0.042, 0, 1.89),
+        key="expert_choice",
+        title="Expert Choice",
+        router="expert_choice",
+        options={"capacity_factor": 2.0},
+        paper={"easy": PaperRow(84.7, 0.042, 0, 1.89)},
     ),
-    Method("hash", "Hash", "hash", paper=PaperRow(71.2, 0.031, 0, 2.08)),
-    Method("soft_moe", "Soft MoE", "soft_moe", paper=PaperRow(86.8, 0.095, 8, 1.55)),
-    Method("vmf", "vMF gate", "vmf", paper=PaperRow(86.3, 0.178, 18, 1.38)),
-    Method("grmoe", "GrMoE", "grassmann", _GRASSMANN, paper=PaperRow(91.7, 0.058, 0, 1.52)),
+    Method(key="hash", title="Hash", router="hash", paper={"easy": PaperRow(71.2, 0.031, 0, 2.08)}),
     Method(
-        "grmoe_amortized",
-        "GrMoE + amortiser",
-        "grassmann",
-        {**_GRASSMANN, "amortizer": "affinity"},
-        paper=PaperRow(90.8, 0.051, 0, 1.48),
+        key="soft_moe", title="Soft MoE", router="soft_moe", paper={"easy": PaperRow(86.8, 0.095, 8, 1.55)}
     ),
-    # Beside the paper's rows: its gate with its own prior, and what labels could teach a linear gate.
-    Method("grmoe_paper_prior", "GrMoE, paper's prior", "grassmann", {**_GRASSMANN, "prior": "paper"}),
-    Method("supervised", "Linear, with labels", "softmax", {"top_k": 1}, supervised=True),
+    Method(
+        key="vmf",
+        title="vMF gate",
+        router="vmf",
+        paper={"easy": PaperRow(86.3, 0.178, 18, 1.38), "hard": PaperRow(72.4)},
+    ),
+    Method(
+        key="grmoe",
+        title="GrMoE",
+        router="grassmann",
+        options=_GRASSMANN,
+        paper={"easy": PaperRow(91.7, 0.058, 0, 1.52), "hard": PaperRow(78.3, collapse=0)},
+    ),
+    Method(
+        key="grmoe_amortized",
+        title="GrMoE + amortiser",
+        router="grassmann",
+        options={**_GRASSMANN, "amortizer": "affinity"},
+        paper={"easy": PaperRow(90.8, 0.051, 0, 1.48)},
+    ),
+    # Beside the paper's rows: its gate with its own prior, and a linear gate trained on the labels.
+    Method(
+        key="grmoe_paper_prior",
+        title="GrMoE, paper's prior",
+        router="grassmann",
+        options={**_GRASSMANN, "prior": "paper"},
+    ),
+    Method(
+        key="supervised",
+        title="Linear, with labels",
+        router="softmax",
+        options={"top_k": 1},
+        supervised=True,
+    ),
 )
 
 

@@ -1,13 +1,12 @@
-"""The synthetic study from start to finish: every method on every setting, results kept as they come.
+"""The synthetic study from start to finish: every method on every setting.
 
-Each (setting, method) pair is written to its own JSON file when it is done. A run that was interrupted goes on
-where it stopped, as long as it is asked for with the same configuration.
+Each (setting, method) pair is written to its own JSON file when it is done. An interrupted study continues where it
+stopped when started again with the same configuration.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from grmoe.files import write_file
 from grmoe.studies.synthetic.evaluation import SeedScore, frame_recovery, score, sweep_dial
 from grmoe.studies.synthetic.methods import Method
 from grmoe.studies.synthetic.task import EASY, HARD, Setting, Task
@@ -23,21 +23,34 @@ from grmoe.studies.synthetic.training import Training, train
 
 SETTINGS = {s.name: s for s in (EASY, HARD)}
 QUICK_METHODS = ["softmax_top1", "switch", "expert_choice", "soft_moe", "vmf", "grmoe", "supervised"]
-DIALED = ("grmoe", "softmax_top1")  # whose dial the figure shows
+DIALED = ("grmoe", "softmax_top1")  # the figure shows their dials
 ALPHAS = [2.0 ** (i / 2) for i in range(-6, 9)]  # 1/8 … 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
+    """A whole study. Results of another configuration are not reused."""
+
     seeds: int = 50
+    """Independent tasks and trainings per method, computed as one batch."""
     num_experts: int = 8
+    """N, experts and classes."""
     dim: int = 128
+    """d, width of a token."""
     rank: int = 16
+    """k, rank of a class's subspace and of a Grassmann router's frames."""
     out_dim: int = 16
+    """Width of the targets."""
     eval_tokens: int = 4096
+    """Fresh tokens per seed that methods are scored on."""
     dial_tokens: int = 1024
+    """Tokens per seed of the dial's curves."""
     task_seed: int = 0
+    """Seed of tasks, trainings and tokens."""
     training: Training = field(default_factory=Training)
+    """How every method is trained."""
+    device: str = "cpu"
+    """Kind of device that draws tokens and trains, "cpu" or "cuda". Another one draws other tokens."""
 
     @classmethod
     def quick(cls) -> Config:
@@ -45,8 +58,10 @@ class Config:
         return cls(seeds=6, eval_tokens=2048, training=Training(steps=600))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class MethodResult:
+    """One method on one setting."""
+
     method: str
     title: str
     setting: str
@@ -54,11 +69,15 @@ class MethodResult:
     oracle_accuracy: float
     seconds: float
     dial: dict[str, Any] | None = None
+    """A `DialSweep`, for methods in `DIALED`."""
     recovery: list[list[float]] | None = None
+    """`frame_recovery`, for routers with frames."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SettingResult:
+    """All methods on one setting. Overlap is the achieved one, over pairs of classes and seeds."""
+
     setting: Setting
     num_experts: int
     overlap_mean: float
@@ -83,9 +102,10 @@ def run_setting(
         rank=config.rank,
         out_dim=config.out_dim,
         seed=config.task_seed,
+        device=config.device,
     )
     overlap = task.achieved_overlap()
-    held_out = torch.Generator().manual_seed(config.task_seed + 1_000_003)
+    held_out = task.token_generator(config.task_seed + 1_000_003)
     x_SBD, label_SB = task.tokens(config.eval_tokens, held_out)
     oracle = float((task.oracle(x_SBD) == label_SB).double().mean())
     results = []
@@ -149,7 +169,7 @@ def _run_method(
 
 
 def _plain(value: Any) -> Any:
-    """As it reads back from JSON."""
+    """`value` as it reads back from JSON."""
     return json.loads(json.dumps(value))
 
 
@@ -168,8 +188,5 @@ def _load(path: Path, fingerprint: dict[str, Any]) -> MethodResult | None:
 
 
 def _save(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all: an interrupted write leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content))
-    os.replace(partial, path)
+    write_file(path, json.dumps(content).encode())

@@ -1,7 +1,8 @@
 """The paper's synthetic routing task, for many seeds at once.
 
 A token of class e is drawn from N(0, P_e + σ²(I − P_e)), P_e the projector on a ground-truth subspace, and its
-target is A_e x, A_e the class's own linear map. Whoever routes tokens by class can fit the targets exactly.
+target is A_e x, A_e the class's own linear map. A router that sends tokens to experts by class can fit the targets
+exactly.
 
 Legend: S seeds, N experts (classes), D width d, K rank k, O target width, B tokens.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +33,10 @@ HARD = Setting("hard", rho=0.4, sigma2=0.5)
 
 
 class Task:
-    """`seeds` independent instances: frames (S, N, D, K) and expert maps (S, N, D, O), uniform mixture."""
+    """`seeds` independent instances: frames (S, N, D, K) and expert maps (S, N, D, O), uniform mixture.
+
+    Frames and maps are the same on every device. Tokens are drawn on `device`, so they differ between kinds of device.
+    """
 
     def __init__(
         self,
@@ -43,16 +48,18 @@ class Task:
         rank: int = 16,
         out_dim: int = 16,
         seed: int = 0,
+        device: str = "cpu",
     ) -> None:
         checks.positive_int("seeds", seeds)
         checks.require(0 < setting.sigma2 < 1, f"sigma2 must be in (0, 1), got {setting.sigma2}")
         self.setting = setting
-        self.generator = torch.Generator().manual_seed(seed)
-        self.frames_SNDK = frames_with_overlap(
-            setting.rho, dim, rank, num_experts, batch=seeds, generator=self.generator
-        )
-        maps = torch.randn(seeds, num_experts, dim, out_dim, generator=self.generator)
-        self.maps_SNDO = maps / math.sqrt(dim)
+        self.device = torch.device(device)
+        draw = torch.Generator().manual_seed(seed)
+        frames = frames_with_overlap(setting.rho, dim, rank, num_experts, batch=seeds, generator=draw)
+        maps = torch.randn(seeds, num_experts, dim, out_dim, generator=draw)
+        self.frames_SNDK = frames.to(self.device)
+        self.maps_SNDO = (maps / math.sqrt(dim)).to(self.device)
+        self.generator = draw if self.device.type == "cpu" else self.token_generator(seed)
         # One constant brings tokens to mean square one, as a norm layer would, without touching geometry.
         variance = (rank + setting.sigma2 * (dim - rank)) / dim
         self.scale = 1 / math.sqrt(variance)
@@ -60,6 +67,10 @@ class Task:
     @property
     def seeds(self) -> int:
         return len(self.frames_SNDK)
+
+    def token_generator(self, seed: int) -> torch.Generator:
+        """A generator for `tokens`, on the task's device."""
+        return torch.Generator(self.device).manual_seed(seed)
 
     def achieved_overlap(self) -> Tensor:
         """‖UᵢᵀUⱼ‖²_F / k over all pairs i < j and seeds."""
@@ -69,15 +80,15 @@ class Task:
 
     def tokens(self, batch: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """(x (S, B, D), class (S, B)): x = σg + √(1−σ²) U_e c has covariance P_e + σ²(I − P_e)."""
-        generator = generator or self.generator
+        source: Any = {"generator": generator or self.generator, "device": self.device}
         S, N, D, K = self.frames_SNDK.shape
         sigma2 = self.setting.sigma2
-        label_SB = torch.randint(N, (S, batch), generator=generator)
-        coordinates = torch.randn(S, batch, 1, K, generator=generator)
+        label_SB = torch.randint(N, (S, batch), **source)
+        coordinates = torch.randn(S, batch, 1, K, **source)
         block_SBNK = coordinates * torch.nn.functional.one_hot(label_SB, N).unsqueeze(-1)
         U_SD_NK = self.frames_SNDK.transpose(1, 2).reshape(S, D, N * K)
         inside_SBD = block_SBNK.view(S, batch, N * K) @ U_SD_NK.mT
-        x_SBD = math.sqrt(sigma2) * torch.randn(S, batch, D, generator=generator)
+        x_SBD = math.sqrt(sigma2) * torch.randn(S, batch, D, **source)
         return self.scale * (x_SBD + math.sqrt(1 - sigma2) * inside_SBD), label_SB
 
     def targets(self, x_SBD: Tensor, label_SB: Tensor) -> Tensor:
@@ -109,11 +120,11 @@ def frames_with_overlap(
     batch: int,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Random frames (batch, num, dim, rank) whose mean pairwise overlap ‖UᵢᵀUⱼ‖²_F / rank is `rho`.
+    """Random frames (batch, num, dim, rank) with mean pairwise overlap ‖UᵢᵀUⱼ‖²_F / rank = `rho`.
 
-    Random frames overlap by rank/dim. More overlap: each frame is tilted towards one shared frame. Less: it is
-    tilted away from random towards a tight configuration (mutually orthogonal when num·rank <= dim), whose
-    overlap is the least possible on average. The tilt is found by bisection, for each batch entry by itself.
+    Random frames overlap by rank/dim. For more overlap each frame is tilted towards one shared frame. For less it is
+    tilted towards a tight configuration (mutually orthogonal when num·rank <= dim), which has the least possible mean
+    overlap. Bisection finds the tilt for each batch entry.
     """
     least = max(0.0, (num * rank / dim - 1) / (num - 1))
     ok = least <= rho < 1

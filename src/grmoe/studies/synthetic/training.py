@@ -15,7 +15,7 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from grmoe.optim import GrassmannAdam
 from grmoe.routing import Router, Routing, SlotMixing
-from grmoe.routing.base import next_log_prior
+from grmoe.routing.prior import next_log_prior
 from grmoe.studies.synthetic.task import Task, apply_experts
 
 
@@ -24,12 +24,15 @@ class Training:
     """How a method is trained. The defaults hold for every method; `methods` says where one differs."""
 
     steps: int = 1200
+    """Optimiser steps."""
     batch: int = 256
-    lr: float = 1e-2  # experts, linear gates, amortisers and log κ: Adam
-    frame_lr: float = (
-        0.6  # Frobenius length of a frame's step, √k times 0.15: the task is learned in few steps
-    )
-    prior_rate: float = 0.05  # η of the balanced prior
+    """Tokens per step and seed."""
+    lr: float = 1e-2
+    """Adam's rate for experts, linear gates, amortisers and log κ."""
+    frame_lr: float = 0.6
+    """Frobenius length of a frame's step: √k times 0.15, because the task must be learned in few steps."""
+    prior_rate: float = 0.05
+    """η of the balanced prior."""
 
 
 class StackedRouters:
@@ -45,17 +48,24 @@ class StackedRouters:
 
         def one(params: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
             r: Routing = functional_call(self.template, (params, buffers), (x,))
-            slots = (r.slots.dispatch, r.slots.combine) if r.slots else ()
+            slots = (r.slots.to_slots, r.slots.from_slots) if r.slots else ()
             return (r.logits, r.probs, r.selected, r.weights, r.aux_loss, *slots)
 
         logits, probs, selected, weights, aux_loss, *slots = vmap(one, randomness="different")(
             self.params, self.buffers, x
         )
-        return Routing(logits, probs, selected, weights, aux_loss, SlotMixing(*slots) if slots else None)
+        return Routing(
+            logits=logits,
+            probs=probs,
+            selected=selected,
+            weights=weights,
+            aux_loss=aux_loss,
+            slots=SlotMixing(*slots) if slots else None,
+        )
 
     def update_prior(self, rate: float) -> None:
         with torch.no_grad():
-            prior, sums = self.buffers["log_prior"], self.buffers["prior_sums"]
+            prior, sums = self.buffers["log_prior"], self.buffers["counter.prior_sums"]
             prior.copy_(next_log_prior(prior, sums, rate))
             sums.zero_()
 
@@ -76,8 +86,8 @@ def mixture_output(x_SBD: Tensor, maps_SNDO: Tensor, routing: Routing) -> Tensor
     """Σ_e weight_e · f_e(x), or Soft MoE's slots through the experts and back; (S, B, O)."""
     if routing.slots is None:
         return torch.einsum("sbn,sbno->sbo", routing.weights, apply_experts(x_SBD, maps_SNDO))
-    slots = torch.einsum("sbnp,sbd->snpd", routing.slots.dispatch, x_SBD)
-    return torch.einsum("sbnp,snpo->sbo", routing.slots.combine, slots @ maps_SNDO)
+    slots = torch.einsum("sbnp,sbd->snpd", routing.slots.to_slots, x_SBD)
+    return torch.einsum("sbnp,snpo->sbo", routing.slots.from_slots, slots @ maps_SNDO)
 
 
 def train(
@@ -89,13 +99,13 @@ def train(
     supervised: bool = False,
     on_step: Callable[[int], None] | None = None,
 ) -> Trained:
-    """Train one router and N linear experts a seed on the task loss alone (or, `supervised`, on the labels)."""
+    """Train one router and N linear experts per seed on the task loss alone (with `supervised`, on the labels)."""
     torch.manual_seed(seed)  # routers' noise under vmap draws from the global generator
     S = task.seeds
-    routers = StackedRouters([build(seed + s) for s in range(S)])
+    routers = StackedRouters([build(seed + s).to(task.device) for s in range(S)])
     generator = torch.Generator().manual_seed(seed + 1)
     start = torch.randn(task.maps_SNDO.shape, generator=generator) / task.maps_SNDO.shape[-2] ** 0.5
-    maps_SNDO = nn.Parameter(start)
+    maps_SNDO = nn.Parameter(start.to(task.device))
     optimizers = _optimizers(routers, maps_SNDO, config)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(opt, lambda step: _cosine(step, config.steps)) for opt in optimizers

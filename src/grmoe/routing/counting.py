@@ -1,0 +1,105 @@
+"""Counting what a router does: sums for the metrics and for the balanced prior, on the device, fused or not.
+
+Legend: N experts, T tokens (all leading dimensions together).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from grmoe.kernels.runtime import attempt, available, has_failed
+from grmoe.routing.metrics import RoutingMetrics, routing_sums, summarize
+from grmoe.routing.result import Routing
+
+
+class LoadCounter(nn.Module):
+    """Two buffers of sums. Neither is part of a checkpoint.
+
+    sums: what `summarize` turns into metrics, since `reset`. See `routing_sums` for the layout.
+    prior_sums: each expert's summed share of tokens (N), then the token count, since the last prior update.
+    """
+
+    sums: Tensor
+    prior_sums: Tensor
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.paused = False
+        # fp64, because a count in fp32 stops growing at 2^24 tokens.
+        self.register_buffer("sums", torch.zeros(3 * num_experts + 4, dtype=torch.float64), persistent=False)
+        self.register_buffer("prior_sums", torch.zeros(num_experts + 1), persistent=False)
+
+    @torch.no_grad()
+    def add(
+        self, routing: Routing, *, prior: bool = False, dense: bool = False, kernels: bool = False
+    ) -> None:
+        """Count one forward pass. No value is read by the host.
+
+        prior: count for the balanced prior too. dense: the selection computes every expert. kernels: by Triton where
+        it runs. Activation checkpointing runs the forward a second time, inside the backward; that run is not counted.
+        """
+        # The graph task is set during a backward. Dynamo cannot trace the call.
+        in_backward = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if self.paused or in_backward:
+            return
+        if kernels and routing.slots is None and available(routing.probs) and not has_failed("metrics"):
+            attempt("metrics", lambda: self._add_fused(routing, prior, dense), lambda: None)
+            if not has_failed("metrics"):
+                return
+        self.sums.add_(routing_sums(routing.probs, routing.weights, routing.selected, _slot_rows(routing)))
+        if prior:
+            shares = prior_shares(routing.probs, routing.selected, dense)
+            self.prior_sums.add_(shares.to(self.prior_sums.dtype))
+
+    def _add_fused(self, routing: Routing, prior: bool, dense: bool) -> None:
+        from grmoe.kernels.metrics import add_counts
+
+        tensors = (routing.probs, routing.weights, routing.selected)
+        probs, weights, selected = (t.reshape(-1, self.num_experts) for t in tensors)
+        add_counts(probs, weights, selected, self.sums, self.prior_sums, prior=prior, dense=dense)
+
+    def read(self) -> RoutingMetrics:
+        """The metrics since the last `reset`, without a router's own figures. Waits for the device."""
+        return summarize(self.sums, self.num_experts)
+
+    def reset(self) -> None:
+        """Restart the metrics. The balanced prior's sums stay."""
+        self.sums.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LoadCounter:
+        """Moves between devices; the sums stay fp64, because `model.float()` must not shorten the counts."""
+
+        def keep_precision(t: Tensor) -> Tensor:
+            out = fn(t)
+            return t.to(out.device) if t is self.sums and out.dtype != t.dtype else out
+
+        return super()._apply(keep_precision, recurse)
+
+
+def prior_shares(probs: Tensor, selected: Tensor, dense: bool) -> Tensor:
+    """Each expert's share of every token, summed over tokens, then the number of tokens; (N+1,).
+
+    A token divides one unit among the experts that compute it. With a dense selection that would always be uniform,
+    so there the leading expert gets the unit: the gate's mass can be balanced while some expert never leads.
+    """
+    N = probs.shape[-1]
+    probs_TN, chosen_TN = probs.detach().reshape(-1, N), selected.reshape(-1, N)
+    if dense:
+        chosen_TN = probs_TN.argmax(-1, keepdim=True) == torch.arange(N, device=probs.device)
+    finite_T = torch.isfinite(probs_TN).all(-1)
+    chosen_TN = chosen_TN & finite_T.unsqueeze(-1)
+    share_TN = chosen_TN / chosen_TN.sum(-1, keepdim=True).clamp(min=1)
+    return torch.cat([share_TN.sum(0), finite_T.sum(0, keepdim=True)])
+
+
+def _slot_rows(routing: Routing) -> int | None:
+    """Rows each expert computes in a Soft MoE pass: sequences times slots. None for all other routers."""
+    if routing.slots is None:
+        return None
+    *sequences, _, _, slots = routing.slots.to_slots.shape
+    return math.prod(sequences) * slots
