@@ -40,7 +40,7 @@ demo: $(STAMP)
 	@$(RUN) -m grmoe curves runs/demo/grmoe runs/demo/softmax --out runs/demo/curves.png
 
 docs: $(STAMP)
-	@$(RUN) -m mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
 	@echo "Documentation: site/index.html"
 
 clean:

@@ -48,6 +48,12 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill in what a page asks for: `<!-- output: grmoe info 350m -->`, `<!-- table: presets -->`."""
+    markdown = markdown.replace("<!-- table: presets -->", preset_table())
+    return re.sub(r"<!-- output: grmoe (.*?) -->", lambda m: _indented(output_of(m[1])), markdown)
+
+
 def pages() -> dict[str, str]:
     """Every generated page: {path inside docs: Markdown}."""
     return {
@@ -105,6 +111,40 @@ def _command_section(name: str, command: Any) -> str:
             ]
             parts.append("\n".join([f"| {title} | type | default | meaning |", "|---|---|---|---|", *rows]))
     return "\n\n".join(parts)
+
+
+def output_of(arguments: str) -> str:
+    """What a command prints, in a terminal that is wide enough."""
+    from typer.testing import CliRunner
+
+    from grmoe.cli import app
+
+    result = CliRunner().invoke(app, arguments.split(), env={"COLUMNS": "120"})
+    if result.exit_code:
+        raise RuntimeError(f"grmoe {arguments} failed: {result.output}")
+    return result.output
+
+
+def preset_table() -> str:
+    """Presets with their sizes, counted."""
+    from grmoe.model import PRESETS, count, preset
+    from grmoe.model.count import short
+
+    head = ["| preset | blocks × width | experts | rank | parameters | active per token |", "|---|---|---|---|---|---|"]
+    rows = []
+    for name in PRESETS:
+        config = preset(name)
+        cost = count(config)
+        rows.append(
+            f"| `{name}` | {config.num_hidden_layers} × {config.hidden_size} | "
+            f"{config.num_experts} × {config.moe_intermediate_size} | {config.router_rank} | "
+            f"{short(cost.total)} | {short(cost.active)} |"
+        )
+    return "\n".join([*head, *rows])
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in text.rstrip().splitlines())
 
 
 def _anchor(command: str) -> str:
