@@ -103,7 +103,9 @@ def _command_section(name: str, command: Any) -> str:
         example = re.match(r"(Example|Then): (.*)", paragraph, re.DOTALL)
         parts.append(f"```bash\n{example[2].strip()}\n```" if example else _text(paragraph))
     arguments = [p for p in command.params if p.param_type_name == "argument"]
-    options = [p for p in command.params if p.param_type_name == "option" and p.name != "help" and not p.hidden]
+    options = [
+        p for p in command.params if p.param_type_name == "option" and p.name != "help" and not p.hidden
+    ]
     for title, params in (("argument", arguments), ("option", options)):
         if params:
             rows = [
@@ -130,7 +132,10 @@ def preset_table() -> str:
     from grmoe.model import PRESETS, count, preset
     from grmoe.model.count import short
 
-    head = ["| preset | blocks × width | experts | rank | parameters | active per token |", "|---|---|---|---|---|---|"]
+    head = [
+        "| preset | blocks × width | experts | rank | parameters | active per token |",
+        "|---|---|---|---|---|---|",
+    ]
     rows = []
     for name in PRESETS:
         config = preset(name)
@@ -232,7 +237,7 @@ def _field_row(key: str, field: tuple[str, Any, str]) -> str:
     kind, default, meaning = field
     shown = "" if default is None or default == {} else f"`{default}`"
     kind = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
-    return f"| `{key}` | `{_cell(kind)}` | {_cell(shown)} | {_cell(meaning)} |"
+    return f"| `{key}` | `{kind}` | {shown} | {_cell(meaning)} |"
 
 
 def _fields_from_source(cls: type, prefix: str = "") -> dict[str, tuple[str, Any, str]]:

@@ -77,7 +77,7 @@ def info(
 ) -> None:
     """Count a model's parameters, arithmetic and memory, and with --gpus what a step of training takes.
 
-    No weights are loaded. Bytes are those of the code, times what the given rates make of them: docs/explanation/parallel.md.
+    No weights are loaded. Bytes follow from the code, times from the given rates: docs/explanation/parallel.md.
 
     Example: [bold]grmoe info 1.3b --context 4096[/]
 
