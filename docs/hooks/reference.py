@@ -25,7 +25,7 @@ DOCUMENTED = {
     "grmoe.runs.config": ["TrainConfig"],
     "grmoe.runs.open": ["LoadedModel", "open_model"],
 }
-# Names that are modules have a page of their own; a version is no interface.
+# A version is no interface.
 NOT_LISTED = {"__version__"}
 
 
@@ -295,8 +295,9 @@ def public_names() -> dict[str, list[str]]:
         parts = [p for p in relative.parts if p != "__init__"]
         module = ".".join([PACKAGE, *parts])
         names = _all_of(file) if not module.startswith(f"{PACKAGE}.bench") else []
-        names = [n for n in names if n not in NOT_LISTED and not (root / n).exists()]
-        names = [n for n in names if not (root / f"{n}.py").exists() or module != PACKAGE]
+        names = [n for n in names if n not in NOT_LISTED]
+        if module == PACKAGE:  # modules have pages of their own
+            names = [n for n in names if not (root / n).is_dir() and not (root / f"{n}.py").is_file()]
         extra = [n for n in DOCUMENTED.get(module, []) if n not in names]
         if names or extra:
             found[module] = sorted({*names, *extra}, key=str.lower)

@@ -9,10 +9,8 @@ import sys
 from typing import Any
 
 import pytest
-import typer
 from doc_pages import NAMES, all_pages, code_blocks, hook, without_code
 
-from grmoe.cli import app
 from grmoe.config import load
 from grmoe.runs.config import TrainConfig
 
@@ -46,9 +44,7 @@ def split(line: str) -> tuple[str, list[str]]:
 def parse(name: str, arguments: list[str]) -> dict[str, Any]:
     """Parsed, not run: unknown options and missing values are errors."""
     command = COMMANDS[name]
-    root = typer.main.get_command(app)
-    context = command.context_class(command, info_name=name, resilient_parsing=True)
-    assert root is not None
+    context = command.context_class(command, info_name=name)
     parsed, _, _ = command.make_parser(context).parse_args(args=list(arguments))
     return dict(parsed)
 
