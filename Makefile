@@ -1,16 +1,17 @@
-# Two commands do everything on a fresh machine, set-up included:
+# Three commands do everything on a fresh machine, set-up included:
 #   make test   lint, types and tests
 #   make demo   prepares text, trains two small language models, draws their curves
+#   make docs   builds the documentation into site/
 PYTHON ?= python3
 VENV   ?= .venv
 RUN    := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
-.PHONY: test demo lint types clean help
+.PHONY: test demo docs lint types clean help
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '2,3s/^#   //p' Makefile
+	@sed -n '2,4s/^#   //p' Makefile
 
 # Re-installed only when the project's requirements change.
 $(STAMP): pyproject.toml constraints.txt
@@ -38,5 +39,9 @@ demo: $(STAMP)
 		model.router=softmax model.router_options.load_loss=0.01
 	@$(RUN) -m grmoe curves runs/demo/grmoe runs/demo/softmax --out runs/demo/curves.png
 
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
+	@echo "Documentation: site/index.html"
+
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

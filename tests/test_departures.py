@@ -1,4 +1,4 @@
-"""Each place where we depart from the paper, and the fact that made us (docs/mathematics.md)."""
+"""Each place where we depart from the paper, and the fact that made us (docs/explanation/mathematics.md)."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def info(
     """Count a model's parameters, arithmetic and memory. With --gpus, also estimate a training step.
 
     No weights are loaded. Bytes are counted from the code; times follow from them and the rates you give. See
-    docs/scaling.md.
+    docs/howto/scale.md.
 
     Example: [bold]grmoe info 1.3b --context 4096[/]
 

@@ -32,7 +32,7 @@ class Engines(NamedTuple):
 
 
 def engines(dtype: torch.dtype, hopper: bool) -> Engines:
-    """Measured on Hopper, see docs/performance.md; elsewhere small enough for any multiprocessor."""
+    """Measured on Hopper, see docs/results/performance.md; elsewhere small enough for any multiprocessor."""
     if dtype == torch.float32:  # three tf32 products need the registers
         small = Tiles(64, 64, 32, 4, 3 if hopper else 2)
         return Engines(small, small, small)

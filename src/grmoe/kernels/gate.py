@@ -44,7 +44,7 @@ class Plan(NamedTuple):
     precision: str
 
 
-# For bf16 and fp16, measured on Hopper (docs/performance.md): many columns, few, and exactly three tiles of them.
+# For bf16 and fp16, measured on Hopper (docs/results/kernel-tuning.md): many columns, few, exactly three tiles.
 WIDE = Tiles(128, 256, 64, 8, 4)
 NARROW = Tiles(128, 128, 64, 8, 4)
 ONE_PASS = Tiles(128, 128, 64, 8, 3, at_once=True)

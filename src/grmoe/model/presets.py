@@ -1,6 +1,7 @@
 """Named model sizes: two small ones of ours, three of the paper.
 
-The paper's names are not parameter counts: `grmoe info 1.3b` prints what each really has, docs/model.md why.
+The paper's names are not parameter counts: `grmoe info 1.3b` prints what each has;
+docs/reference/presets.md says why.
 """
 
 from __future__ import annotations

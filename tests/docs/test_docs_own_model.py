@@ -1,4 +1,4 @@
-"""What docs/own-model.md shows works as shown: it learns, the dial turns, and what it says of fp32 and saving holds."""
+"""docs/howto/own-model.md works as shown: it learns, the dial turns, and its claims on fp32 and saving hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import grmoe
 from grmoe.geometry import orthonormality_error
 from grmoe.routing import SoftmaxRouter
 
-PAGE = (Path(__file__).parent.parent / "docs" / "own-model.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/howto/own-model.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
