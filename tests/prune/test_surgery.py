@@ -148,7 +148,7 @@ def test_every_parameter_and_buffer_is_sliced(fields: dict[str, Any]) -> None:
     )  # the log Z of a uniform prior is rounded to fp32
     router(own.x_TD)
     assert router.read_metrics().tokens == len(own.x_TD)
-    assert own.router.read_metrics().tokens == 0  # looking at a layer leaves no trace in its metrics
+    assert own.router.read_metrics().tokens == 0  # metrics do not count measurements
 
 
 def test_output_drops_come_in_the_order_of_the_error_they_make() -> None:

@@ -42,8 +42,9 @@ def _range(body: DialResults) -> tuple[float, float]:
 
 def _experts(ax: Any, body: DialResults) -> None:
     for color, family in zip(COLORS, ("uniform", "per layer"), strict=False):
-        every = [(p.experts_per_token, p.perplexity) for p in body.points if p.family == family]
-        ax.plot(*zip(*every, strict=True), ".", color=color, ms=3, alpha=0.35) if every else None
+        every = [p for p in body.points if p.family == family]
+        x, y = [p.experts_per_token for p in every], [p.perplexity for p in every]
+        ax.plot(x, y, ".", color=color, ms=3, alpha=0.35)
     for (name, points), color, mark in zip(body.families.items(), COLORS, MARKS, strict=False):
         x, y = [p.experts_per_token for p in points], [p.perplexity for p in points]
         width = 0 if name == "top-k" else 1.2  # there is nothing between two k

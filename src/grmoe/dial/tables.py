@@ -144,7 +144,7 @@ def card_section(result: Result) -> str:
     alphas, certificates = alpha_table(body), certificate_table(body)
     return f"""## The dial
 
-Measured with `grmoe dial` on {text.tokens:,} tokens of {Path(text.text).name}
+Measured with `grmoe dial` on {text.tokens:,} tokens of “{Path(text.text).name}”
 ({device_name(model.device)}, {str(model.dtype).removeprefix("torch.")}).
 
 - Asked: {body.asked}.

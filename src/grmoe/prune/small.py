@@ -48,7 +48,7 @@ def small_config(config: GrmoeConfig, experts: int) -> GrmoeConfig:
 
 
 def small_model(model: GrmoeForCausalLM, experts: int) -> GrmoeForCausalLM:
-    """A new model built with fewer experts, with the weights of a model whose layers were replaced by smaller ones."""
+    """A new model with fewer experts, from one in which `PrunableLayer.install` put smaller layers."""
     small = GrmoeForCausalLM(small_config(model.config, experts))
     nn.Module.to(small, device=model.device, dtype=model.dtype)  # routers stay in fp32
     small.load_state_dict(model.state_dict())

@@ -120,7 +120,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
 
 
 def fewest_experts(config: GrmoeConfig) -> int:
-    """The fewest experts a layer can have: as many as a token gets, and two for a gate."""
+    """The fewest experts a layer can have: at least two, and as many as the selection gives a token."""
     assert config.num_experts_per_tok is not None
     return max(2, config.num_experts_per_tok if config.selection in ("topk", "mass") else 2)
 

@@ -57,8 +57,8 @@ def _summary(result: Result) -> Iterator[str]:
     for text, own in zip(body.texts[1:], chosen.texts[1:], strict=True):
         kept = "" if body.max_ppl_increase is None else f": {verdict(own.increase, body.max_ppl_increase)}"
         yield (
-            f"Check:   {text.text} ({text.tokens:,} tokens): perplexity {text.perplexity:.3f} → {own.perplexity:.3f}, "
-            f"{own.increase}{kept}"
+            f"Check:   {Path(text.text).name} ({text.tokens:,} tokens): perplexity {text.perplexity:.3f} → "
+            f"{own.perplexity:.3f}, {own.increase}{kept}"
         )
 
 
