@@ -54,10 +54,15 @@ def test_every_router_runs_and_its_shares_sum_to_one(router: str, make: Any, tex
         assert sums_to_one(layer.of_expert, 1)
         assert sums_to_one(layer.domain_of_expert, 1)
         assert all(sums_to_one(getattr(layer, name), 0) for name in TYPE_LISTS)
-        assert sums_to_one(layer.load, 0)
+        assert sums_to_one(layer.leading_load, 0)
+        assert all(0 <= share <= 1 for share in layer.load)
         assert 0 <= layer.entropy <= math.log(4) + 1e-5
         assert (layer.kappa is None) == (router not in ("grassmann", "vmf"))
-        assert (layer.geometry is None) == (router == "hash")
+        assert (layer.geometry is None) == (
+            router in ("hash", "soft_moe")
+        )  # no row, or many slots, per expert
+        if router == "soft_moe":  # a slot per expert and N tokens
+            assert sum(layer.load) == pytest.approx(1)
     assert (found.kappa_correlation is None) == (router not in ("grassmann", "vmf"))
     json.dumps(dataclasses.asdict(found), allow_nan=False)
 

@@ -106,7 +106,7 @@ def expected(run: Any, layer: int, alpha: float, selection: Selection) -> dict[s
     band = entropy_bounds(logits_TN)
     N = probs_TN.shape[-1]
     counted_TN = torch.nn.functional.one_hot(probs_TN.argmax(-1), N) if selection.dense else kept_TN
-    load_N = counted_TN.double().sum(0) / counted_TN.sum()
+    load_N = counted_TN.double().mean(0)
     return {
         "entropy": float(-torch.xlogy(probs_TN, probs_TN).sum(-1).mean()),
         "lower": float(band.lower.bound.mean()),
@@ -116,7 +116,7 @@ def expected(run: Any, layer: int, alpha: float, selection: Selection) -> dict[s
         "load": load_N.tolist(),
         "gate": probs_TN.mean(0).tolist(),
         "sorted": probs_TN.sort(-1, descending=True).values.mean(0).tolist(),
-        "cv": float(load_N.std(correction=0) * N),
+        "cv": float(load_N.std(correction=0) / load_N.mean()),
     }
 
 

@@ -65,7 +65,6 @@ def describe(
     table_NK = tally.top1_KN.T
     kappa, types_entropy = concentrations(router), entropy(table_NK)
     enough = table_NK.sum(1) >= LEAST_TOKENS
-    computed = tally.computed_KN.sum()
     mean_K = _over(tally.entropy_K2[:, 0], tally.tokens_K)
     variance_K = _over(tally.entropy_K2[:, 1], tally.tokens_K) - mean_K**2
     tokens = tally.tokens_K.sum()
@@ -83,9 +82,9 @@ def describe(
         "gate_of_type": shares(tally.mass_KN).T,
         "work_of_type": shares(tally.computed_KN).T,
         "experts_per_token": _over(tally.computed_KN.sum(1), tally.tokens_K),
-        "load": table_NK.sum(1) / max(1.0, led),
+        "load": tally.computed_KN.sum(0) / max(1.0, tokens),
+        "leading_load": table_NK.sum(1) / max(1.0, led),
         "gate_load": tally.mass_KN.sum(0) / max(1.0, tokens),
-        "work_load": tally.computed_KN.sum(0) / computed if computed else [None] * len(table_NK),
         "entropy": tally.entropy_K2[:, 0].sum() / max(1.0, tokens),
         "type_entropy": mean_K,
         "type_entropy_std": np.sqrt(np.maximum(variance_K, 0.0)),

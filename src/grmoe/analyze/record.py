@@ -68,6 +68,8 @@ class LayerTally:
         probs_TN = torch.where(finite_T.unsqueeze(-1), probs_TN, 0.0)
         leads_TN = (top1_T.unsqueeze(-1) == torch.arange(N, device=top1_T.device)).double()
         computed_TN = (routing.selected.reshape(-1, N) & finite_T.unsqueeze(-1)).double()
+        if routing.slots is not None:  # Soft MoE computes slots, not tokens
+            computed_TN *= routing.slots.to_slots.shape[-1] / routing.slots.to_slots.shape[-3]
         entropy_T = -torch.xlogy(probs_TN, probs_TN).sum(-1)
 
         def by(group_T: Tensor, groups: int, values_TX: Tensor) -> NDArray[np.float64]:

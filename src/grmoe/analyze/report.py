@@ -154,7 +154,7 @@ def write_markdown(analysis: Analysis, figures: dict[str, Path], path: Path) -> 
 def _expert_rows(analysis: Analysis, number: int) -> Rows:
     """One line an expert: κ, load, the types of its tokens and their entropy."""
     layer = analysis.layers[number]
-    heading = ["expert", "κ", "tokens", "load", "gate", *analysis.types, "type entropy"]
+    heading = ["expert", "κ", "tokens", "load", "leads", "gate", *analysis.types, "type entropy"]
     rows = []
     for expert, share in enumerate(layer.of_expert):
         rows.append(
@@ -163,6 +163,7 @@ def _expert_rows(analysis: Analysis, number: int) -> Rows:
                 "–" if layer.kappa is None else f"{layer.kappa[expert]:.3f}",
                 f"{layer.expert_tokens[expert]:,}",
                 f"{layer.load[expert]:.3f}",
+                f"{layer.leading_load[expert]:.3f}",
                 f"{layer.gate_load[expert]:.3f}",
                 *("–" if value is None else f"{value:.1%}" for value in share),
                 _number(layer.expert_type_entropy[expert]),

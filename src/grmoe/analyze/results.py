@@ -52,9 +52,9 @@ class Layer:
     gate_of_type: list[list[float | None]]  # mean gate probability over a type's tokens; columns sum to one
     work_of_type: list[list[float | None]]  # share of a type's computed pairs; columns sum to one
     experts_per_token: list[float | None]  # computed, of each type
-    load: list[float]  # share of tokens an expert leads
+    load: list[float]  # share of tokens an expert receives, as in `RoutingMetrics`
+    leading_load: list[float]  # share of tokens an expert leads
     gate_load: list[float]  # mean gate probability
-    work_load: list[float | None]  # share of the computed (token, expert) pairs
     entropy: float  # mean entropy of the gate, nats; log N is the most
     type_entropy: list[float | None]  # the same over the tokens of each type
     type_entropy_std: list[float | None]  # over the tokens of each type
@@ -74,7 +74,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Training:
-    """From the run's log: per MoE layer, per logged step. load is of computed (dense: leading) experts."""
+    """From the run's log: per MoE layer, per logged step. load: share of tokens received."""
 
     steps: list[int]
     load: list[list[list[float]]]  # layers × steps × experts

@@ -92,14 +92,18 @@ def curves(folder: Path) -> dict[str, Any] | None:
     held_out = [line for line in lines if line["kind"] == "validation"]
     train = [*train[:: -(-len(train) // MOST_STEPS)], *train[-1:]]
     train = list({line["step"]: line for line in train}.values())
-    loads = [[share for layer in line["layers"] for share in layer["load"]] for line in train]
+    # A dense gate sends every token to all experts: there the leading ones tell them apart.
+    experts, received = len(train[-1]["layers"][0]["load"]), train[-1]["experts_per_token"]
+    dense = received == experts and "leading_load" in train[-1]["layers"][0]
+    key, cv = ("leading_load", "leading_cv") if dense else ("load", "load_cv")
+    loads = [[share for layer in line["layers"] for share in layer[key]] for line in train]
     return {
         "steps": [line["step"] for line in train],
         "loss": [line["loss"] for line in train],
-        "load_cv": _over_layers(train, "load_cv"),
+        "load_cv": _over_layers(train, cv),
         "entropy": _over_layers(train, "entropy"),
         "load": [[min(shares), max(shares)] for shares in loads],
-        "fair": 1 / len(train[-1]["layers"][0]["load"]),
+        "fair": (1 if dense else received) / experts,
         "validation": {
             "steps": [line["step"] for line in held_out],
             "loss": [line["loss"] for line in held_out],

@@ -122,9 +122,9 @@ function gateStats(gates, alpha, selection) {
     upper += band[1];
   }
   const share = (values, total) => Array.from(values, (v) => v / total);
-  // Where everything is computed, that is uniform; then the expert that leads is what load means.
-  const load = selection.kind === "dense" ? share(lead, T) : share(work, pairs);
-  const fair = 1 / N;
+  // Load is the share of tokens an expert receives. A dense gate sends every token to all: there, those it leads.
+  const load = share(selection.kind === "dense" ? lead : work, T);
+  const fair = load.reduce((sum, v) => sum + v, 0) / N;
   const cv = Math.sqrt(load.reduce((sum, v) => sum + (v - fair) ** 2, 0) / N) / fair;
   return {
     alpha,
