@@ -465,6 +465,19 @@ def test_hash_routing_differs_by_layer(build: Build, ids: torch.Tensor) -> None:
         build(router="hash", router_options={"seed": [1]})
 
 
+def test_a_hash_model_with_one_seed_for_all_layers_loads_only_as_one(build: Build, tmp_path: Path) -> None:
+    """Models were saved so before layers had seeds of their own: they must not route otherwise in silence."""
+    old = build(router="hash", router_options={"seed": [0, 0]})
+    old.config.router_options = {}
+    old.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"loads with router_options=\{'seed': \[0, 0, …\]\}"):
+        GrmoeForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="seed must be the one the checkpoint was saved with, got 1"):
+        build(router="hash").load_state_dict(old.state_dict())
+    same = GrmoeForCausalLM.from_pretrained(tmp_path, router_options={"seed": [0, 0]})
+    assert [r.seed for r in grmoe.routers(same)] == [0, 0]
+
+
 @pytest.mark.parametrize("router", ["hash", "soft_moe"])
 def test_balance_is_refused_where_it_does_nothing(build: Build, router: str) -> None:
     with pytest.raises(

@@ -38,7 +38,7 @@ try:
     from grmoe.head import IGNORED, next_token_loss
     from grmoe.layer import MoE, as_autocast
     from grmoe.regularizers import overlap_penalty
-    from grmoe.routing import Router, RoutingMetrics, build_router, routers
+    from grmoe.routing import HashRouter, Router, RoutingMetrics, build_router, routers
     from grmoe.routing import set_alpha as set_router_alpha
     from grmoe.routing import update_priors as update_router_priors
 except ImportError:  # this file travels with exported models to where grmoe is not installed
@@ -47,6 +47,7 @@ except ImportError:  # this file travels with exported models to where grmoe is 
         IGNORED,
         Dispatch,
         ExpertWeights,
+        HashRouter,
         MoE,
         Router,
         RoutingMetrics,
@@ -341,6 +342,9 @@ class GrmoePreTrainedModel(PreTrainedModel):
     def initialize_weights(self) -> None:
         super().initialize_weights()
         set_router_alpha(self, self.config.alphas)
+        for router in routers(self):
+            if isinstance(router, HashRouter):
+                router.check_seed()
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         # A router's own `alpha` may have been set. In fp32 it is rounded: the configuration has the digits.
