@@ -425,7 +425,7 @@ def test_the_loss_alone_is_the_loss(build: Build, ids: torch.Tensor) -> None:
             grads.append((out.loss.detach(), *(p.grad.clone() for p in model.parameters())))
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-    with pytest.raises(ValueError, match="skip_logits must come with labels"):
+    with pytest.raises(ValueError, match="skip_logits needs labels"):
         model(ids, skip_logits=True)
 
 
