@@ -287,9 +287,9 @@ def test_the_largest_cosine_by_squaring_is_the_svds(shape: tuple[int, int], num:
     off = ~torch.eye(num, dtype=torch.bool)
     want = G.largest_cosine(frames)[:, off].amax(-1)
     torch.testing.assert_close(
-        G.most_cosine(frames), want, rtol=1e-6, atol=0
+        G.max_cosine(frames), want, rtol=1e-6, atol=0
     )  # k^(1/2^25), and the fp64 of roots
-    torch.testing.assert_close(G.most_cosine(frames.float()).double(), want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(G.max_cosine(frames.float()).double(), want, rtol=1e-5, atol=0)
 
 
 @given(shape=shapes, num=st.integers(2, 5), seed=seeds)
@@ -317,8 +317,8 @@ def test_angles_near_zero_of_frames_in_fp32() -> None:
 
 def test_orthogonal_and_equal_frames_have_cosines_zero_and_one() -> None:
     eye = torch.eye(12)
-    assert float(G.most_cosine(torch.stack([eye[:, :4], eye[:, 4:8], eye[:, 8:]]))) == 0.0
-    assert float(G.most_cosine(torch.stack([eye[:, :4], eye[:, :4]]))) == pytest.approx(1.0, abs=1e-6)
+    assert float(G.max_cosine(torch.stack([eye[:, :4], eye[:, 4:8], eye[:, 8:]]))) == 0.0
+    assert float(G.max_cosine(torch.stack([eye[:, :4], eye[:, :4]]))) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_overlap_does_not_bound_the_cosine() -> None:
@@ -364,7 +364,7 @@ def test_bad_input() -> None:
             function(U)
     with pytest.raises(ValueError, match=r"frames must have shape \(\.\.\., N, d, k\), got \(6, 2\)"):
         G.chordal_mean(U, torch.ones(2))
-    with pytest.raises(ValueError, match=r"weight must be of shape \(\.\.\., 2\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"weight must have shape \(\.\.\., 2\), got \(3,\)"):
         G.chordal_mean(haar(6, 2, 2), torch.ones(3))
     with pytest.raises(ValueError, match=r"weight must be >= 0"):
         G.chordal_mean(haar(6, 2, 2), torch.tensor([1.0, -1.0]))

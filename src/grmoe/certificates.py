@@ -1,11 +1,10 @@
-"""What routing provably does: entropy, top-k mass, load balance, truncation error, range of the logits.
+"""Bounds on routing that are proved: entropy, top-k mass, load balance, truncation error, range of the logits.
 
-Every function takes tensors and returns a `Certificate`: a number, and whether the hypothesis behind that
-number holds. Where it does not, the number is the trivial one that is true without it. Two kinds of bound:
-`paper` is the formula as the paper prints it, `sharp` the best one from the same knowledge. Both are exact
-in real arithmetic; rounding adds a few units in the last place. Half-precision input is widened to fp32.
-
-Logits ℓ are the scaled ones, α and the prior included, so that the gate is softmax(ℓ); entropies are in nats.
+Every function takes tensors and returns a `Certificate`: a number, and whether the hypothesis behind it holds. Where it
+does not, the number is the trivial one that is always true. There are two kinds of bound: `paper` is the formula as the
+paper prints it, `sharp` the best one from the same knowledge. Both are exact in real arithmetic; rounding adds a few
+units in the last place. Half-precision input is widened to fp32. Logits ℓ include α and the prior, so that the gate is
+softmax(ℓ). Entropies are in nats. One file, because all bounds share the same few helpers.
 
 Legend: N experts, D model width d, K subspace rank k, M = 1 … N−1 experts at the top; `...` any batch.
 """
@@ -41,11 +40,10 @@ SEPARATED = "alpha >= 0 is finite, the gap Δ is finite and > 0, every D_i leads
 
 @dataclass(frozen=True)
 class Certificate:
-    """`bound`, the mask `holds` (broadcasts against it) and in words the hypothesis that mask stands for.
+    """`bound`, the mask `holds` (broadcasts against it), and the hypothesis behind that mask in words.
 
-    Where `holds` is False, `bound` is the trivial value named by the function that made it. Words in
-    `hypothesis` about the data (a mixture, a token's source) cannot be read off the arguments: they are
-    the caller's to ensure.
+    Where `holds` is False, `bound` is the trivial value that the function names. A hypothesis about the data (a
+    mixture, the source of a token) cannot be checked from the arguments: the caller must ensure it.
     """
 
     bound: Tensor
@@ -67,8 +65,8 @@ def _wide(name: str, value: Tensor) -> Tensor:
 
 
 def _scalar(name: str, value: object, at_least: float = -math.inf, like: object = None) -> Tensor:
-    """A tensor stays on its device, unread. A Python number is checked and becomes a tensor like `like`
-    where that is one, else an fp64 tensor on the CPU."""
+    """A tensor stays on its device, unread. A Python number is checked and becomes a tensor with dtype and device of
+    `like`, or in fp64 on the CPU if `like` is no tensor."""
     if isinstance(value, Tensor):
         return _wide(name, value)
     number = checks.finite(name, value, at_least=at_least)
@@ -98,9 +96,9 @@ def _range(x_N: Tensor) -> Tensor:
 def _lowest_entropy(r: Tensor, N: int) -> Tensor:
     """min H over all logits of range at most r, attained by M experts at the top and N−M at the bottom.
 
-    ∂H/∂ℓ_e has the sign of (the others' gate mean − ℓ_e): along each coordinate H rises, then falls, so its
-    minimum over the box [0, r]^N is at a corner. All M are tried, at the price of one pass over the logits;
-    the best one is next to N(w−1)/(e^r−1), w = r/(1−e^{−r}).
+    ∂H/∂ℓ_e has the sign of (the others' gate mean − ℓ_e). So H rises and then falls along each coordinate, and its
+    minimum over the box [0, r]^N is at a corner. All M are tried, which costs one pass over the logits. The best one is
+    next to N(w−1)/(e^r−1), w = r/(1−e^{−r}).
     """
     top_M = torch.arange(1, N, dtype=r.dtype, device=r.device)
     tail = torch.exp(-r).unsqueeze(-1) * (N - top_M)
@@ -111,7 +109,7 @@ def _lowest_entropy(r: Tensor, N: int) -> Tensor:
 def _highest_entropy(r: Tensor, N: int) -> Tensor:
     """max H over logits of range exactly r: one at the top, one at the bottom, the rest at their gate mean v.
 
-    By the same sign rule a free logit is best at the others' mean: all are v = r/(1+e^{−r}) above the bottom.
+    By the same sign rule the best place of a free logit is the others' mean, v = r/(1+e^{−r}) above the bottom.
     """
     p = torch.exp(-r)
     v = r / (1 + p)
@@ -122,12 +120,12 @@ def entropy_bounds(logits_N: Tensor, method: Literal["sharp", "paper"] = "sharp"
     """Bounds on the routing entropy H of softmax(ℓ), with r = max ℓ − min ℓ; shapes (...).
 
     `paper` (Theorem "Concentration–Entropy Bound"): log N − (max ℓ − mean ℓ) ≤ H ≤ log N − ½ Var_U(ℓ) e^{−r}.
-    The lower one may be negative and is left so.
+    The lower one may be negative.
 
-    `sharp`: below, the larger of the least entropy that (N, r) allow,
-    min_M log(M+(N−M)e^{−r}) + (N−M)e^{−r} r/(M+(N−M)e^{−r}), the paper's, and 0. Above, the smaller of the
-    largest entropy that (N, r) allow, log(N−2+e^{−v}+e^{r−v}) with v = r/(1+e^{−r}), and
-    log N − Var_U(ℓ)(1−e^{−r}(1+r))/r², the integral of the paper's proof done exactly.
+    `sharp`, lower: the largest of 0, the paper's bound, and the least entropy that (N, r) allow,
+    min_M log(M+(N−M)e^{−r}) + (N−M)e^{−r} r/(M+(N−M)e^{−r}).
+    `sharp`, upper: the smaller of the largest entropy that (N, r) allow, log(N−2+e^{−v}+e^{r−v}) with v = r/(1+e^{−r}),
+    and log N − Var_U(ℓ)(1−e^{−r}(1+r))/r², the exact integral of the paper's proof.
 
     Trivial values: 0 and log N.
     """
@@ -146,7 +144,7 @@ def entropy_bounds(logits_N: Tensor, method: Literal["sharp", "paper"] = "sharp"
         upper = log_N - 0.5 * variance * (r * torch.exp(-r / 2)).square()
     else:
         lower = torch.maximum(lower, _lowest_entropy(r, N)).clamp(min=0.0)
-        # The paper's own upper bound never wins here: ∫₀¹ s e^{−sr} ds ≥ ½ e^{−r}.
+        # The paper's upper bound is never the smaller one: ∫₀¹ s e^{−sr} ds ≥ ½ e^{−r}.
         integral = -torch.expm1(-r) - r * torch.exp(-r)  # r² ∫₀¹ s e^{−sr} ds
         upper = torch.minimum(_highest_entropy(r, N), log_N - variance * integral).clamp(max=log_N)
     return EntropyBounds(
@@ -156,11 +154,10 @@ def entropy_bounds(logits_N: Tensor, method: Literal["sharp", "paper"] = "sharp"
 
 
 def entropy_bounds_from_range(range_: float | Tensor, num_experts: int) -> EntropyBounds:
-    """What is known of H when only r ≤ `range_` is known, for any token; shapes (...).
+    """Bounds on H for any token when only r ≤ `range_` is known; shapes (...).
 
-    Sharp form of Theorem "Concentration–Entropy Bound": the lower bound is the least entropy over all logits
-    of range at most `range_`. From above nothing but log N follows: equal logits have any range at most R.
-    Trivial value of the lower bound: 0.
+    Sharp form of Theorem "Concentration–Entropy Bound": below, the least entropy over all logits of range at most
+    `range_`; above, log N, because equal logits are allowed. Trivial value of the lower bound: 0.
     """
     N = checks.positive_int("num_experts", num_experts, at_least=2)
     r = _scalar("range_", range_, 0.0)
@@ -175,7 +172,7 @@ def entropy_bounds_from_range(range_: float | Tensor, num_experts: int) -> Entro
 def topk_mass_bound(logits_N: Tensor, k: int, method: Literal["sharp", "paper"] = "sharp") -> Certificate:
     """Lower bound on the gate mass G_k of the k largest experts, gap = ℓ_(k) − ℓ_(k+1); shape (...).
 
-    `paper` (Corollary "Top-k Mass Control"): 1 − (N−k) e^{−gap}; may be negative and is left so.
+    `paper` (Corollary "Top-k Mass Control"): 1 − (N−k) e^{−gap}; may be negative.
     `sharp`: k/(k+(N−k) e^{−gap}), attained by k equal logits above N−k equal ones.
     k = N gives 1. Logits of −∞ below the k-th are allowed. Trivial value: k/N.
     """
@@ -197,9 +194,9 @@ def topk_mass_bound(logits_N: Tensor, k: int, method: Literal["sharp", "paper"] 
 def separation_gap(gamma: float | Tensor, rho: float | Tensor, kappa_N: Tensor) -> Certificate:
     """Δ = γ(κ_min − ρ κ_max), the hypothesis Δ > 0 of Theorem "Collapse Resistance"; shape (...).
 
-    γ is the least affinity of a token to its own expert and ργ the largest to another, in the units of the
-    affinity that κ multiplies. For κ ≥ 0 a Δ ≤ 0 is still a valid lower bound on the lead, and is returned;
-    with a negative κ the argument breaks and the trivial value −∞ is.
+    γ is the least affinity of a token to its own expert and ργ the largest to another, in the units of the affinity
+    that κ multiplies. For κ ≥ 0 a Δ ≤ 0 is still a valid lower bound on the lead, and is returned. A negative κ breaks
+    the argument: trivial value −∞.
     """
     kappa_N = _experts("kappa", kappa_N)
     least, most = kappa_N.amin(-1), kappa_N.amax(-1)
@@ -213,7 +210,7 @@ def separation_gap(gamma: float | Tensor, rho: float | Tensor, kappa_N: Tensor) 
 def _rival_ratio(
     alpha: float | Tensor, gap: float | Tensor, like: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """t = e^{−αΔ}, the most a rival can weigh against the target, and where the hypothesis holds."""
+    """t = e^{−αΔ}, the largest weight of a rival relative to the target, and where the hypothesis holds."""
     a = _scalar("alpha", alpha, 0.0, like=gap if like is None else like)
     delta = _scalar("gap", gap, like=a)
     holds = (a >= 0) & torch.isfinite(a) & (delta > 0) & torch.isfinite(delta)
@@ -233,8 +230,7 @@ def load_cv_bound(
     `sharp`: √(Σ_m (c_m−c_{m−1})²/N) with c_m = m(N−m)t/(1+mt), at most √(N−1). Equality at N = 2; for larger
     N it is attained to first order in t.
 
-    Always sharp ≤ closed ≤ paper. Needs a balanced mixture of the D_i. Trivial value: √(N−1), one expert
-    takes all.
+    Always sharp ≤ closed ≤ paper. Needs a balanced mixture of the D_i. Trivial value: √(N−1), one expert for all.
     """
     checks.one_of("method", method, ("sharp", "paper", "closed"))
     N = checks.positive_int("num_experts", num_experts, at_least=2)
@@ -245,8 +241,8 @@ def load_cv_bound(
     elif method == "closed":
         bound = t / (1 + t) * math.sqrt((N * N - 1) / 3)
     else:
-        # Any m experts get from a token of another D_i at most mt/(1+mt), so their loads exceed m/N by at
-        # most c_m/N in sum. c is concave, so its increments majorise the sorted excesses.
+        # Any m experts get at most mt/(1+mt) of a token of another D_i: the sum of their loads exceeds m/N by at most
+        # c_m/N. c is concave, so its increments majorise the sorted excesses.
         m = torch.arange(N + 1, dtype=t.dtype, device=t.device)
         c = m * (N - m) * t.unsqueeze(-1) / (1 + m * t.unsqueeze(-1))
         bound = c.diff(dim=-1).square().mean(-1).sqrt().clamp(max=most)
@@ -297,9 +293,9 @@ def truncation_error_bound(
 ) -> Certificate:
     """Upper bound on ‖y − ŷ‖ when experts of total mass ε are dropped and the rest renormalised; shape (...).
 
-    With `diameter`, the largest ‖f_i − f_j‖: ε·diameter. With `outputs` (..., N, D), the f_e themselves:
-    min(ε·diam, √(ε/(1−ε) · Σ g_e‖f_e−y‖²)). Give one of the two. Sharp form, attained when all kept outputs
-    coincide and all dropped ones do. Trivial value: ∞.
+    Give one of two: `diameter`, the largest ‖f_i − f_j‖, for ε·diameter; or `outputs` (..., N, D), the f_e, for
+    min(ε·diam, √(ε/(1−ε) · Σ g_e‖f_e−y‖²)). Sharp form, attained when all kept outputs coincide and all dropped ones
+    do. Trivial value: ∞.
     """
     probs_N = _experts("probs", probs_N)
     checks.require(kept_N.dtype == torch.bool, f"kept must be a boolean tensor, got {kept_N.dtype}")
@@ -312,7 +308,7 @@ def truncation_error_bound(
     elif outputs is not None and diameter is None:
         f_ND = _wide("outputs", outputs)
         _shape("outputs", f_ND, (*probs_N.shape, *f_ND.shape[-1:]))
-        # Plain differences: the matmul form of the distance cancels.
+        # Plain differences, because the matmul form of the distance cancels.
         distance_NN = torch.cdist(f_ND, f_ND, compute_mode="donot_use_mm_for_euclid_dist")
         y_1D = (probs_N.unsqueeze(-1) * f_ND).sum(-2, keepdim=True)
         spread = (probs_N * (f_ND - y_1D).square().sum(-1)).sum(-1)
@@ -364,11 +360,11 @@ def logit_range_bound(
     ℓ_e = α (scale·x̂ᵀU_e diag(κ_e) U_eᵀx̂ + linear_scale·μ_eᵀx̂ + b_e) with ‖x̂‖ = 1; `kappa` is (..., N) or
     (..., N, K), μ is `linear` (..., N, D) and b is `log_prior` (..., N), here inside α. Sharp form: the
     largest over pairs i ≠ j of scale·λ_max(A_i−A_j) + linear_scale·‖μ_i−μ_j‖ + b_i − b_j. For scalar κ,
-    λ_max = ½[(κ_i−κ_j) + √((κ_i−κ_j)² + 4κ_iκ_j sin²θ_max)], θ_max the largest principal angle; for diagonal
-    κ it is the eigenvalue itself. Without μ some token attains it. Goes into `entropy_bounds_from_range`.
+    λ_max = ½[(κ_i−κ_j) + √((κ_i−κ_j)² + 4κ_iκ_j sin²θ_max)], θ_max the largest principal angle; for diagonal κ it is
+    the eigenvalue itself. Without μ some token attains it. Pass it to `entropy_bounds_from_range`.
 
-    Computed in fp64, one expert against all later ones at a time. Eigenvalues wait for the device: for
-    reports, not for a training step. Trivial value: ∞.
+    Computed in fp64, one expert against all later ones at a time. Eigenvalues wait for the device: use it in reports,
+    not in a training step. Trivial value: ∞.
     """
     U_NDK = checks.frames("frames", frames_NDK).double()
     ok = U_NDK.ndim >= 3 and U_NDK.shape[-3] >= 2

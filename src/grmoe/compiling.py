@@ -1,4 +1,4 @@
-"""What the compiler has to be told."""
+"""Hints for torch.compile."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _realize.register_fake(lambda x: torch.empty_like(x))
 
 
 def realize(x: Tensor) -> Tensor:
-    """x, computed once and kept. Small things that many kernels read are otherwise computed again in each of them.
+    """x, computed once and stored. Otherwise the compiler recomputes a small tensor in every kernel that reads it.
 
-    No gradient passes. In eager mode nothing happens.
+    No gradient passes through it. In eager mode it does nothing.
     """
     return _realize(x) if torch.compiler.is_compiling() else x

@@ -1,8 +1,8 @@
 """Subspaces as points of the Grassmann manifold Gr(k, d).
 
-A subspace is carried by a frame, a d×k matrix with orthonormal columns. Every quantity here depends on the
-subspace alone: replacing U by UO with an orthogonal O changes nothing. All functions are batched over the
-leading dimensions and differentiable where the quantity is.
+A frame, a d×k matrix U with orthonormal columns, represents a subspace. Every quantity here depends on the subspace
+alone: replacing U by UO with an orthogonal O changes nothing. All functions are batched over the leading dimensions
+and differentiable where the quantity is.
 
 Legend: N experts, D model width d, K subspace rank k, P tokens of a data sample; `...` any batch.
 """
@@ -22,7 +22,7 @@ __all__ = [
     "identity_frames",
     "largest_cosine",
     "largest_eigenvalue",
-    "most_cosine",
+    "max_cosine",
     "orthonormality_error",
     "orthonormalize",
     "overlap",
@@ -36,12 +36,12 @@ __all__ = [
 def orthonormalize(Y: Tensor) -> Tensor:
     """The Q factor of Y = QR with a positive diagonal in R: the same subspace, an orthonormal frame.
 
-    The sign convention makes Q a continuous function of Y, and Haar distributed when Y is Gaussian.
+    The sign convention makes Q a continuous function of Y, and Haar distributed if Y is Gaussian.
     """
     checks.frames("Y", Y)
     Q, R = torch.linalg.qr(Y)
     sign = torch.where(torch.diagonal(R, dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(Y.dtype)
-    # qr's Q is column-major; sharding and several kernels want it contiguous.
+    # qr's Q is column-major; sharding and several kernels need it contiguous.
     return (Q * sign.unsqueeze(-2)).contiguous()
 
 
@@ -56,7 +56,7 @@ def haar_frames(
 ) -> Tensor:
     """Uniformly random frames, shape (*num, dim, rank): the Q factor of a Gaussian matrix.
 
-    Drawn in fp64 on the CPU and then moved, so that a seed gives the same frames on every device.
+    They are drawn in fp64 on the CPU and then moved, so that a seed gives the same frames on every device.
     """
     checks.subspace(dim, rank)
     batch = (num,) if isinstance(num, int) else tuple(num)
@@ -74,8 +74,8 @@ def pca_frames(
 ) -> Tensor:
     """Top principal directions of a different random subset of the data for each expert, (num, dim, rank).
 
-    `subset` is the share of the rows each expert sees (paper, appendix "Sensitivity to Initialization").
-    The data are not centred: routing energies are about the origin.
+    subset: the share of the rows each expert uses (paper, appendix "Sensitivity to Initialization").
+    The data are not centred, because routing energies are measured from the origin.
     """
     checks.floating("data", data_PD)
     checks.require(data_PD.ndim == 2, f"data must have shape (tokens, dim), got {tuple(data_PD.shape)}")
@@ -88,7 +88,7 @@ def pca_frames(
     rows = torch.stack([torch.randperm(tokens, generator=generator)[:size] for _ in range(num)])
     sample_NPD = data_PD.to(torch.float64)[rows.to(data_PD.device)]
     _, V_NDD = torch.linalg.eigh(sample_NPD.mT @ sample_NPD)  # ascending eigenvalues
-    # A QR tidies what eigh leaves when the sample is rank deficient.
+    # eigh is not exactly orthonormal when the sample is rank deficient; a QR repairs it.
     return orthonormalize(V_NDD[..., -rank:].flip(-1)).to(data_PD.dtype)
 
 
@@ -100,7 +100,7 @@ def identity_frames(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Expert e gets columns e·rank … (e+1)·rank−1 of the identity, wrapping around when num·rank > dim."""
+    """Expert e gets columns e·rank … (e+1)·rank−1 of the identity, modulo dim."""
     checks.subspace(dim, rank)
     checks.positive_int("num", num)
     columns_NK = torch.arange(num * rank, device=device).view(num, rank) % dim
@@ -116,8 +116,8 @@ def _same_shape(U: Tensor, V: Tensor) -> None:
 def principal_angles(U: Tensor, V: Tensor) -> Tensor:
     """The k principal angles between two subspaces, ascending, in [0, π/2]; shape (..., k).
 
-    arccos of the singular values of UᵀV loses half the digits of small angles, so the sines are taken from
-    the part of V outside U (Björck & Golub): θ = atan2(sin θ, cos θ).
+    arccos of the singular values of UᵀV loses half the digits of small angles. So the sines come from the part of V
+    outside U (Björck & Golub): θ = atan2(sin θ, cos θ).
     """
     _same_shape(U, V)
     inner = U.mT @ V
@@ -127,14 +127,14 @@ def principal_angles(U: Tensor, V: Tensor) -> Tensor:
 
 
 def pairwise_angles(frames_NDK: Tensor) -> Tensor:
-    """`principal_angles` of all pairs, (..., N, N, k), 0 on the diagonal; for looking at, without a gradient.
+    """`principal_angles` of all pairs, (..., N, N, k), 0 on the diagonal; for reports, without a gradient.
 
-    One GEMM and a stack of k×k SVDs in place of a d×k SVD a pair. In fp64 as arccos of cosines that are good to 1e-15:
-    angles are then good to 1e-15/θ, and one of 0 comes out below 1e-7.
+    One GEMM and a stack of k×k SVDs replace a d×k SVD per pair. Angles are arccos of cosines in fp64, accurate to
+    1e-15: their error is 1e-15/θ, and an angle of 0 comes out below 1e-7.
     """
     checks.frames("frames", frames_NDK)
     with torch.no_grad():
-        # Frames kept in fp32 are orthonormal to 1e-7 only, which would make 5e-4 of an angle of 0.
+        # fp32 frames are orthonormal to 1e-7 only, which would turn an angle of 0 into 5e-4.
         inner_NNKK = _pairwise_inner(orthonormalize(frames_NDK.double()))
         N, K = inner_NNKK.shape[-3], inner_NNKK.shape[-1]
         first, second = torch.triu_indices(N, N, 1, device=frames_NDK.device)
@@ -145,7 +145,7 @@ def pairwise_angles(frames_NDK: Tensor) -> Tensor:
 
 
 def _safe_sqrt(x: Tensor) -> Tensor:
-    """√x with gradient 0 instead of ∞ at 0 (the distance of a subspace to itself)."""
+    """√x with gradient 0 instead of ∞ at 0, the distance of a subspace to itself."""
     zero = x <= 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
 
@@ -153,7 +153,7 @@ def _safe_sqrt(x: Tensor) -> Tensor:
 def chordal_distance(U: Tensor, V: Tensor) -> Tensor:
     """√(k − ‖UᵀV‖²_F) = √Σ sin²θ (eq:grassmann_dist; the paper calls it the projection distance).
 
-    Computed as ‖V − U UᵀV‖_F, the same number without the cancellation.
+    Computed as ‖V − U UᵀV‖_F, which is the same number without cancellation.
     """
     _same_shape(U, V)
     outside = V - U @ (U.mT @ V)
@@ -163,9 +163,9 @@ def chordal_distance(U: Tensor, V: Tensor) -> Tensor:
 def chordal_mean(frames_NDK: Tensor, weight_N: Tensor) -> Tensor:
     """The subspace that minimises Σ_n w_n·chordal_distance(U_n, ·)², (..., d, k): the Fréchet mean of that distance.
 
-    Σ w (k − ‖UₙᵀV‖²_F) is least where tr Vᵀ(Σ w UₙUₙᵀ)V is largest: at the top k eigenvectors of Σ w UₙUₙᵀ, the left
-    singular vectors of [√w₁U₁ … √w_NU_N]. Not unique where eigenvalues k and k+1 coincide, as of two orthogonal
-    subspaces of equal weight.
+    Σ w (k − ‖UₙᵀV‖²_F) is smallest where tr Vᵀ(Σ w UₙUₙᵀ)V is largest. That is at the top k eigenvectors of
+    Σ w UₙUₙᵀ, the left singular vectors of [√w₁U₁ … √w_NU_N]. It is not unique where eigenvalues k and k+1 coincide,
+    for example for two orthogonal subspaces of equal weight.
     """
     checks.frames("frames", frames_NDK)
     checks.require(
@@ -174,7 +174,7 @@ def chordal_mean(frames_NDK: Tensor, weight_N: Tensor) -> Tensor:
     N, D, K = frames_NDK.shape[-3:]
     checks.floating("weight", weight_N)
     checks.require(
-        weight_N.shape[-1:] == (N,), f"weight must be of shape (..., {N}), got {tuple(weight_N.shape)}"
+        weight_N.shape[-1:] == (N,), f"weight must have shape (..., {N}), got {tuple(weight_N.shape)}"
     )
     checks.require(bool((weight_N >= 0).all()), "weight must be >= 0")
     wide = frames_NDK.double() * weight_N.double().sqrt()[..., None, None]
@@ -207,34 +207,34 @@ def overlap(frames_NDK: Tensor) -> Tensor:
 def largest_cosine(frames_NDK: Tensor) -> Tensor:
     """cos of the smallest principal angle of each pair, σ_max(UᵢᵀUⱼ), shape (..., N, N).
 
-    The overlap alone does not bound it: frames that share 14 of 48 directions pass the paper's hinge
-    (overlap ≤ 14.4) and still have σ_max = 1.
+    The overlap does not bound it: frames that share 14 of 48 directions pass the paper's hinge (overlap ≤ 14.4) and
+    still have σ_max = 1.
     """
     return torch.linalg.matrix_norm(_pairwise_inner(frames_NDK), ord=2)
 
 
-def most_cosine(frames_NDK: Tensor) -> Tensor:
-    """The largest of `largest_cosine` over pairs of different experts, shape (...); for watching, without a gradient.
+def max_cosine(frames_NDK: Tensor) -> Tensor:
+    """The largest `largest_cosine` over pairs of different experts, shape (...); for metrics, without a gradient.
 
-    By products alone: a GPU needs a thousand times as long for the SVDs of a layer's pairs.
+    It uses products only, because SVDs of a layer's pairs take a GPU a thousand times as long.
     """
     N = frames_NDK.shape[-3]
-    checks.require(N > 1, f"frames must be of at least two experts, got {N}")
+    checks.require(N > 1, f"frames must hold at least two experts, got {N}")
     with torch.no_grad():
         first, second = torch.triu_indices(N, N, 1, device=frames_NDK.device)
         inner_PKK = _pairwise_inner(frames_NDK)[..., first, second, :, :]
-        # p = 2²⁴: too large by k^(1/2p), a part in 10⁷
+        # p = 2²⁴: too large by a factor k^(1/2p), one part in 10⁷.
         return largest_eigenvalue(inner_PKK.mT @ inner_PKK, 24).sqrt().amax(-1)
 
 
 def largest_eigenvalue(gram_BB: Tensor, squarings: int) -> Tensor:
     """(tr S^p)^(1/p) of each positive semidefinite S of a stack, p = 2^squarings: between λ_max and B^(1/p)·λ_max."""
-    tiny = torch.finfo(gram_BB.dtype).tiny  # S = 0: A stays 0, the logarithm −∞, the bound 0
+    tiny = torch.finfo(gram_BB.dtype).tiny  # for S = 0: A stays 0, the logarithm is −∞ and the bound 0
     trace = gram_BB.diagonal(dim1=-2, dim2=-1).sum(-1)
-    # The power is carried as e^(p·log) · A with tr A = 1: S^p itself would leave the range of the dtype.
+    # S^p is kept as e^(p·log) · A with tr A = 1, because S^p itself would leave the range of the dtype.
     log, A_BB = trace.log(), gram_BB / trace.clamp(min=tiny)[..., None, None]
     for i in range(1, squarings + 1):
-        trace = A_BB.square().sum((-2, -1))  # tr A², as A is symmetric
+        trace = A_BB.square().sum((-2, -1))  # tr A², because A is symmetric
         log = log + trace.log() / 2**i
         if i < squarings:
             A_BB = A_BB @ A_BB / trace.clamp(min=tiny)[..., None, None]

@@ -1,4 +1,4 @@
-"""The loss of a language model from its last hidden states, without keeping the logits.
+"""The loss of a language model from its last hidden states, without storing the logits.
 
 Legend: T tokens, D model width, V vocabulary.
 """
@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from grmoe.kernels import runtime
 
-IGNORED = -100  # a target that does not count, as everywhere in PyTorch
-TOKENS = 16384  # whose logits exist at once; at 50257 words they are 1.6 GB in bf16
+IGNORED = -100  # PyTorch's target that does not count
+TOKENS = 16384  # tokens whose logits exist at once: 1.6 GB in bf16 with 50257 words
 
 
 def next_token_loss(x_TD: Tensor, weight_VD: Tensor, target_T: Tensor, count: Tensor) -> Tensor:
-    """Σ_t −log softmax(W x_t)[target_t] / count, targets of −100 left out. Products in x's dtype, the rest in fp32."""
+    """Σ_t −log softmax(W x_t)[target_t] / count, without targets of −100. Products in x's dtype, the rest in fp32."""
     if runtime.runs_on(x_TD) and not runtime.INTERPRETED:
         from grmoe.kernels.cross_entropy import linear_cross_entropy
 
@@ -29,7 +29,7 @@ def next_token_loss(x_TD: Tensor, weight_VD: Tensor, target_T: Tensor, count: Te
 
 
 def next_token_loss_reference(x_TD: Tensor, weight_VD: Tensor, target_T: Tensor, count: Tensor) -> Tensor:
-    """The same with the logits in full."""
+    """The specification: the same from all logits at once."""
     logits_TV = x_TD @ weight_VD.to(x_TD.dtype).T
     wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     return F.cross_entropy(wide_TV, target_T, ignore_index=IGNORED, reduction="sum") / count

@@ -99,7 +99,7 @@ class MoE(nn.Module):
         )
         checks.positive_int("shared_experts", shared_experts, at_least=0)
         self.transport: ExpertTransport | None = None
-        # k experts of width I with weight one are one expert of width k·I.
+        # k experts of width I with weight one equal one expert of width k·I.
         self.shared = ExpertWeights(dim, shared_experts * hidden, 1, activation) if shared_experts else None
 
     def use_backend(self, name: str) -> None:
@@ -210,13 +210,13 @@ class MoE(nn.Module):
         return Truncation(dropped, torch.where(holds, bound, math.inf), holds)
 
     def _routed_norm(self, x: Tensor, routing: Routing, y: Tensor | None) -> Tensor:
-        """‖ŷ‖ without the shared experts, rounded up where they are subtracted."""
+        """‖ŷ‖ without the shared experts; rounded up where they must be subtracted."""
         if y is None:
             return self.compute(x, routing).to(routing.probs.dtype).norm(dim=-1)
         total = y.to(routing.probs.dtype)
         if self.shared is None:
             return total.norm(dim=-1)
-        # The sum ŷ + shared was rounded to y's dtype; in bf16 that is visible.
+        # The sum ŷ + shared was rounded to y's dtype, which matters in bf16.
         rounding = torch.finfo(y.dtype).eps * total.norm(dim=-1)
         return (total - _expert(self.shared, 0, x)).norm(dim=-1) + rounding
 

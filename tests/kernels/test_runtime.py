@@ -55,7 +55,7 @@ def compile_errors() -> list[Callable[..., Any]]:
 def test_what_does_not_compile_is_reported_once(kind: int) -> None:
     fail = compile_errors()[kind]
     with pytest.warns(
-        RuntimeWarning, match="the kernel 'k' did not compile; a slower way takes its place"
+        RuntimeWarning, match="the kernel 'k' did not compile; a slower path replaces it"
     ) as seen:
         assert runtime.attempt("k", fail, lambda: "torch") == "torch"
     assert len(seen) == 1

@@ -429,7 +429,7 @@ def test_the_loss_alone_is_the_loss(build: Build, ids: torch.Tensor) -> None:
             grads.append((out.loss.detach(), *(p.grad.clone() for p in model.parameters())))
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-    with pytest.raises(ValueError, match="skip_logits must come with labels"):
+    with pytest.raises(ValueError, match="skip_logits needs labels"):
         model(ids, skip_logits=True)
 
 
@@ -467,6 +467,19 @@ def test_hash_routing_differs_by_layer(build: Build, ids: torch.Tensor) -> None:
         ValueError, match=r"router_options.seed must be one number or 2, one per MoE layer, got \[1\]"
     ):
         build(router="hash", router_options={"seed": [1]})
+
+
+def test_a_hash_model_with_one_seed_for_all_layers_loads_only_as_one(build: Build, tmp_path: Path) -> None:
+    """Models were saved so before layers had seeds of their own: they must not route otherwise in silence."""
+    old = build(router="hash", router_options={"seed": [0, 0]})
+    old.config.router_options = {}
+    old.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"loads with router_options=\{'seed': \[0, 0, …\]\}"):
+        GrmoeForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="seed must be the one the checkpoint was saved with, got 1"):
+        build(router="hash").load_state_dict(old.state_dict())
+    same = GrmoeForCausalLM.from_pretrained(tmp_path, router_options={"seed": [0, 0]})
+    assert [r.seed for r in grmoe.routers(same)] == [0, 0]
 
 
 @pytest.mark.parametrize("router", ["hash", "soft_moe"])

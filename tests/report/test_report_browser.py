@@ -104,7 +104,9 @@ def expected(run: Any, layer: int, alpha: float, selection: Selection) -> dict[s
     probs_TN = torch.softmax(logits_TN, -1)
     kept_TN = selection(probs_TN)
     band = entropy_bounds(logits_TN)
-    load_N = kept_TN.double().mean(0)  # the share of tokens an expert receives
+    N = probs_TN.shape[-1]
+    counted_TN = torch.nn.functional.one_hot(probs_TN.argmax(-1), N) if selection.dense else kept_TN
+    load_N = counted_TN.double().mean(0)
     return {
         "entropy": float(-torch.xlogy(probs_TN, probs_TN).sum(-1).mean()),
         "lower": float(band.lower.bound.mean()),

@@ -18,7 +18,19 @@ Settings = Callable[..., TrainConfig]
 
 
 def run(method: str, seed: int, loss: float) -> Run:
-    return Run(method, seed, loss, 10 * loss, 0.1, 0.05, False, 1.0, 2.0, 10**6)
+    return Run(
+        method=method,
+        seed=seed,
+        loss=loss,
+        perplexity=10 * loss,
+        load_cv=0.1,
+        min_load=0.05,
+        collapsed=False,
+        collapsed_paper=False,
+        entropy=1.0,
+        experts=2.0,
+        tokens=10**6,
+    )
 
 
 def test_intervals_are_students() -> None:
@@ -46,6 +58,18 @@ def test_one_seed_has_no_interval() -> None:
 def test_a_run_without_its_log_is_named(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"softmax-0 has lost its log; remove it"):
         read_run(tmp_path / "softmax-0", "softmax", 0)
+
+
+def test_counts_have_intervals_and_old_logs_are_refused(tmp_path: Path) -> None:
+    (row,) = rows([run("softmax", seed, 3.5) for seed in range(3)])
+    assert cells(row)[6:8] == ["0/3 (0–56 %)", "0/3"]
+    lines = [
+        {"kind": "train", "step": 1, "tokens": 9},
+        {"kind": "validation", "step": 1, "collapsed_layers": 0},
+    ]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(RuntimeError, match="was logged by an older version; remove it"):
+        read_run(tmp_path, "softmax", 0)
 
 
 def test_a_study_and_the_same_again(settings: Settings, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The Bingham distribution on the unit sphere, p(x) = exp(xᵀAx) / Z with respect to the uniform measure.
 
-This is the likelihood behind the gate: A_e = U_e diag(λ_e) U_eᵀ (or κ_e U_eU_eᵀ), and Z is its normaliser,
-E exp(xᵀAx) over uniform x. The paper calls it matrix Bingham; a token is a vector, so it is the vector one.
+It is the likelihood of the gate: A_e = U_e diag(λ_e) U_eᵀ (or κ_e U_eU_eᵀ), and Z is its normaliser, E exp(xᵀAx)
+over uniform x. The paper calls it matrix Bingham. A token is a vector, so this is the vector distribution.
 """
 
 from grmoe.bingham.contour import log_normalizer

@@ -1,7 +1,6 @@
 """log Z of a (Fisher–)Bingham distribution as a contour integral, to near machine precision.
 
-For A with eigenvalues λ_j of multiplicity m_j, d = Σ m_j, and a linear term whose component in eigenspace j
-has norm γ_j,
+For A with eigenvalues λ_j of multiplicity m_j, d = Σ m_j, and a linear term with norm γ_j in eigenspace j,
 
     Z = E exp(xᵀAx + γᵀx) = Γ(d/2)/(2πi) ∫ eˢ Π_j (s−λ_j)^(−m_j/2) exp(Σ_j γ_j²/(4(s−λ_j))) ds.
 
@@ -10,9 +9,9 @@ With h = d/2, s = h(1+z), w_j = m_j/d, μ_j = λ_j/h and g_j = γ_j²/(4h²) thi
     Z = √(2πh) e^(c(h)) · 1/(2πi) ∫ e^(h φ(z)) dz,
     φ(z) = z − Σ w_j log(1+z−μ_j) + Σ g_j/(1+z−μ_j),
 
-c(h) being Stirling's remainder of log Γ(h). In this form nothing large cancels: at d = 8192 the unscaled
-terms are near 3·10⁴ and would cost four digits. The path is the parabola z = v + iy − cy² through the saddle
-φ'(v) = 0 that removes the cubic phase; the trapezoid rule converges geometrically on it.
+where c(h) is Stirling's remainder of log Γ(h). In this form nothing large cancels: at d = 8192 the unscaled terms are
+near 3·10⁴ and would cost four digits. The path is the parabola z = v + iy − cy² through the saddle φ'(v) = 0. It
+removes the cubic phase, and the trapezoid rule converges geometrically on it.
 
 Legend: J distinct eigenvalues, Y quadrature nodes, `...` any batch.
 """
@@ -29,23 +28,29 @@ from torch import Tensor
 
 from grmoe import checks
 
-# Half-line nodes and their reach in standard deviations of the saddle. 96 nodes out to 12 keep the error
-# under 1e-13 from d = 2 up; half as many suffice for large d only.
+# Nodes on the half line, and their reach in standard deviations of the saddle. 96 nodes out to 12 keep the error below
+# 1e-13 from d = 2 up. Half as many are enough for large d only.
 _NODES = 96
 _REACH = 12.0
 _SADDLE_STEPS = 24
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Saddle:
-    """The integrand near its saddle, in the scaled variables of the module docstring (all detached but φ)."""
+    """The integrand near its saddle, in the scaled variables of the module docstring."""
 
     half_dim: float
+    """h."""
     weight_J: Tensor
-    mu_J: Tensor  # carries the gradient
-    g_J: Tensor  # carries the gradient
-    shift: Tensor  # mean eigenvalue, taken out: Z(λ + c) = eᶜ Z(λ)
+    """w."""
+    mu_J: Tensor
+    """μ, with its gradient."""
+    g_J: Tensor
+    """g, with its gradient."""
+    shift: Tensor
+    """The mean eigenvalue, subtracted from all: Z(λ + c) = eᶜ Z(λ)."""
     v: Tensor
+    """The saddle, without a gradient."""
 
     def phi(self, z: Tensor) -> Tensor:
         """φ(z), z of shape (..., Y) against parameters (..., J); real or complex."""
@@ -71,12 +76,12 @@ def stirling_remainder(h: float) -> float:
 def find_saddle(eigenvalues_J: Tensor, multiplicities: Sequence[int], gamma_J: Tensor | None) -> Saddle:
     """Scale the problem and solve φ'(v) = 0, i.e. Σ w/(1+v−μ) + Σ g/(1+v−μ)² = 1, by a fixed number of steps.
 
-    Newton on 1/f − 1, which is exact for one eigenvalue and concave without the linear term, started left of
-    the root. The integral does not depend on where the path crosses the axis, so v need not be exact.
+    Newton's method on 1/f − 1, started left of the root. It is exact for one eigenvalue, and the function is concave
+    without the linear term. The integral does not depend on where the path crosses the axis, so v need not be exact.
     """
     dim = sum(multiplicities)
     half = dim / 2
-    # Filled on the device run by run: torch.tensor(list, device="cuda") would wait for a copy from the host.
+    # Filled on the device, because torch.tensor(list, device="cuda") would wait for a copy from the host.
     weight_J = torch.cat(
         [
             torch.full((len(list(run)),), m / dim, dtype=torch.float64, device=eigenvalues_J.device)
@@ -85,7 +90,7 @@ def find_saddle(eigenvalues_J: Tensor, multiplicities: Sequence[int], gamma_J: T
     )
     shift = (weight_J * eigenvalues_J).sum(-1)
     mu_J = (eigenvalues_J - shift.unsqueeze(-1)) / half
-    # Eigenvalues of multiplicity zero are absent: they must not push the saddle to the right.
+    # Eigenvalues of multiplicity zero are absent and must not move the saddle.
     present = weight_J > 0
     g_J = torch.zeros_like(mu_J)
     if gamma_J is not None:
@@ -98,9 +103,9 @@ def find_saddle(eigenvalues_J: Tensor, multiplicities: Sequence[int], gamma_J: T
             f = (weight_J / delta_J + g_J / delta_J**2).sum(-1)
             slope = -(weight_J / delta_J**2 + 2 * g_J / delta_J**3).sum(-1)
             v = torch.maximum(v + (f - f * f) / slope, floor)
-    # An absent eigenvalue is moved onto the mean: weight zero times a finite logarithm.
+    # An absent eigenvalue becomes the mean, so that its weight zero multiplies a finite logarithm.
     mu_J = torch.where(present, mu_J, torch.zeros_like(mu_J))
-    return Saddle(half, weight_J, mu_J, g_J, shift, v)
+    return Saddle(half_dim=half, weight_J=weight_J, mu_J=mu_J, g_J=g_J, shift=shift, v=v)
 
 
 def quadrature(saddle: Saddle) -> Tensor:
@@ -148,10 +153,13 @@ def log_normalizer(
 ) -> Tensor:
     """log E exp(xᵀAx + γᵀx) over the unit sphere of R^d, d = Σ multiplicities.
 
-    eigenvalues (..., J): distinct (or repeated) eigenvalues of A, any sign. multiplicities (J): how often each
-    stands in A. linear (..., J): norm of γ's component in each eigenspace. Evaluated in fp64 without host
-    syncs, returned in the dtype of `eigenvalues`; gradients flow to eigenvalues and linear, the contour itself
-    is held fixed (the integral does not depend on it). Relative error of Z below 1e-12 for |λ| up to 10⁴.
+    eigenvalues (..., J): distinct (or repeated) eigenvalues of A, of any sign.
+    multiplicities (J): how often each appears in A.
+    linear (..., J): norm of γ's component in each eigenspace.
+
+    Evaluated in fp64 without waiting for the device, returned in the dtype of `eigenvalues`. Gradients reach
+    eigenvalues and linear; the contour is held fixed, because the integral does not depend on it. The relative error
+    of Z is below 1e-12 for |λ| up to 10⁴.
     """
     dtype = eigenvalues.dtype
     eigenvalues, counts, linear = spectrum(eigenvalues, multiplicities, linear)

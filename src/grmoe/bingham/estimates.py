@@ -1,7 +1,7 @@
-"""The approximate normalisers, kept for the validation table: Kume–Wood's saddlepoint and Monte Carlo.
+"""Approximate normalisers for the validation table: Kume–Wood's saddlepoint and Monte Carlo.
 
-The saddlepoint formula printed in the paper's appendix lacks the factors K''(t̂)^(−1/2) and e^(−t̂) of the
-method it cites; what stands here is the method itself (Kume & Wood 2005).
+The saddlepoint formula in the paper's appendix lacks the factors K''(t̂)^(−1/2) and e^(−t̂) of the method it cites.
+This is the method itself (Kume & Wood 2005).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def kume_wood(eigenvalues: Tensor, multiplicities: Sequence[int] | Tensor, order
     dtype = eigenvalues.dtype
     eigenvalues, counts, _ = spectrum(eigenvalues, multiplicities)
     saddle = find_saddle(eigenvalues, counts, None)
-    # Unlike the integral, the approximation depends on where the saddle is: one Newton step that changes no
-    # value lets the gradient see v move, dv = d(S₁ − 1)/S₂.
+    # Unlike the integral, the approximation depends on the saddle. One Newton step that changes no value carries the
+    # gradient of v, dv = d(S₁ − 1)/S₂.
     saddle = replace(saddle, v=saddle.v + (saddle.power_sum(1) - 1) / saddle.power_sum(2).detach())
     h, s2 = saddle.half_dim, saddle.power_sum(2)
     peak = saddle.phi(saddle.v.unsqueeze(-1)).squeeze(-1)
@@ -51,9 +51,9 @@ def monte_carlo(
 ) -> tuple[float, float]:
     """(estimate, standard error) of log Z from uniform points of the sphere, for one spectrum of shape (J,).
 
-    Only the energy of each eigenspace and the coordinate along γ matter, so a point costs J gammas and J
-    normals instead of d normals. The standard error is itself hopeless once the integrand concentrates
-    (κ ≳ 100): no sample then visits the region that carries Z.
+    Only the energy of each eigenspace and the coordinate along γ matter, so a point costs J gammas and J normals
+    instead of d normals. When the integrand concentrates (κ ≳ 100) the standard error is wrong too, because no sample
+    reaches the region that dominates Z.
     """
     checks.require(eigenvalues.ndim == 1, f"eigenvalues must have shape (J,), got {tuple(eigenvalues.shape)}")
     checks.positive_int("samples", samples, at_least=2)

@@ -15,10 +15,9 @@ from grmoe.bingham.contour import find_saddle, quadrature
 def log_kummer(k: int, d: int, kappa: Tensor | float) -> Tensor:
     """log ₁F₁(k/2; d/2; κ) = log E exp(κ‖Px‖²) for uniform unit x and a rank-k projector P.
 
-    Evaluated in fp64 by the contour integral with spectrum (κ: k times, 0: d−k times) and returned in the dtype
-    of `kappa` (fp64 for a Python number). No host sync; differentiable to any order, the first derivative being
-    E‖Px‖² (`mean_energy`). A Python number is checked to be >= 0; a tensor is not read, and the formula holds
-    for negative entries too.
+    Evaluated in fp64 by the contour integral with spectrum (κ: k times, 0: d−k times), without waiting for the device.
+    Returned in the dtype of `kappa` (fp64 for a Python number). Differentiable to any order; the first derivative is
+    E‖Px‖² (`mean_energy`). A Python number must be >= 0. A tensor is not read; the formula holds for negative entries.
     """
     checks.subspace(d, k)
     kappa = _concentration(kappa)
@@ -35,7 +34,7 @@ def mean_energy(k: int, d: int, kappa: Tensor | float) -> Tensor:
 
 
 def log_kummer_reference(k: int, d: int, kappa: float) -> float:
-    """The specification: the power series Σ (k/2)ₙ/(d/2)ₙ κⁿ/n!, summed with its largest term scaled to one."""
+    """The specification: the power series Σ (k/2)ₙ/(d/2)ₙ κⁿ/n!, rescaled as it grows."""
     checks.subspace(d, k)
     checks.finite("kappa", kappa, at_least=0)
     total = term = 1.0
@@ -45,7 +44,7 @@ def log_kummer_reference(k: int, d: int, kappa: float) -> float:
         term *= (k / 2 + n) / (d / 2 + n) * kappa / (n + 1)
         total += term
         n += 1
-        if total > 1e200:  # keep the running sum inside the exponent range
+        if total > 1e200:  # before it overflows
             log_scale += math.log(total)
             term /= total
             total = 1.0
@@ -59,7 +58,7 @@ def _concentration(kappa: Tensor | float) -> Tensor:
 
 
 class _LogKummer(torch.autograd.Function):
-    """Custom backward: the derivative is again a ratio of Kummer functions, exact and itself differentiable."""
+    """Own backward: the derivative is again a ratio of Kummer functions, exact and differentiable."""
 
     generate_vmap_rule = True
 

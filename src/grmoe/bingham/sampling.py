@@ -22,8 +22,8 @@ def sample(
 ) -> Tensor:
     """`num` independent draws, shape (num, d), in the frame's dtype.
 
-    `concentration` is a number κ ≥ 0 (the exact mixture below, no rejection) or a tensor of k values, of any
-    sign (rejection from an angular central Gaussian envelope, acceptance near 0.9 at every dimension).
+    concentration: a number κ ≥ 0 (drawn from an exact mixture, without rejection), or a tensor of k values of any sign
+        (rejection from an angular central Gaussian envelope, with acceptance near 0.9 in every dimension).
     """
     checks.frames("frame", frame_DK)
     checks.require(frame_DK.ndim == 2, f"frame must have shape (d, k), got {tuple(frame_DK.shape)}")
@@ -52,10 +52,10 @@ def _normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | N
 
 
 def _scalar_exact(U_DK: Tensor, kappa: float, num: int, generator: torch.Generator | None) -> Tensor:
-    """Expanding exp(κa) makes the energy a = ‖Uᵀx‖² a mixture of betas:
+    """The energy a = ‖Uᵀx‖² is a mixture of betas, from the series of exp(κa):
 
     n ~ Categorical(∝ (k/2)ₙκⁿ/((d/2)ₙ n!)),  a ~ Beta(k/2+n, (d−k)/2),  x = √a Uu + √(1−a) v,
-    u uniform on the sphere of the subspace and v on that of its complement.
+    with u uniform on the unit sphere of the subspace and v on that of its complement.
     """
     D, K = U_DK.shape
     a, b = K / 2, D / 2
@@ -94,7 +94,7 @@ def _angular_gaussian_rejection(
     D, K = U_DK.shape
     outside = torch.zeros(1 if D > K else 0, dtype=torch.float64, device=U_DK.device)
     top = torch.cat([lambda_K, outside]).max()
-    # With no complement (k = d) nothing stands there; a negative top would give it a negative variance.
+    # Without a complement (k = d) its β is unused; a negative `top` would make its variance negative.
     beta_K, beta_rest = top - lambda_K, top.clamp(min=0)
     b = _envelope(torch.cat([beta_K, beta_rest.expand(D - K)]))
     omega_K, omega_rest = 1 + 2 * beta_K / b, 1 + 2 * beta_rest / b

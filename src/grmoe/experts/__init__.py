@@ -1,7 +1,7 @@
 """Expert computation: a dispatch list, and backends that run the experts over it.
 
-`reference` is the specification, a plain loop. `grouped` runs on `torch.nn.functional.grouped_mm`, CPU and GPU.
-`triton` runs on kernels of our own, CUDA.
+`reference` is the specification, a plain loop. `grouped` uses `torch.nn.functional.grouped_mm`, on CPU and GPU.
+`triton` uses our own CUDA kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 def pick_backend(name: str, x: Tensor, hidden: int) -> str:
-    """Which backend runs tokens x through experts of width `hidden`: "auto" takes the fastest that can."""
+    """The backend for tokens x and experts of width `hidden`: "auto" is the fastest one that can run them."""
     checks.one_of("backend", name, ("auto", *BACKENDS))
     kernels = runtime.runs_on(x) and hidden * x.element_size() % 16 == 0
     if name == "triton" and not kernels:
@@ -40,7 +40,7 @@ def pick_backend(name: str, x: Tensor, hidden: int) -> str:
     if name == "auto":
         if kernels and not runtime.INTERPRETED and not runtime.has_failed("experts"):
             return "triton"
-        # grouped_mm has no fp64 kernel and wants rows of whole 16 bytes.
+        # grouped_mm has no fp64 kernel and needs rows of whole 16 bytes.
         aligned = x.shape[-1] * x.element_size() % 16 == 0 and hidden * x.element_size() % 16 == 0
         return "grouped" if aligned and x.dtype != torch.float64 else "reference"
     return name

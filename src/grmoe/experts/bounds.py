@@ -1,4 +1,4 @@
-"""How large an expert's output can be, from its weights alone: ‖f_e(x)‖ ≤ gain_e·‖x‖^power.
+"""A bound on an expert's output from its weights alone: ‖f_e(x)‖ ≤ gain_e·‖x‖^power.
 
 Legend: N experts, D model width, I expert width; A any, B the smaller side of a matrix.
 """
@@ -11,10 +11,10 @@ from torch import Tensor
 from grmoe.experts.weights import Activation, ExpertWeights
 from grmoe.geometry import largest_eigenvalue
 
-# SwiGLU multiplies two projections of x, GELU bends one.
+# SwiGLU multiplies two projections of x, GELU has one.
 POWER: dict[Activation, int] = {"swiglu": 2, "gelu": 1}
 
-# Covers rounding: the fp64 arithmetic here loses below 1e-8, fp32 sums of a hundred experts at the caller 1e-5.
+# Covers rounding: below 1e-8 in the fp64 arithmetic here, 1e-5 in a caller's fp32 sum of a hundred experts.
 SLACK = 1 + 1e-5
 SQUARINGS = 6  # p = 64: the excess over the spectral norm is at most B^(1/128), 7 % at B = 4096
 
@@ -26,11 +26,11 @@ def output_gains(weights: ExpertWeights) -> Tensor:
     Both activations are a ↦ s(a)·a with 0 ≤ s ≤ 1 up to sign, |silu(a)| ≤ |a| and |gelu(a)| ≤ |a|. So
     GELU:    ‖f(x)‖ ≤ ‖W_d‖₂ ‖W_u x‖         ≤ ‖W_d‖₂ ‖W_u‖₂ ‖x‖.
     SwiGLU:  ‖f(x)‖ ≤ ‖W_d‖₂ ‖(Gx) ⊙ (Ux)‖  ≤ ‖W_d‖₂ √λ_max(GGᵀ ⊙ UUᵀ) ‖x‖²,
-    for (Gx) ⊙ (Ux) is linear in x⊗x, with the Gram matrix GGᵀ ⊙ UUᵀ. By Schur's product theorem this is never
+    because (Gx) ⊙ (Ux) is linear in x⊗x, with the Gram matrix GGᵀ ⊙ UUᵀ. By Schur's product theorem this is never
     above max_i‖G_i‖·‖U‖₂ or max_i‖U_i‖·‖G‖₂.
 
-    Costs a handful of matrix products an expert, the largest I×I×I (SwiGLU): once for a set of weights, not once
-    a batch. One expert at a time, for its memory. Reads nothing on the host.
+    Costs a few matrix products per expert, the largest I×I×I (SwiGLU). Compute it once per set of weights, not per
+    batch. One expert at a time saves memory. Reads nothing on the host.
     """
     gains = []
     for up, down in zip(weights.up, weights.down_proj, strict=True):
@@ -46,10 +46,10 @@ def output_gains(weights: ExpertWeights) -> Tensor:
 def spectral_norm_bound(weight: Tensor) -> Tensor:
     """‖W‖₂ ≤ (tr (WᵀW)^p)^(1/2p), the Schatten norm of order 2p = 128; 0-d fp64.
 
-    At most B^(1/2p) too large, exact for rank one. Certified where power iteration is only ever below.
+    Too large by at most a factor B^(1/2p), and exact for rank one. Power iteration would give a value below the norm.
     """
     W = weight.double()
-    # So that the squares of weights near the ends of fp64's range neither vanish nor overflow.
+    # Scaled, so that squares of very small or large weights neither vanish nor overflow.
     scale = W.abs().amax().clamp(min=torch.finfo(W.dtype).tiny)
     W_AB = W / scale if W.shape[0] >= W.shape[1] else W.T / scale
     return scale * largest_eigenvalue(W_AB.T @ W_AB, SQUARINGS).sqrt()

@@ -1,12 +1,12 @@
 """The contract between selection and experts: a flat list of (token, expert, weight), sorted by expert.
 
-Its length is a static bound, A = T · (most experts a token may have), so that building it reads nothing on the
-host; how many of its rows are real stands in the last offset. Any number of experts a token fits, none included.
+Its length is a static bound, A = T · M, so that building it reads nothing on the host. The last offset says how many of
+its rows are used. A token may have any number of experts up to M, also none.
 
 Legend: T tokens, N experts, A rows of the list, M most experts per token, D model width.
     pair_A     token · M + slot of a row, its place in the token's list (0 on unused rows)
     token_A    which token a row belongs to (0 on unused rows)
-    expert ends: rows [offset_N[e−1], offset_N[e]) are expert e's, rows past offset_N[−1] are unused
+    offset_N   ends: rows [offset_N[e−1], offset_N[e]) are expert e's, rows past offset_N[−1] are unused
     slot_TM    where a token's assignments lie in the list, in expert order (A where it has fewer than M)
     weight_TM  their combine weights (0 there)
 """
@@ -26,9 +26,11 @@ from grmoe.kernels.runtime import attempt
 
 @dataclass(frozen=True)
 class Dispatch:
+    """The list. See the legend above."""
+
     token_A: Tensor
     pair_A: Tensor
-    offset_N: Tensor  # int32, as grouped_mm wants it
+    offset_N: Tensor  # int32, as grouped_mm needs it
     slot_TM: Tensor
     weight_TM: Tensor  # carries the gradient to the router
 
@@ -41,10 +43,12 @@ class Dispatch:
     def build(
         cls, weights_TN: Tensor, selected_TN: Tensor, max_experts: int, *, kernels: bool = False
     ) -> Dispatch:
-        """From combine weights and the selection mask; `max_experts` bounds the experts of a token.
+        """From combine weights and the selection mask.
 
-        Positions come from running counts over tokens (row within an expert) and over experts (slot within a
-        token): integer arithmetic, so the list is the same every time, and no sort. kernels: by Triton.
+        Positions come from running counts over tokens (row within an expert) and over experts (slot within a token).
+        This is integer arithmetic without a sort, so the list is always the same.
+
+        max_experts: M. kernels: build it with Triton.
         """
         T, N = selected_TN.shape
         M = max_experts
@@ -64,7 +68,7 @@ class Dispatch:
         row_TN = start_N + count_TN.cumsum(0) - 1
         rank_TN = count_TN.cumsum(1) - 1
         pair_TN = torch.arange(T, device=device).unsqueeze(1) * M + rank_TN
-        # Unselected pairs write into one spare place behind the end, which is cut off.
+        # Unselected pairs write into a spare place behind the end, which is cut off.
         row_TN = torch.where(selected_TN, row_TN, A)
         pair_A = torch.zeros(A + 1, dtype=torch.long, device=device)
         pair_A = pair_A.scatter(0, row_TN.flatten(), pair_TN.flatten())[:A]
@@ -75,7 +79,7 @@ class Dispatch:
 
 
 def gather(x_TD: Tensor, dispatch: Dispatch) -> Tensor:
-    """Each row's token, (A, D). The backward sums a token's rows by slot: no atomics, the same bits every time."""
+    """Each row's token, (A, D). The backward sums a token's rows slot by slot: no atomics, always the same bits."""
     return _Gather.apply(x_TD, dispatch.token_A, dispatch.slot_TM)
 
 
@@ -86,15 +90,15 @@ def combine(y_AD: Tensor, dispatch: Dispatch) -> Tensor:
 
 
 def _slots(y_AD: Tensor, slot_TM: Tensor) -> Iterator[Tensor]:
-    """For each slot m its rows (T, D) in wide precision, zero where the slot is empty.
+    """The rows (T, D) of each slot m in wide precision, zero where the slot is empty.
 
-    Slot by slot, so that (T, M, D) never exists. Unused rows may hold anything, NaN included.
+    One slot at a time, so that (T, M, D) never exists. Unused rows may hold anything, also NaN.
     """
     A, wide = len(y_AD), _wide(y_AD.dtype)
     if A == 0:
         return
     empty_TM = slot_TM == A
-    # Masking is a pass over the rows. The host may look whether it is needed, where looking costs nothing.
+    # Masking is a pass over the rows. On the CPU, checking whether it is needed costs nothing.
     looks = y_AD.device.type == "cpu" and not torch.compiler.is_compiling()
     masks = not looks or bool(empty_TM.any())
     for m in range(slot_TM.shape[1]):
@@ -150,7 +154,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _as_tokens(total: Tensor | float, rows_AD: Tensor, slot_TM: Tensor) -> Tensor:
-    """The sum in the rows' precision; zeros where there were no rows at all."""
+    """The sum in the rows' precision; zeros if there were no rows."""
     if isinstance(total, float):
         return rows_AD.new_zeros(len(slot_TM), rows_AD.shape[1])
     return total.to(rows_AD.dtype)

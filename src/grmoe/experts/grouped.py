@@ -13,12 +13,12 @@ from grmoe.experts.weights import Weights
 
 
 def grouped_experts(x_TD: Tensor, dispatch: Dispatch, weights: Weights) -> Tensor:
-    """As `reference_experts`. Time follows the rows really used: a group ends at its offset.
+    """As `reference_experts`. Runtime scales with the rows actually used, because a group ends at its offset.
 
-    grouped_mm leaves rows past the last offset uninitialised; `combine` never looks at them, in the backward
-    their gradient is zero, and a row's garbage stays in its row in between.
+    grouped_mm leaves rows past the last offset uninitialised. `combine` never reads them, their gradient is zero in the
+    backward, and in between nothing mixes rows.
     """
-    # The compiler's shape rule for grouped_mm knows bf16 only; an operator of our own has its own rule.
+    # The compiler's shape rule for grouped_mm accepts bf16 only; our own operator has its own rule.
     multiply = _grouped_op if torch.compiler.is_compiling() else grouped_mm
     offs = dispatch.offset_N
     inner = multiply(gather(x_TD, dispatch), weights.up.to(x_TD.dtype).mT, offs=offs)

@@ -1,6 +1,6 @@
-"""The specification of the experts: a loop over experts, any dtype, nothing clever.
+"""The specification of the experts: a plain loop over experts, for any dtype.
 
-Reads the offsets on the host and adds with `index_add`; only correctness counts here.
+It reads the offsets on the host and adds with `index_add`, because only correctness counts here.
 """
 
 from __future__ import annotations

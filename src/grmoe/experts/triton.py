@@ -1,4 +1,4 @@
-"""Experts by our own kernels: gather and activation inside the first grouped GEMM, per-token sums without atomics."""
+"""Experts with our own kernels: gather and activation inside the first grouped GEMM, sums without atomics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grmoe.kernels.runtime import attempt
 
 
 def triton_experts(x_TD: Tensor, dispatch: Dispatch, weights: Weights) -> Tensor:
-    """As `reference_experts`; time and memory traffic follow the rows really used."""
+    """As `reference_experts`. Runtime and memory traffic scale with the rows actually used."""
     from grmoe.kernels.experts import experts
 
     d, glu = dispatch, weights.activation == "swiglu"

@@ -19,7 +19,7 @@ Activation = Literal["swiglu", "gelu"]
 
 
 class Weights(Protocol):
-    """What a backend needs: whole weights, or the part of them that one process holds."""
+    """The weights a backend needs: all of them, or the part that one process holds."""
 
     @property
     def activation(self) -> Activation: ...
@@ -47,7 +47,7 @@ class ExpertWeights(nn.Module):
         self.register_parameter(self.up_name, nn.Parameter(torch.empty(num_experts, inner, dim)))
         self.down_proj = nn.Parameter(torch.empty(num_experts, dim, hidden))
         for weight in (self.up, self.down_proj):
-            bound = 1 / math.sqrt(weight.shape[-1])  # nn.Linear's own start
+            bound = 1 / math.sqrt(weight.shape[-1])  # as nn.Linear starts
             nn.init.uniform_(weight, -bound, bound)
 
     @property
@@ -57,14 +57,14 @@ class ExpertWeights(nn.Module):
 
     @property
     def up(self) -> Tensor:
-        """The first projection under whichever name it has."""
+        """The first projection, `gate_up_proj` or `up_proj`."""
         weight: Tensor = getattr(self, self.up_name)
         return weight
 
     def activate(self, inner: Tensor, *, in_place: bool = False) -> Tensor:
         """(..., 2I) → (..., I) for SwiGLU, gate first; (..., I) → (..., I) for GELU.
 
-        in_place: `inner` may be overwritten (SwiGLU does), for callers that need neither it nor gradients.
+        in_place: SwiGLU may overwrite `inner`, for callers that need neither it nor gradients.
         """
         if self.activation == "gelu":
             return nn.functional.gelu(inner)
@@ -74,7 +74,7 @@ class ExpertWeights(nn.Module):
     def run(
         self, backend: Callable[[Tensor, Dispatch, ExpertWeights], Tensor], x_TD: Tensor, dispatch: Dispatch
     ) -> Tensor:
-        """Tokens through a backend. A method of the module, for who shards it has to know when it is used."""
+        """Run tokens through a backend. It is a method, because FSDP must see when the module is used."""
         return backend(x_TD, dispatch, self)
 
     def extra_repr(self) -> str:

@@ -1,8 +1,8 @@
-"""Output matrix and cross-entropy in one: the logits exist in 16 bits, once, for a part of the tokens at a time.
+"""Output matrix and cross-entropy together: logits exist in 16 bits, for a part of the tokens at a time.
 
-The kernel reads a token's logits twice, for log Σ exp and for the gradient, which it writes in their place. Both of its
-products follow at once, so nothing of the size of the logits waits for the backward. Vocabularies are padded to a
-multiple of 64: GEMMs want rows of whole 16 bytes, and 50257 is odd.
+The kernel reads a token's logits twice, for log Σ exp and for the gradient, and overwrites them with the gradient. Both
+products with the gradient follow immediately, so nothing of the size of the logits is kept for the backward.
+Vocabularies are padded to a multiple of 64, because GEMMs need rows of whole 16 bytes and 50257 is odd.
 
 Legend: T tokens, D model width, V vocabulary, P the same padded, B columns of a tile.
 """
@@ -29,9 +29,9 @@ def loss_kernel(
     logits_ptr, target_ptr, scale_ptr, loss_ptr, vocabulary, blocks,
     IGNORED: tl.constexpr, GRADIENT: tl.constexpr, PADDING: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Of one token: −log softmax(logits)[target] · scale, and the logits' gradient over the logits."""
+    """For one token: −log softmax(logits)[target] · scale; the gradient overwrites the logits."""
     row = tl.program_id(0)
-    # Written as a product, and loads cut off here rather than at the vocabulary: then they are known to be aligned.
+    # A product, and loads masked here rather than at the vocabulary, so that the compiler knows they are aligned.
     padded = blocks * PADDING
     logits_ptr += row.to(tl.int64) * padded
     target = tl.load(target_ptr + row)
@@ -52,7 +52,7 @@ def loss_kernel(
     tl.store(loss_ptr + row, tl.where(counts, (log_total - chosen) * scale, 0.0))
     if GRADIENT:
         scale = tl.where(counts, scale, 0.0)
-        # A store of another thread may land on what this one reads above.
+        # Another thread's store may overwrite what this thread reads above.
         tl.debug_barrier()
         for start in range(0, padded, B):
             inside = start + column_B < padded
@@ -66,7 +66,7 @@ def loss_kernel(
 def _forward(
     x: Tensor, weight: Tensor, target: Tensor, scale: Tensor, ignored: int, at_once: int, gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(Σ loss·scale, its gradients by x and by weight; empty ones unless asked for)."""
+    """(Σ loss·scale, and its gradients by x and by weight, empty unless requested)."""
     (T, D), V = x.shape, len(weight)
     P = ceil_div(V, PADDING) * PADDING
     x, target = dense(x), target.contiguous()
@@ -93,7 +93,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return (a @ b).float()
 
 
-# The compiler sees an opaque operator.
+# An opaque operator for the compiler.
 _forward_op = torch.library.custom_op("grmoe::linear_cross_entropy", _forward, mutates_args=())
 
 

@@ -1,7 +1,7 @@
 """The dispatch list (see `grmoe.experts.dispatch`) by two kernels: count, then place. No sort, no atomics.
 
-Tokens are cut into chunks, one a program. The first kernel counts each chunk's assignments for every expert; in
-the second each program adds up the counts before it, which gives its first row with every expert.
+Tokens are cut into chunks, one per program. The first kernel counts each chunk's assignments to every expert. In the
+second, each program sums the counts before it, which gives its first row of every expert.
 
 Legend: T tokens, N experts (padded to a power of two), A rows of the list, M most experts per token, P chunks,
 B tokens of a tile.
@@ -20,11 +20,11 @@ from torch.autograd.function import once_differentiable
 from grmoe.kernels.launch import ceil_div, launch, power_of_2
 from grmoe.kernels.runtime import attempt
 
-CHUNKS = 256  # programs at most: each reads the counts of all
+CHUNKS = 256  # the most programs, because each reads the counts of all
 
 
 def token_tile(num_experts: int) -> int:
-    """Tokens a step: a tile of tokens × experts stays in registers."""
+    """Tokens per step: a tile of tokens × experts stays in registers."""
     return 128 if num_experts <= 32 else 64
 
 
@@ -79,7 +79,7 @@ def place_kernel(
         tl.store(pair_ptr + row_BN, pair_BN, mask=chosen)
         tl.store(slot_ptr + pair_BN, row_BN, mask=chosen)
         tl.store(weight_ptr + pair_BN, tl.load(weights_ptr + place, mask=chosen, other=0.0), mask=chosen)
-        # A token with fewer than M experts has empty slots behind.
+        # A token with fewer than M experts has empty slots at the end.
         empty = (
             (slots[None, :] >= tl.sum(chosen_BN, axis=1)[:, None])
             & (slots < M)[None, :]
@@ -88,7 +88,7 @@ def place_kernel(
         spare = token[:, None] * M + slots[None, :]
         tl.store(slot_ptr + spare, tl.zeros((B, MP), tl.int32) + rows, mask=empty)
         tl.store(weight_ptr + spare, tl.zeros((B, MP), tl.float32), mask=empty)
-    # Unused rows name token 0, so that whoever reads them reads something.
+    # Unused rows name token 0, so that reading them stays in bounds.
     used = tl.sum(totals_N, axis=0)
     for start in range(0, chunk * M, BA):
         row = program * chunk * M + start + tl.arange(0, BA)
@@ -152,12 +152,12 @@ def _backward(grad: Tensor, selected: Tensor) -> Tensor:
 
 
 def _backward_plain(grad_TM: Tensor, selected_TN: Tensor) -> Tensor:
-    """As `_backward`, for where the kernel does not compile."""
+    """As `_backward`, in PyTorch, in case the kernel does not compile."""
     rank_TN = (selected_TN.long().cumsum(1) - 1).clamp(min=0)
     return torch.where(selected_TN, grad_TM.gather(1, rank_TN.clamp(max=grad_TM.shape[1] - 1)), 0.0)
 
 
-# The compiler sees opaque operators; eager mode calls the functions themselves, which costs the host less.
+# Opaque operators for the compiler. Eager mode calls the functions directly, which costs the host less.
 _forward_op = torch.library.custom_op("grmoe::dispatch", _forward, mutates_args=())
 _backward_op = torch.library.custom_op("grmoe::dispatch_backward", _backward, mutates_args=())
 _forward_op.register_fake(_outputs)

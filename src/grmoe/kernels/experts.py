@@ -1,8 +1,8 @@
 """The experts as one differentiable operator over the dispatch list: gather, two grouped GEMMs, combine.
 
-The forward keeps the pre-activations alone (and x); the backward recomputes the activation, and gets the gradient
-of a combine weight as ⟨∂y·W_down, h⟩, so that neither the experts' outputs nor the activations are stored. Unless
-the graph is kept for another backward, the gradient of the pre-activations is written over them.
+The forward keeps only x and the pre-activations. The backward recomputes the activation h and gets the gradient of a
+combine weight as ⟨∂y·W_down, h⟩, so neither outputs nor activations are stored. Unless the graph is kept for another
+backward, the gradient of the pre-activations overwrites them.
 
 Legend: T tokens, D model width, N experts, A rows of the list, M most experts per token, I expert width.
 """
@@ -26,7 +26,7 @@ from grmoe.kernels.runtime import attempt, is_hopper
 class Engines(NamedTuple):
     """Tiles of each kind of GEMM."""
 
-    up: Tiles  # gather before it, activation behind it: two accumulators
+    up: Tiles  # with gather and activation: two accumulators
     plain: Tiles
     grad_weight: Tiles | None  # None: torch's grouped_mm
 
@@ -39,7 +39,7 @@ def engines(dtype: torch.dtype, hopper: bool) -> Engines:
     if not hopper:
         small = Tiles(128, 128, 32, 8, 2)
         return Engines(Tiles(128, 64, 32, 8, 2), small, small)
-    # torch's grouped_mm has bf16 kernels only: elsewhere it loops over experts, and the host waits.
+    # torch's grouped_mm has bf16 kernels only; otherwise it loops over experts and the host waits.
     grad_weight = None if dtype == torch.bfloat16 else Tiles(128, 256, 64, 8, 3)
     return Engines(Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 3, flatten=True), grad_weight)
 
@@ -56,7 +56,7 @@ def _forward(
     glu: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(y, pre-activations); the latter empty unless `save`."""
+    """(y, pre-activations); the latter are empty unless `save`."""
     x, up, down = dense(x), dense(up), dense(down)
     inner = torch.empty(len(token) if save else 0, up.shape[1], dtype=x.dtype, device=x.device)
     if len(token) == 0:
@@ -82,7 +82,7 @@ def _backward(
     glu: bool,
     spend: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(∂x, ∂weight, ∂up, ∂down). With `spend` inner holds its own gradient afterwards; the operator never does that."""
+    """(∂x, ∂weight, ∂up, ∂down). With `spend`, `inner` is overwritten by its gradient; the operator never does that."""
     if len(token) == 0:
         x_grad, weight_grad, up_grad, down_grad = (t.new_zeros(t.shape) for t in (x, weight, up, down))
         return x_grad, weight_grad, up_grad, down_grad
@@ -106,9 +106,9 @@ def _backward_plain(
     grad: Tensor, x: Tensor, weight: Tensor, up: Tensor, down: Tensor, token: Tensor, pair: Tensor, offset: Tensor,
     slot: Tensor, glu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `_backward` by PyTorch's own operators, where a kernel does not compile. Not deterministic.
+    """As `_backward`, in PyTorch, in case a kernel does not compile. Not deterministic.
 
-    Pre-activations are computed anew: the kernel before the one that failed may have written over them.
+    Pre-activations are recomputed, because an earlier kernel may have overwritten them.
     """
     used = (torch.arange(len(token), device=x.device) < offset[-1]).unsqueeze(-1)
     x_rows, grad_rows = x.index_select(0, token), grad.index_select(0, token)
@@ -129,7 +129,7 @@ def _backward_plain(
     return grad_x.to(x.dtype), grad_weight.view_as(weight), grad_up, grad_down
 
 
-# The compiler sees opaque operators; eager mode calls the functions themselves, which costs the host less.
+# Opaque operators for the compiler. Eager mode calls the functions directly, which costs the host less.
 _forward_op = torch.library.custom_op("grmoe::experts", _forward, mutates_args=())
 _backward_op = torch.library.custom_op("grmoe::experts_backward", _backward, mutates_args=())
 
@@ -162,7 +162,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # One look: checkpointing recomputes at the first and allows no second.
+        # Read once: checkpointing recomputes at the first access and allows no second.
         *inputs, inner = ctx.saved_tensors
         run: Any = _backward_op
         if not torch.compiler.is_compiling():

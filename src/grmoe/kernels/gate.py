@@ -2,8 +2,8 @@
 
     ℓ_e = α(c·Σ_j λ_ej (u_ejᵀx)²/‖x‖² + prior_e)   (square),      ℓ_e = α(w_eᵀx + prior_e)   (linear)
 
-Products take x's own precision and add in fp32 (fp32 tokens: three tf32 products, as exact as fp32); everything
-after the products is fp32. The dial and the prior are read on the device, so changing them compiles nothing.
+Products use x's own precision and add in fp32 (fp32 tokens: three tf32 products, as exact as fp32). Everything after
+the products is fp32. The dial and the prior are read on the device, so changing them recompiles nothing.
 
 Legend: T tokens, D model width, N experts, K rank, C packed columns (see `gate_kernels`).
 """
@@ -34,7 +34,7 @@ class Tiles(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What the shapes decide."""
+    """Sizes that follow from the shapes."""
 
     experts: int  # padded
     columns: int  # padded
@@ -53,7 +53,7 @@ LINEAR = Tiles(64, 16, 128, 4, 4)
 
 @cache
 def plan(dtype: torch.dtype, num_experts: int, rank: int, square: bool, hopper: bool) -> Plan:
-    """The same for every batch of a router: nothing is tuned at run time, so the same input gives the same bits."""
+    """The same for every batch of a router: nothing is tuned at run time, so equal inputs give equal bits."""
     NP = max(power_of_2(num_experts), 2 if square else 16)
     precision, gradient = "ieee", Tiles(128, 64, 256, 8, 3)
     if dtype == torch.float32:
@@ -142,7 +142,7 @@ def _forward(
         constants = (*shape, *choice, p.experts, t.tokens, t.columns, t.width, t.stages)
         launch(hopper_gate.gate_kernel, (ceil_div(T, t.tokens),), args, constants)
 
-    # Its layout of sums wants eight experts, and with more than 64 its registers run out.
+    # Its layout of sums needs eight experts, and more than 64 need too many registers.
     if square and t == WIDE and 8 <= p.experts <= 64 and specialises(x.device):
         attempt("gate for Hopper", specialised, plain)
     else:
@@ -190,7 +190,7 @@ def _backward(
         grad = torch.empty(T, N, dtype=x.dtype, device=x.device)
         constants: tuple[Any, ...] = (N, renormalize, *flags, 128, p.experts)
         launch(kernels.linear_backward_kernel, (ceil_div(T, 128),), (*gates, alpha, grad, T), constants)
-        total = grad.sum(0, dtype=torch.float32)  # α is inside: it multiplies the prior too
+        total = grad.sum(0, dtype=torch.float32)  # with α, because it multiplies the prior too
         return (
             grad @ packed[:N],
             _wide_mm(grad.T, x),
@@ -268,7 +268,7 @@ def _backward_plain(
     x: Tensor, matrix: Tensor, log_kappa: Tensor | None, prior: Tensor, alpha: Tensor, selected: Tensor,
     options: tuple[float, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """As `_backward`, by autograd through the specification: for where the kernel does not compile."""
+    """As `_backward`, by autograd through the specification, in case the kernel does not compile."""
     with torch.enable_grad():
         x, matrix, prior = (t.detach().requires_grad_() for t in (x, matrix, prior))
         leaves = [x, matrix, prior]
@@ -281,7 +281,7 @@ def _backward_plain(
     return found[0], found[1], None if log_kappa is None else found[3], found[2]
 
 
-# The compiler sees two opaque operators; eager mode calls the functions themselves, which costs the host less.
+# Two opaque operators for the compiler. Eager mode calls the functions directly, which costs the host less.
 _forward_op = torch.library.custom_op("grmoe::gate", _forward, mutates_args=())
 _backward_op = torch.library.custom_op("grmoe::gate_backward", _backward, mutates_args=())
 
@@ -319,7 +319,7 @@ class _Gate(torch.autograd.Function):
             limit,
             renormalize,
         )
-        # The operator must not return its input, so it packs; the compiler's user pays a few microseconds.
+        # An operator must not return its input, so it packs again, which takes a few microseconds.
         results = _forward_op(*args) if torch.compiler.is_compiling() else _forward(*args, packed)
         logits, probs, weights, selected, zero, norm, packed = results
         if not torch.compiler.is_compiling():
@@ -336,7 +336,7 @@ class _Gate(torch.autograd.Function):
         if grad_logits is None and grad_probs is None and grad_weights is None:
             return nothing
         run: Any = _backward_op if torch.compiler.is_compiling() else _backward
-        # One look: checkpointing recomputes at the first and allows no second.
+        # Read once: checkpointing recomputes at the first access and allows no second.
         *saved, prior = ctx.saved_tensors
         x, matrix, log_kappa, alpha, _, selected, *_ = saved
         given = (grad_logits, grad_probs, grad_weights)
@@ -363,17 +363,17 @@ def gate(
     renormalize: bool,
     packed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(logits, probs, weights, selected, 0), (T, N) but for the last, where an auxiliary loss starts.
+    """(logits, probs, weights, selected), each (T, N), and a 0-d zero that auxiliary losses are added to.
 
     Differentiable in x, matrix, log_kappa and the prior.
 
     matrix: frames (N, D, K) with log_kappa (N,) or (N, K), or linear weights (N, D) with None.
-    mode: DENSE; LARGEST takes experts by probability, at most `max_experts`, while the mass before is under `limit`;
-    ABOVE takes all of probability at least `limit`, and the largest.
-    packed: `pack(matrix, x.dtype, square)` where the caller knows that the matrix has not changed since.
+    mode: DENSE takes all experts. LARGEST takes the most probable ones, at most `max_experts`, while the mass before is
+        below `limit`. ABOVE takes those with probability at least `limit`, and the largest.
+    packed: `pack(matrix, x.dtype, square)`, if the caller knows that the matrix has not changed since.
     """
     if log_kappa is None and not posterior:
-        raise ValueError("posterior must be True for a linear gate, whose dial multiplies all of its logits")
+        raise ValueError("posterior must be True for a linear gate: its dial multiplies all of its logits")
     return _Gate.apply(
         x_TD,
         matrix,

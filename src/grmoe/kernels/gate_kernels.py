@@ -1,8 +1,8 @@
-"""The fused gate's kernels: energies of a token in every subspace, prior, dial, softmax and selection, one pass.
+"""The fused gate's kernels: energies of a token in every subspace, prior, dial, softmax and selection in one pass.
 
 The frames are packed so that column j·N + e is direction j of expert e. A tile of x·U then holds whole rounds of
-experts, and the segment sum over an expert's directions is a sum over every N-th column: with N a power of two
-it stays inside a thread's registers and the (T, N·K) projection is never written.
+experts, and the sum over an expert's directions is a sum over every N-th column. With N a power of two it stays inside
+a thread's registers, and the (T, N·K) projection is never written.
 
 Legend: T tokens, D model width, N experts (padded to a power of two), K rank, C = K·N packed columns (padded to
 whole tiles); B… tile sizes. `linear` gates (x·Wᵀ, no squares) are the case K = 1.
@@ -23,7 +23,7 @@ def pack_kernel(
     frames_ptr, packed_ptr, num_experts: tl.constexpr, D: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
     NP: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """packed[j·NP + e, :] = frames[e, :, j], zero rows for padding. One program: an expert's tile of directions."""
+    """packed[j·NP + e, :] = frames[e, :, j], zero rows for padding. One program per expert and tile of directions."""
     expert = tl.program_id(0)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     j = tl.program_id(2) * BK + tl.arange(0, BK)
@@ -75,7 +75,7 @@ def _sum_directions(
     acc_BC, log_kappa_ptr, column, num_experts, K, SQUARE: tl.constexpr, DIAGONAL: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """Σ over the directions in this tile, (BT, NP): squares (weighted by λ where it is diagonal), or as they are."""
+    """Σ over the directions in this tile, (BT, NP): of squares (weighted by λ if diagonal), or of plain values."""
     if SQUARE:
         acc_BC = acc_BC * acc_BC
         if DIAGONAL:
@@ -162,11 +162,11 @@ def gate_kernel(
     token = first + tl.arange(0, BT)
     done: tl.constexpr = (3 if AT_ONCE else 1) if SQUARE else 0
     if SQUARE:
-        # The lengths come from a copy of the tile of their own, `again_desc`: given one tile for the tensor core and
-        # for registers, Triton 3.6 keeps a buffer too few and overwrites it while the tensor core still reads.
+        # The lengths come from a second copy of the tile, `again_desc`. With one tile for the tensor core and for
+        # registers, Triton 3.6 keeps one buffer too few and overwrites it while the tensor core still reads.
         square_BD = tl.zeros((BT, BD), tl.float32)
         acc_BC = tl.zeros((BT, BC), tl.float32)
-        if AT_ONCE:  # few columns: all of them while x passes by once
+        if AT_ONCE:  # few columns: all of them in one pass over x
             second_BC, third_BC = tl.zeros((BT, BC), tl.float32), tl.zeros((BT, BC), tl.float32)
         for d in tl.range(0, D, BD, num_stages=3):
             x_BD = x_desc.load([first, d])
@@ -264,7 +264,7 @@ def gate_backward_kernel(
     WITH_LOGITS: tl.constexpr, WITH_PROBS: tl.constexpr, WITH_WEIGHTS: tl.constexpr,
     PRECISION: tl.constexpr, NP: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Recomputes q = x·U and leaves what two plain GEMMs need: p = 2·w·λ·q with w = α·c·(∂loss/∂ℓ)/‖x‖².
+    """Recomputes q = x·U and writes p = 2·w·λ·q with w = α·c·(∂loss/∂ℓ)/‖x‖², for two plain GEMMs.
 
         ∂x = p·Uᵀ + along·x,    ∂U = xᵀ·p,    along = −2 Σ_c λ w q² / ‖x‖²,    ∂λ_c = Σ_t w q²
 
@@ -299,7 +299,7 @@ def gate_backward_kernel(
         square_BC = wq_BC * q_BC
         tl.store(column_sums_ptr + program * C + here, tl.sum(square_BC, axis=0))
         along_B += tl.sum(square_BC * lambda_C[None, :], axis=1)
-    # Below the floor ‖x‖² is a constant, and has no gradient.
+    # Below the floor ‖x‖² is constant and has no gradient.
     along_B = tl.where(norm_B > ZERO_TOKEN, -2.0 * along_B / norm_B, 0.0)
     tl.store(along_ptr + token, along_B, mask=token < num_tokens)
 
@@ -309,7 +309,7 @@ def gate_input_gradient_kernel(
     scaled_desc, packed_desc, x_desc, out_desc, along_ptr, num_tokens, C: tl.constexpr,
     PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """∂x = p·packed + along·x, one tile a program."""
+    """∂x = p·packed + along·x, one tile per program."""
     first, d = tl.program_id(1) * BT, tl.program_id(0) * BD
     acc_BD = tl.zeros((BT, BD), tl.float32)
     for column in range(0, C, BC):

@@ -1,11 +1,11 @@
-"""Grouped GEMM over the dispatch list, with what surrounds it folded in.
+"""Grouped GEMM over the dispatch list, with gather and activation inside.
 
     out[a] = epilogue(A[a] · B_e(a)),   rows of expert e between its offsets
 
-The A operand is a row of the list or, gathered on the way in, the token it belongs to. The epilogue applies the
-activation (SwiGLU's two halves are computed side by side, so gate and up meet in registers) and, when training,
-also leaves the pre-activations. Each program works out from the offsets which expert a tile belongs to; tiles past
-the last used row do not exist, so the time follows the experts really computed.
+The A operand is a row of the list, or its token, gathered on load. The epilogue applies the activation; SwiGLU's two
+halves are computed side by side, so gate and up meet in registers. In training it also writes the pre-activations. Each
+program finds a tile's expert from the offsets. Tiles past the last used row do not exist, so runtime scales with the
+experts actually computed.
 
 Legend: A rows, N experts (padded to a power of two), K inner dimension, O output columns; B… tile sizes.
 """
@@ -36,9 +36,9 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def locate(tile, lists, row_tiles, column_tiles: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr):
-    """(expert, first row, end row, column tile) of a tile; groups of row tiles walk the columns together.
+    """(expert, first row, end row, column tile) of a tile; groups of row tiles share the columns.
 
-    lists: the experts' indices, ends, starts, row tiles and row tiles up to and with them.
+    lists: the experts' indices, ends, starts, row tiles, and running sums of row tiles.
     """
     experts_N, end_N, start_N, tiles_N, last_N = lists
     width = GROUP * column_tiles
@@ -61,7 +61,7 @@ def grouped_gemm_kernel(
     PRECISION: tl.constexpr,
     BM: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, NP: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """ACTIVATION: 0 none, 1 SwiGLU (B holds 2·O rows an expert, gate first), 2 GELU.
+    """ACTIVATION: 0 none, 1 SwiGLU (B holds 2·O rows per expert, gate first), 2 GELU.
 
     TRANSPOSED: B is (N·O, K), rows are output columns; otherwise (N·K, O).
     """
@@ -95,7 +95,7 @@ def grouped_gemm_kernel(
                 b = b_desc.load([expert * B_ROWS + column, k]).T
             else:
                 b = b_desc.load([expert * B_ROWS + k, column])
-                if K % BK != 0:  # what follows is the next expert's, and its NaN is not ours
+                if K % BK != 0:  # the next expert follows, and its NaN must stay out
                     b = tl.where((k + tl.arange(0, BK) < K)[:, None], b, 0.0)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
             if ACTIVATION == 1:
@@ -167,7 +167,7 @@ def grouped_gemm(
         most = (ceil_div(A, hopper.ROWS) + N) * ceil_div(O, columns)
         launch(hopper_up.up_kernel, (min(programs, most),), args, constants)
 
-    # Without gather and activation Triton's pipeline is as fast.
+    # Without gather and activation, Triton's pipeline is as fast.
     gathers = token is not None and transposed and activation != 0
     if gathers and a.dtype != torch.float32 and specialises(a.device):
         attempt("first GEMM for Hopper", specialised, plain)
@@ -182,7 +182,7 @@ def weight_gradient_kernel(
     num_experts: tl.constexpr, M: tl.constexpr, O: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BO: tl.constexpr, BA: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = Σ over the rows of expert e of p_aᵀ·q_a, (M, O). One tile a program; an idle expert gets zeros."""
+    """out[e] = Σ over the rows of expert e of p_aᵀ·q_a, (M, O). One tile per program; an idle expert gets zeros."""
     row_tiles: tl.constexpr = (M + BM - 1) // BM
     column_tiles: tl.constexpr = (O + BO - 1) // BO
     tile = tl.program_id(0)
@@ -196,7 +196,7 @@ def weight_gradient_kernel(
     for row in range(start, whole, BA):
         acc = tl.dot(p_desc.load([row, m]).T, q_desc.load([row, o]), acc, input_precision=PRECISION)
     if whole < end:
-        # What follows belongs to the next expert, or to nobody and may be NaN.
+        # Later rows belong to the next expert, or are unused and may be NaN.
         mine = (whole + tl.arange(0, BA) < end)[:, None]
         p = tl.where(mine, p_desc.load([whole, m]), 0.0)
         q = tl.where(mine, q_desc.load([whole, o]), 0.0)

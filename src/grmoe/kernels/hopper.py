@@ -1,11 +1,11 @@
-"""What the warp-specialised kernels for Hopper share.
+"""Common parts of the warp-specialised kernels for Hopper.
 
-Triton's own pipeline lets the same warps fetch, multiply and finish a tile, one after the other. Written in Gluon, the
-layer below Triton's tiles, one group of warps fetches and two multiply; while one of these finishes its half of a tile
-the other keeps the tensor cores busy. Gluon lets us say what Triton does not: who waits for whom, and that a tile of
-shared memory feeds tensor cores and registers alike. Results equal those of the Triton kernels to the bit.
+In Triton's pipeline the same warps fetch, multiply and finish a tile, one after the other. These kernels are written in
+Gluon, the layer below Triton's tiles: one group of warps fetches and two multiply. While one of the two finishes its
+half of a tile, the other keeps the tensor cores busy. Gluon makes explicit which group waits for which, and lets one
+tile of shared memory feed tensor cores and registers. Results equal those of the Triton kernels bit for bit.
 
-Gluon is still experimental in Triton. Where it is missing or has changed, the Triton kernels do the work.
+Gluon is experimental in Triton. Where it is missing or has changed, the Triton kernels run instead.
 """
 
 from __future__ import annotations

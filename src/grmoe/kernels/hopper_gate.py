@@ -23,12 +23,12 @@ def _fetch(
     x_desc, packed_desc, tiles, first,
     D: gl.constexpr, C: gl.constexpr, BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: x passes by once for each tile of columns."""
+    """One warp: loads x once per tile of columns."""
     x_tiles, packed_tiles, full, empty = tiles
     steps: gl.constexpr = (D + BD - 1) // BD
     for i in range(steps * (C // BC)):
         stage = i % STAGES
-        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)  # at first all are empty
+        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)  # all are empty at first
         ready = full.index(stage)
         mbarrier.expect(ready, x_desc.block_type.nbytes + packed_desc.block_type.nbytes)
         d = i % steps * BD
@@ -46,7 +46,7 @@ def _sum_directions(
     if DIAGONAL:
         here = column + gl.arange(0, BC, gl.SliceLayout(0, acc_BC.type.layout))
         acc_BC = acc_BC * column_weights(log_kappa_ptr, here, num_experts, K, NP, DIAGONAL)[None, :]
-    # Every N-th column: the sum stays in a thread's registers, as the trivial conversion says.
+    # Every N-th column: the sum stays in a thread's registers, so the conversion is trivial.
     sums_BN = gl.sum(acc_BC.reshape([BT, BC // NP, NP]), axis=1)
     return gl.convert_layout(sums_BN, SUMS, assert_trivial=True)
 
@@ -75,7 +75,7 @@ def _multiply(
         acc_BC = warpgroup_mma(x, packed_tiles.index(stage).permute((1, 0)), acc_BC, is_async=True)
         wide_BD = x.load(ROWS).to(gl.float32)  # the lengths, while the tensor cores work
         square_BD += wide_BD * wide_BD
-        # The product before this one is done, so its tiles may be filled anew.
+        # The previous product is done, so its tiles may be refilled.
         acc_BC = warpgroup_mma_wait(num_outstanding=1, deps=(acc_BC,))
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
     acc_BC = warpgroup_mma_wait(num_outstanding=0, deps=(acc_BC,))
@@ -123,11 +123,11 @@ def gate_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)  # both halves must be through with a tile
+        mbarrier.init(empty.index(i), count=2)  # both halves must be done with a tile
     fence_async_shared()
     tiles = (x_tiles, packed_tiles, full, empty)
     results = (logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr)
-    # Registers: those that multiply need 128 for sums alone; the one that fetches hardly any.
+    # Registers: warps that multiply need 128 for sums alone; the one that fetches needs few.
     gl.warp_specialize(
         [
             (_multiply, (

@@ -1,8 +1,8 @@
-"""The experts' first GEMM for Hopper: tokens gathered on the way in, activation on the way out, warp-specialised.
+"""The experts' first GEMM for Hopper, warp-specialised: tokens gathered on load, activation before the store.
 
-The same arithmetic as `grouped_gemm.grouped_gemm_kernel` with GATHER and TRANSPOSED. Scattered rows cannot go through
-the copy engine, so four warps fetch: rows by ordinary asynchronous copies, weights by the engine, and both report to
-one barrier.
+The same arithmetic as `grouped_gemm.grouped_gemm_kernel` with GATHER and TRANSPOSED. The copy engine cannot load
+scattered rows, so four warps fetch: rows by ordinary asynchronous copies, weights by the engine. Both arrive at one
+barrier.
 
 Legend: A rows, N experts (padded to a power of two), K inner dimension, O output columns; B… tile sizes.
 """
@@ -31,7 +31,7 @@ def _add(a, b):
 
 @gluon.jit
 def _tiles_of_experts(offset_ptr, num_experts: gl.constexpr, BM: gl.constexpr, NP: gl.constexpr):
-    """(expert, end, start, row tiles, row tiles up to and with it) of each expert, and their number."""
+    """(expert, end, start, row tiles, running sum of row tiles) of each expert, and the total."""
     expert = gl.arange(0, NP, gl.BlockedLayout([1], [32], [4], [0]))
     end_N = gl.load(offset_ptr + expert, mask=expert < num_experts, other=0)
     start_N = gl.load(offset_ptr + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0)
@@ -45,7 +45,7 @@ def _fetch(
     num_experts: gl.constexpr, K: gl.constexpr, O: gl.constexpr, B_ROWS: gl.constexpr, GLU: gl.constexpr,
     BM: gl.constexpr, BO: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, NP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: the rows and weights of every tile of this program, as places become empty."""
+    """Four warps: fetch the rows and weights of every tile of this program, as buffers become empty."""
     a_tiles, b_tiles, full, empty = tiles
     lists, row_tiles = _tiles_of_experts(offset_ptr, num_experts, BM, NP)
     column_tiles: gl.constexpr = (O + BO - 1) // BO
@@ -60,10 +60,10 @@ def _fetch(
         b_row = expert * B_ROWS + column_tile * BO
         for k in range(0, K, BK):
             stage = i % STAGES
-            mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)  # at first all are empty
+            mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)  # all are empty at first
             ready, b_tile = full.index(stage), b_tiles.index(stage)
             mbarrier.expect(ready, b_desc.block_type.nbytes * (2 if GLU else 1))
-            if GLU:  # the two halves one below the other, so that one product computes both
+            if GLU:  # stack the two halves, so that one product computes both
                 tma.async_copy_global_to_shared(b_desc, [b_row, k], ready, b_tile.slice(0, BO))
                 tma.async_copy_global_to_shared(b_desc, [b_row + O, k], ready, b_tile.slice(BO, BO))
             else:
@@ -109,10 +109,10 @@ def _multiply(
         for k in range(0, K, BK):
             stage = i % STAGES
             mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-            fence_async_shared()  # rows came by ordinary copies, which the tensor cores do not see by themselves
+            fence_async_shared()  # makes rows from ordinary copies visible to the tensor cores
             rows = a_tiles.index(stage).slice(HALF * 64, 64)
             acc = warpgroup_mma(rows, b_tiles.index(stage).permute((1, 0)), acc, is_async=True)
-            # The product before this one is done, so its tiles may be filled anew.
+            # The previous product is done, so its tiles may be refilled.
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
             mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=k > 0)
             i += 1
@@ -149,7 +149,7 @@ def up_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=129)  # the copy engine, and each thread that copies rows
-        mbarrier.init(empty.index(i), count=2)  # both halves must be through with a tile
+        mbarrier.init(empty.index(i), count=2)  # both halves must be done with a tile
     fence_async_shared()
     tiles = (a_tiles, b_tiles, full, empty)
     gl.warp_specialize(

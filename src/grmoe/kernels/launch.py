@@ -1,9 +1,9 @@
-"""Launching a kernel again without analysing its arguments again.
+"""Launching kernels without analysing their arguments every time.
 
-Triton's own launch works out the types, alignments and divisibilities of all arguments each time, which costs
-the host more than a small kernel costs the device. Here the first launch of a set of constants and types goes that
-way and the compiled kernel is kept. Two conditions make this sound: integers are marked `do_not_specialize`, so a
-compiled kernel serves every value, and a tensor that is not aligned to 16 bytes goes Triton's way each time.
+Triton's own launch analyses types, alignments and divisibility of all arguments each time, which takes the host longer
+than a small kernel takes the device. Here only the first launch with a set of constants and types does that, and the
+compiled kernel is kept. Two conditions make this correct: integers are marked `do_not_specialize`, so a compiled kernel
+serves every value, and tensors not aligned to 16 bytes always use Triton's launch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Tiled(TensorDescriptor):
 
 
 def dense(x: Tensor) -> Tensor:
-    """x, or a copy where it is not contiguous or does not start at 16 bytes: the copy engine takes no other."""
+    """x, or a contiguous copy aligned to 16 bytes, which the copy engine needs."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() & 15 else x
 
@@ -96,5 +96,5 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n, and at least two: tiles have no dimension of one."""
+    """The smallest power of two that is at least n and at least 2, because a tile's dimension cannot be 1."""
     return max(2, 1 << (n - 1).bit_length())

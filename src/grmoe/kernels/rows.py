@@ -1,6 +1,6 @@
-"""Kernels that move or transform rows of the dispatch list: bound by bytes, each row touched once.
+"""Kernels that move or transform rows of the dispatch list. They are bound by bytes and touch each row once.
 
-Programs past the last used row stop at once, so that the time follows the experts really computed.
+Programs past the last used row stop at once, so runtime scales with the experts actually computed.
 
 Legend: T tokens, D model width, A rows of the list, M most experts per token, I expert width; B… tile sizes.
 """
@@ -23,9 +23,9 @@ def _tile(width: int) -> tuple[int, int]:
     return max(1, ELEMENTS // columns), columns
 
 
-# Behind a GEMM these hold up the tensor cores, so instructions count. A division scales its operands and exp guards
-# its range; a squared reciprocal root (exact to 3e-7) and exp2 do without: SiLU takes 6 instead of 13, GELU 14 instead
-# of 25.
+# After a GEMM these delay the tensor cores, so instructions count. A division scales its operands and exp checks its
+# range. A squared reciprocal root (exact to 3e-7) and exp2 do neither: SiLU takes 6 instructions instead of 13, GELU 14
+# instead of 25.
 @triton.jit
 def sigmoid(a):
     root = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * a))
@@ -34,7 +34,7 @@ def sigmoid(a):
 
 @triton.jit
 def _tail(a):
-    """Φ(−|a|) to 7e-8, and exp(−a²/2), of which it is made (Abramowitz and Stegun, 7.1.26); erf takes longer."""
+    """Φ(−|a|) to 7e-8, and the exp(−a²/2) it is computed from (Abramowitz and Stegun 7.1.26); erf takes longer."""
     bell = tl.exp2(-0.7213475204444817 * a * a)
     root = tl.rsqrt(1.0 + 0.23164188838536214 * tl.abs(a))
     t = root * root
@@ -87,7 +87,7 @@ def combine_kernel(
     rows_ptr, slot_ptr, weight_ptr, out_ptr, num_tokens, num_rows,
     WEIGHTED: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """out_t = Σ_m w_tm · rows[slot_tm] in fp32, in slot order: the same bits every time."""
+    """out_t = Σ_m w_tm · rows[slot_tm] in fp32, in slot order: always the same bits."""
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     column = tl.program_id(1) * BD + tl.arange(0, BD)
     inside = (token < num_tokens)[:, None] & (column < D)[None, :]
@@ -99,7 +99,7 @@ def combine_kernel(
         value = tl.load(rows_ptr + place, mask=filled, other=0.0).to(tl.float32)
         if WEIGHTED:
             weight = tl.load(weight_ptr + token * M + m, mask=token < num_tokens, other=0.0)
-            # An empty slot stays out even where its weight is NaN.
+            # An empty slot counts nothing, even if its weight is NaN.
             value = tl.where(filled, value * weight[:, None].to(tl.float32), 0.0)
         total += value
     place = token[:, None].to(tl.int64) * D + column[None, :]
@@ -126,7 +126,7 @@ def activation_backward_kernel(
 
     ∂inner = w·q·act'(inner),    ∂w = ⟨q, h⟩,    and w·h over q in place, which ∂W_down needs.
 
-    ∂inner may be inner: a thread reads an element before it writes there, and no other thread reads it.
+    ∂inner may overwrite inner: a thread reads an element before it writes there, and no other thread reads it.
     """
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     used = tl.load(offset_ptr + last)
@@ -171,11 +171,11 @@ def activation_backward_kernel(
 def activation_backward(
     inner: Tensor, grad: Tensor, pair: Tensor, weight: Tensor, offset: Tensor, glu: bool, spend: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(∂inner, ∂weight_TM); `grad` (A, I) becomes w·h, and `inner`, where it may be spent, ∂inner."""
+    """(∂inner, ∂weight_TM). `grad` (A, I) is overwritten by w·h, and `inner` by ∂inner if that is allowed."""
     A, I = grad.shape
     grad_inner, grad_weight = inner if spend else torch.empty_like(inner), torch.zeros_like(weight)
     BI = min(power_of_2(I), 1024)
-    BR = max(2, 128 // BI)  # an element a thread at least: two threads with the same one would race in place
+    BR = max(2, 128 // BI)  # at least one element per thread, because two threads on one element would race
     args = (inner, grad, pair, weight, offset, grad_inner, grad_weight, len(offset) - 1)
     launch(activation_backward_kernel, (ceil_div(A, BR),), args, (glu, I, BR, BI))
     return grad_inner, grad_weight

@@ -1,7 +1,7 @@
-"""Where the Triton kernels can run, and what happens where they cannot.
+"""Where the Triton kernels can run, and the fallback where they cannot.
 
-Triton comes with CUDA builds of torch. Without it, on a CPU, or for a shape the kernels do not cover, callers
-take the PyTorch path; a kernel that does not compile is reported once and not tried again.
+Triton comes with CUDA builds of torch. Without it, on a CPU, or for a shape the kernels do not cover, callers use
+PyTorch. A kernel that does not compile is reported once and not tried again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 # How the gate's kernel chooses experts: all of them, the largest until a mass or a count is reached, all above a
-# threshold. Here, because callers name them where Triton may be missing.
+# threshold. They are defined here, because callers use them where Triton may be missing.
 DENSE, LARGEST, ABOVE = 0, 1, 2
 
 Result = TypeVar("Result")
@@ -33,29 +33,29 @@ def available(x: Tensor) -> bool:
     if not HAS_TRITON or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-        return False  # vmap and its kin have no memory that a kernel could read
+        return False  # inside vmap a tensor has no memory that a kernel could read
     if INTERPRETED:
-        return x.dtype != torch.bfloat16  # which the interpreter computes silently wrong
+        return x.dtype != torch.bfloat16  # the interpreter computes bf16 wrongly, without an error
     # bf16 tensor cores: Ampere and later.
     return x.is_cuda and torch.version.hip is None and _generation(x.device.index) >= 8
 
 
 def runs_on(x: Tensor) -> bool:
-    """`available`, and rows of whole 16 bytes, as the copy engine wants them."""
+    """`available`, and rows of whole 16 bytes, which the copy engine needs."""
     return available(x) and x.shape[-1] * x.element_size() % 16 == 0
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Hopper, or the data-centre Blackwell after it: they have the shared memory that our larger tiles need."""
+    """Hopper or data-centre Blackwell, which have the shared memory that our larger tiles need."""
     return INTERPRETED or _generation(device.index) in (9, 10)
 
 
 def specialises(device: torch.device) -> bool:
-    """Hopper itself, whose groups of warps multiply asynchronously. Whether Triton has Gluon, the attempt shows."""
+    """Hopper, where groups of warps multiply asynchronously. Whether Triton has Gluon is found out by trying."""
     return not INTERPRETED and _generation(device.index) == 9
 
 
-# A number, not the pair of which it is the first: the Dynamo of torch 2.11 cannot compare a constant tuple.
+# The first number instead of the pair, because the Dynamo of torch 2.11 cannot compare a constant tuple.
 @torch.compiler.assume_constant_result
 def _generation(index: int) -> int:
     """The compute capability's first number: 8 for Ampere and Ada, 9 for Hopper."""
@@ -78,7 +78,7 @@ def multiprocessors(index: int) -> int:
 
 
 def num_programs(device: torch.device) -> int:
-    """Programs of a persistent grid: one for each multiprocessor."""
+    """Programs of a persistent grid: one per multiprocessor."""
     return multiprocessors(device.index) if device.type == "cuda" else 4
 
 
@@ -87,12 +87,12 @@ def has_failed(name: str) -> bool:
 
 
 def failures() -> list[str]:
-    """Kernels that did not compile and that something slower stands in for."""
+    """Kernels that did not compile and were replaced by a slower path."""
     return sorted(_failed)
 
 
 def attempt(name: str, kernel: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
-    """`kernel()`; where that does not compile, one warning, and `otherwise()` from then on."""
+    """`kernel()`. If it does not compile, warn once and use `otherwise()` from then on."""
     if torch.compiler.is_compiling() and name not in _failed:
         return kernel()  # traced, not run: nothing can fail here yet
     if name not in _failed:
@@ -103,25 +103,25 @@ def attempt(name: str, kernel: Callable[[], Result], otherwise: Callable[[], Res
                 raise
             _failed.add(name)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:300]
-            text = f"the kernel {name!r} did not compile; a slower way takes its place from now on: {reason}"
+            text = f"the kernel {name!r} did not compile; a slower path replaces it from now on: {reason}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
     return otherwise()
 
 
 def _is_compile_error(error: Exception) -> bool:
-    """Whether the error came out of Triton's compiler, rather than of a launch or of our own code."""
+    """Whether the error came from Triton's compiler, rather than from a launch or our own code."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
     if type(error).__name__ in ("OutOfResources", "CompilationError", "PTXASError"):
         return True
-    if isinstance(error, ImportError):  # Gluon is experimental, and its names move between Triton's versions
+    if isinstance(error, ImportError):  # Gluon is experimental, and its names change between Triton versions
         return True
     frame = error.__traceback__
     while frame is not None:
         module = str(frame.tb_frame.f_globals.get("__name__", ""))
-        # triton.backends.nvidia.driver is on the way of every launch; its compiler is not.
+        # Every launch passes through triton.backends.nvidia.driver, but not through its compiler.
         backend = module.startswith("triton.backends.") and module.endswith(".compiler")
-        # So is triton.compiler, where a binary is loaded; a broken CUDA context fails there, and says so.
+        # triton.compiler also loads binaries; a broken CUDA context fails there, with "[CUDA]" in its message.
         compiler = module.startswith("triton.compiler") and "[CUDA]" not in str(error)
         if backend or compiler or module == "triton.runtime.build":
             return True

@@ -1,4 +1,4 @@
-"""Device functions on a tile of gates: softmax, selection and their backward. Registers in, registers out.
+"""Device functions on a tile of gates in registers: softmax, selection and their backward.
 
 Legend: B tokens of a tile, N experts padded to a power of two; columns past the real experts hold probability 0.
 """
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from grmoe.kernels import runtime
 
-# A kernel reads no plain global.
+# A kernel can read constexpr globals only.
 DENSE, ABOVE = tl.constexpr(runtime.DENSE), tl.constexpr(runtime.ABOVE)
 
 
@@ -26,13 +26,13 @@ def softmax_BN(logits_BN):
 def select_BN(probs_BN, index_N, real_N, limit, MODE: tl.constexpr, MAX_EXPERTS: tl.constexpr):
     """Which experts are computed, as 0/1. LARGEST takes at most MAX_EXPERTS while the mass before is under `limit`.
 
-    Ties go to the lower index. A row of NaN counts as all zero, so that it too has an expert.
+    Ties go to the lower index. A row of NaN counts as all zero, so that it also gets an expert.
     """
     if MODE == DENSE:
         chosen_BN = (probs_BN == probs_BN) | (probs_BN != probs_BN)
         chosen_BN = chosen_BN & real_N[None, :]
         return chosen_BN.to(tl.int32)
-    # Padding can never be chosen; what has been taken cannot be taken again.
+    # Padding is never chosen, and no expert is taken twice.
     left_BN = tl.where(probs_BN == probs_BN, probs_BN, 0.0)
     left_BN = tl.where(real_N[None, :], left_BN, -1.0)
     if MODE == ABOVE:
@@ -40,7 +40,7 @@ def select_BN(probs_BN, index_N, real_N, limit, MODE: tl.constexpr, MAX_EXPERTS:
         first_B = tl.min(tl.where(left_BN == best_B[:, None], index_N[None, :], probs_BN.shape[1]), axis=1)
         chosen_BN = (left_BN >= limit) | (index_N[None, :] == first_B[:, None])
         return (chosen_BN & real_N[None, :]).to(tl.int32)
-    chosen_BN = (left_BN > 2.0).to(tl.int32)  # nobody: zeros in whatever layout the caller's tile has
+    chosen_BN = (left_BN > 2.0).to(tl.int32)  # none: zeros in the layout of the caller's tile
     mass_B = tl.sum(chosen_BN, axis=1).to(tl.float32)
     for _ in range(MAX_EXPERTS):
         best_B = tl.max(left_BN, axis=1)
@@ -54,7 +54,7 @@ def select_BN(probs_BN, index_N, real_N, limit, MODE: tl.constexpr, MAX_EXPERTS:
 
 @triton.jit
 def weigh_BN(probs_BN, chosen_BN, RENORMALIZE: tl.constexpr):
-    """Combine weights: the probabilities of the chosen, scaled to sum one where asked for."""
+    """Combine weights: the probabilities of the chosen experts, scaled to sum one if requested."""
     weights_BN = tl.where(chosen_BN != 0, probs_BN, 0.0)
     if RENORMALIZE:
         weights_BN = weights_BN / tl.sum(weights_BN, axis=1)[:, None]

@@ -1,4 +1,4 @@
-"""Text from a saved model, word by word."""
+"""Generating text from a saved model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from transformers import TextStreamer
 
 
 def stream(model: Any, tokenizer: Any, prompt: str, *, max_new_tokens: int, temperature: float) -> None:
-    """Continue the prompt on standard output; temperature 0 takes the most probable token each time.
+    """Print the continuation of a prompt. Temperature 0 takes the most probable token each time.
 
-    It ends where the model's context does, and says so: beyond, positions are ones the model was not made for.
+    Text stops at the end of the model's context, with a message, because the model has no later positions.
     """
     ids = tokenizer(prompt, return_tensors="pt", verbose=False).input_ids.to(model.device)
     given, longest = ids.shape[1], model.config.max_position_embeddings

@@ -1,7 +1,7 @@
-"""A decoder language model with GrMoE layers, Hugging Face's in everything but the layer.
+"""A decoder language model with GrMoE layers for Hugging Face transformers.
 
-Attention, RoPE, norms, masks, caches, generation and checkpointing are transformers' own. Ours are the router, the
-experts' backends and the dial.
+Attention, RoPE, norms, masks, caches, generation and checkpointing are transformers' own. The router, the experts'
+backends and the dial are ours. It is one file, because it is copied beside every exported model.
 
 Legend: B batch, S sequence, T = B·S tokens, H model width, N experts, K most experts per token.
 """
@@ -38,7 +38,7 @@ try:
     from grmoe.head import IGNORED, next_token_loss
     from grmoe.layer import MoE, as_autocast
     from grmoe.regularizers import overlap_penalty
-    from grmoe.routing import Router, RoutingMetrics, build_router, routers
+    from grmoe.routing import HashRouter, Router, RoutingMetrics, build_router, routers
     from grmoe.routing import set_alpha as set_router_alpha
     from grmoe.routing import update_priors as update_router_priors
 except ImportError:  # this file travels with exported models to where grmoe is not installed
@@ -47,6 +47,7 @@ except ImportError:  # this file travels with exported models to where grmoe is 
         IGNORED,
         Dispatch,
         ExpertWeights,
+        HashRouter,
         MoE,
         Router,
         RoutingMetrics,
@@ -69,7 +70,7 @@ OWN_EXPERTS = ("auto", *BACKENDS)
 
 @use_experts_implementation
 class GrmoeExperts(ExpertWeights):
-    """`ExpertWeights` that Hugging Face's experts implementations ("eager", "grouped_mm", …) can run, too."""
+    """`ExpertWeights` that Hugging Face's experts implementations ("eager", "grouped_mm", …) can also run."""
 
     def __init__(self, config: GrmoeConfig) -> None:
         assert config.moe_intermediate_size is not None
@@ -80,7 +81,7 @@ class GrmoeExperts(ExpertWeights):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The implementation called "eager": a loop over experts, from the (T, K) format of Hugging Face."""
+        """The implementation "eager": a loop over experts, from Hugging Face's (T, K) format."""
         T, K = top_k_index.shape
         weights_TN = top_k_weights.new_zeros(T, self.num_experts).scatter_add(1, top_k_index, top_k_weights)
         return BACKENDS["reference"](hidden_states, Dispatch.build(weights_TN, weights_TN != 0, K), self)
@@ -94,8 +95,8 @@ class GrmoePlainExperts(GrmoeExperts):
 class GrmoeMoE(MoE):
     """`grmoe.MoE` as the feed-forward of a block: (output, router logits (T, N), the router's loss).
 
-    `config._experts_implementation` says who computes the experts: "auto", "reference", "grouped" or "triton" of
-    `grmoe.experts`, or a name of Hugging Face's.
+    `config._experts_implementation` names the backend: "auto", "reference", "grouped" or "triton" of `grmoe.experts`,
+    or one of Hugging Face's.
     """
 
     def __init__(self, config: GrmoeConfig, number: int) -> None:
@@ -122,10 +123,10 @@ class GrmoeMoE(MoE):
         return y, routing.logits.flatten(0, -2), routing.aux_loss
 
     def _run_experts(self, x_TD: Tensor, weights_TN: Tensor, selected_TN: Tensor, max_experts: int) -> Tensor:
-        # Serving engines put a module of their own in the place of `experts`.
+        # Serving engines replace `experts` with their own module.
         if self.backend in OWN_EXPERTS and isinstance(self.experts, ExpertWeights):
             return super()._run_experts(x_TD, weights_TN, selected_TN, max_experts)
-        # Their format has K experts for every token: one with fewer gets others at weight zero.
+        # Their format has K experts for every token: a token with fewer gets others with weight zero.
         weights_TK, index_TK = weights_TN.topk(max_experts, dim=-1)
         y_TD: Tensor = self.experts(x_TD, index_TK, weights_TK)
         return y_TD
@@ -200,7 +201,7 @@ class GrmoeDecoderLayer(GradientCheckpointingLayer):
         )
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        # `_init_weights` sees a module without its name.
+        # `_init_weights` gets a module without its name.
         self.self_attn.o_proj.writes_residual = True  # type: ignore[assignment]
         if isinstance(self.mlp, GrmoeMLP):
             self.mlp.down_proj.writes_residual = True  # type: ignore[assignment]
@@ -208,9 +209,9 @@ class GrmoeDecoderLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: Tensor, *, token_ids: Tensor | None = None, **kwargs: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The residual stream, and from a MoE layer its router's loss; checkpointing passes gradients to both.
+        """The residual stream, and from a MoE layer also its router's loss. Checkpointing passes gradients to both.
 
-        token_ids: (B, S), for routers that hash them. Everything else goes to the attention.
+        token_ids: (B, S), for routers that hash them. All other arguments go to the attention.
         """
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
@@ -227,7 +228,8 @@ class GrmoeDecoderLayer(GradientCheckpointingLayer):
 
 @dataclass
 class GrmoeModelOutput(MoeModelOutputWithPast):
-    router_losses: tuple[Tensor, ...] | None = None  # one a MoE layer, coefficients included
+    router_losses: tuple[Tensor, ...] | None = None
+    """One per MoE layer, coefficients included."""
 
 
 @dataclass
@@ -265,7 +267,7 @@ class GrmoePreTrainedModel(PreTrainedModel):
         config.check()
         super().__init__(config, *args, **kwargs)
 
-    # -- the dial and what routers know ------------------------------------------------------------------------
+    # -- dial, metrics, priors, overlap ------------------------------------------------------------------------
 
     @property
     def alpha(self) -> list[float]:
@@ -282,7 +284,7 @@ class GrmoePreTrainedModel(PreTrainedModel):
         self.config.alpha = value
 
     def routing_metrics(self) -> list[RoutingMetrics]:
-        """What each MoE layer's router did since the last reset. Waits for the device."""
+        """Metrics of each MoE layer's router since the last reset. Waits for the device."""
         return [router.read_metrics() for router in routers(self)]
 
     def reset_routing_metrics(self) -> None:
@@ -290,9 +292,9 @@ class GrmoePreTrainedModel(PreTrainedModel):
             router.reset_metrics()
 
     def update_priors(self, rate: float, skip: Tensor | None = None) -> None:
-        """One step of every balanced prior (`Router.update_prior`): once an optimiser step.
+        """One step of every balanced prior (`Router.update_prior`); call it once per optimiser step.
 
-        skip: a 0-d tensor; where it is one, priors stay as they are.
+        skip: a 0-d tensor. Where it is nonzero, priors stay as they are.
         """
         update_router_priors(routers(self), rate, skip)
 
@@ -307,13 +309,13 @@ class GrmoePreTrainedModel(PreTrainedModel):
         if len({f.device for f in frames}) > 1:
             parts = [overlap_penalty(f, rho, relative=relative, num_pairs=num_pairs) for f in frames]
             return torch.stack([part.to(frames[0].device) for part in parts]).sum()
-        # All layers at once: the products are small, and launching them layer by layer takes longer than they do.
+        # All layers at once, because launching the small products layer by layer takes longer than computing them.
         return overlap_penalty(torch.stack(frames), rho, relative=relative, num_pairs=num_pairs).sum()
 
-    # -- what transformers asks --------------------------------------------------------------------------------
+    # -- hooks of transformers ---------------------------------------------------------------------------------
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """Our own backends unless one of Hugging Face's is asked for."""
+        """Our own backends, unless one of Hugging Face's is requested."""
         if requested_experts is None or requested_experts in OWN_EXPERTS:
             return requested_experts or "auto"
         name: str = super().get_correct_experts_implementation(requested_experts)
@@ -321,9 +323,9 @@ class GrmoePreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """N(0, initializer_range²), over √(2·blocks) where a matrix writes into the residual stream.
+        """N(0, initializer_range²); matrices that write into the residual stream get a √(2·blocks) smaller deviation.
 
-        Routers start as their constructors make them.
+        Routers start as their constructors leave them.
         """
         std = self.config.initializer_range
         narrow = std / math.sqrt(2 * self.config.num_hidden_layers)
@@ -338,7 +340,7 @@ class GrmoePreTrainedModel(PreTrainedModel):
                 init.normal_(module.weight, std=narrow)
 
     def _init_router(self, router: Router) -> None:
-        """Fill what was neither built nor loaded: all of a router that was made without memory, its sums always."""
+        """Fill a router that was made on the meta device and not loaded. Its sums are always reset."""
         own = dict(router.state_dict(keep_vars=True))
         if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in own.values()):
             with torch.device("cpu"):
@@ -352,9 +354,12 @@ class GrmoePreTrainedModel(PreTrainedModel):
     def initialize_weights(self) -> None:
         super().initialize_weights()
         set_router_alpha(self, self.config.alphas)
+        for router in routers(self):
+            if isinstance(router, HashRouter):
+                router.check_seed()
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        # A router's own `alpha` may have been set. In fp32 it is rounded: the configuration has the digits.
+        # `router.alpha` may have been set directly. Its fp32 value is rounded; the configuration keeps all digits.
         now = self.alpha
         if now != torch.tensor(self.config.alphas, dtype=torch.float32).tolist():
             self.config.alpha = now[0] if len(set(now)) == 1 else now
@@ -362,7 +367,7 @@ class GrmoePreTrainedModel(PreTrainedModel):
 
 
 class GrmoeModel(GrmoePreTrainedModel):
-    """Embedding, blocks and the last norm."""
+    """Embedding, blocks and the final norm."""
 
     def __init__(self, config: GrmoeConfig) -> None:
         super().__init__(config)
@@ -396,7 +401,7 @@ class GrmoeModel(GrmoePreTrainedModel):
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(x.shape[1], device=x.device) + seen).unsqueeze(0)
-        # SDPA is causal without a mask, and has no flash kernel for one. Traced, transformers would build it.
+        # SDPA is causal without a mask and has no flash kernel with one. When traced, transformers would build it.
         mask = None
         if not plain or self.config._attn_implementation != "sdpa":
             mask = create_causal_mask(
@@ -408,8 +413,8 @@ class GrmoeModel(GrmoePreTrainedModel):
             )
         cos, sin = self.rotary_emb(x, position_ids=position_ids)
         rotary = realize(cos), realize(sin)
-        # The residual stream too, as where weights are gathered in bf16 (FSDP): fp32 would be twice the bytes in every
-        # norm, and a cast of its gradient in every half of a block.
+        # The residual stream too, as with bf16 weights under FSDP: fp32 would double the bytes of every norm and cast
+        # its gradient in every half of a block.
         x = as_autocast(x)
         losses = []
         for layer in self.layers:
@@ -441,7 +446,7 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
         if config.router in NOT_CAUSAL and not config.allow_noncausal_router:
             raise ValueError(
                 f"router must be causal in a language model, got {config.router!r}, which looks at later tokens; "
-                "set allow_noncausal_router=True to compare losses all the same"
+                "set allow_noncausal_router=True to compare losses anyway"
             )
         self.model = GrmoeModel(config)
         self.vocab_size = config.vocab_size
@@ -463,9 +468,10 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
         skip_logits: bool = False,
         **kwargs: Any,
     ) -> GrmoeCausalLMOutput:
-        """With labels the loss; the routers' own losses are in it while training, and with output_router_logits.
+        """Logits, and with labels the loss. The loss includes the routers' own while training or with
+        output_router_logits.
 
-        skip_logits: the loss alone, in less memory and, on a GPU, in less time.
+        skip_logits: return the loss alone, which takes less memory and, on a GPU, less time.
         """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
@@ -515,9 +521,9 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **_: Any,
     ) -> Tensor:
-        """What `loss_function` computes from logits."""
+        """The same number as `loss_function`, without the logits."""
         if labels is None:
-            raise ValueError("skip_logits must come with labels")
+            raise ValueError("skip_logits needs labels")
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         target_T = shift_labels.reshape(-1).to(hidden.device)

@@ -1,7 +1,7 @@
-"""Named model sizes: two small ones of ours, three of the paper.
+"""Named model sizes: two small ones of our own, three from the paper.
 
-The paper's names are not parameter counts: `grmoe info 1.3b` prints what each has;
-docs/reference/presets.md says why.
+The paper's names are not parameter counts. `grmoe info 1.3b` prints the real count; docs/reference/presets.md
+explains it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 512,
         "tie_word_embeddings": True,
     },
-    # For one GPU and minutes: large enough that differences between routers show.
+    # For minutes on one GPU: large enough to show differences between routers.
     "small": {
         "vocab_size": 8192,
         "hidden_size": 512,
@@ -44,8 +44,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "hidden_act": "gelu",
         "tie_word_embeddings": True,
     },
-    # The paper, appendix "Extended Experimental Details". Two-layer feed-forwards, as it says; embeddings tied, as in
-    # GPT-2, whose tokenizer and shape these are (the paper does not say).
+    # The paper, appendix "Extended Experimental Details". It states two-layer feed-forwards. It does not say whether
+    # embeddings are tied; they are in GPT-2, which has this tokenizer and shape.
     "350m": {
         **_GPT2,
         "hidden_size": 768,
@@ -59,7 +59,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     # "Approximately 1.3B" active parameters and "the Mistral architecture": SwiGLU and untied embeddings give 1.29 B,
-    # two-layer feed-forwards 1.02 B. 4 key-value heads for 16: Mistral's ratio, the paper has no number.
+    # two-layer feed-forwards 1.02 B. 4 key-value heads for 16 heads is Mistral's ratio; the paper states none.
     "1.3b": {
         **_GPT2,
         "hidden_size": 2048,
@@ -71,8 +71,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_experts": 16,
         "router_rank": 64,
     },
-    # Of this one the paper states N = 32 and k_r = 64 only. The rest is ours: width and blocks of GPT-3's 2.7B, heads
-    # of 128, and feed-forward and key-value ratios of the 1.3b.
+    # The paper states only N = 32 and k_r = 64. Our choice for the rest: width and blocks of GPT-3's 2.7B, heads of
+    # 128, and the feed-forward and key-value ratios of the 1.3b.
     "2.7b": {
         **_GPT2,
         "hidden_size": 2560,

@@ -1,7 +1,7 @@
-"""Exported models that load where grmoe is not installed: `trust_remote_code=True` and the files written here.
+"""Code for exported models, so that they load with `trust_remote_code=True` where grmoe is not installed.
 
-`configuration_grmoe.py` and `modeling_grmoe.py` are copied as they are; `grmoe_routing.py` is made from the package's
-own sources, one after the other in the order of their imports. Nothing is written twice by hand.
+`configuration_grmoe.py` and `modeling_grmoe.py` are copied unchanged. `grmoe_routing.py` is generated: it joins the
+package's own sources in the order of their imports. Nothing is maintained twice.
 """
 
 from __future__ import annotations
@@ -20,21 +20,17 @@ import grmoe
 PACKAGE = Path(grmoe.__file__).parent
 FILES = ("configuration_grmoe.py", "modeling_grmoe.py")
 BUNDLE = "grmoe_routing.py"
-ROOTS = (
-    "layer",
-    "regularizers",
-    "head",
-    "compiling",
-)  # everything modeling_grmoe.py imports is theirs or below them
+# Everything modeling_grmoe.py imports is in these modules or below them.
+ROOTS = ("layer", "regularizers", "head", "compiling")
 AUTO_MAP = {
     "AutoConfig": "configuration_grmoe.GrmoeConfig",
     "AutoModel": "modeling_grmoe.GrmoeModel",
     "AutoModelForCausalLM": "modeling_grmoe.GrmoeForCausalLM",
 }
 
-HEADER = '''"""Routers and layer of grmoe {version} in one file, generated from its sources; not meant to be edited.
+HEADER = '''"""Routers and layer of grmoe {version} in one file, generated from its sources. Do not edit.
 
-The Triton kernels are not in it: this file runs on PyTorch alone. With grmoe installed it is not used.
+It runs on PyTorch alone, without the Triton kernels. If grmoe is installed, this file is not used.
 """
 
 from __future__ import annotations
@@ -44,7 +40,7 @@ import types as _types
 
 
 def export_remote_code(folder: str | Path) -> list[Path]:
-    """Put the code beside a saved model and name it in its config.json; returns the files written.
+    """Write the code beside a saved model and name it in its config.json; returns the files written.
 
     model.save_pretrained(folder); export_remote_code(folder)
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)  # anywhere
@@ -63,14 +59,18 @@ def export_remote_code(folder: str | Path) -> list[Path]:
 
 @dataclass
 class _Section:
-    """One module of the package on its way into the bundle."""
+    """One module of the package, to be put into the bundle."""
 
-    name: str  # dotted, below grmoe
+    name: str
+    """Dotted, below grmoe."""
     source: str
     tree: ast.Module
-    defined: set[str] = field(default_factory=set)  # names its top level binds, imports aside
-    borrowed: set[str] = field(default_factory=set)  # names it imports from elsewhere
-    modules: set[str] = field(default_factory=set)  # modules it uses by name, as in `checks.require`
+    defined: set[str] = field(default_factory=set)
+    """Names defined at its top level, without imports."""
+    borrowed: set[str] = field(default_factory=set)
+    """Names imported from other packages."""
+    modules: set[str] = field(default_factory=set)
+    """Modules of ours used by name, as in `checks.require`."""
 
 
 def bundle() -> str:
@@ -83,7 +83,7 @@ def bundle() -> str:
     borrowed = set().union(*(section.borrowed for section in sections.values()))
     parts = [HEADER.format(version=grmoe.__version__)]
     for section in sections.values():
-        # Globals of one file: a helper that two modules have by the same name gets its module's name in front.
+        # All names share one file: a private helper that two modules define gets its module's name as a prefix.
         clashes = {name for name in section.defined if counts[name] > 1}
         public = {name for name in clashes if not name.startswith("_")} | (section.defined & borrowed)
         if public:
@@ -98,12 +98,12 @@ def bundle() -> str:
             parts.append(f'\n{short} = _types.ModuleType("{short}")\n')
             public_names = sorted(name for name in section.defined if not name.startswith("_"))
             parts.extend(f"{short}.{name} = {name}\n" for name in public_names)
-    # Operators are registered by name in the process: ours must not replace those of an installed grmoe.
+    # Operators are registered by name per process: these must not replace those of an installed grmoe.
     return "".join(parts).replace('"grmoe::', '"grmoe_bundle::')
 
 
 def _collect(name: str, sections: dict[str, _Section]) -> None:
-    """Add a module behind everything it imports."""
+    """Add a module, after everything it imports."""
     if name in sections:
         return
     path = PACKAGE / name.replace(".", "/")
@@ -132,13 +132,13 @@ def _is_internal(node: ast.AST) -> bool:
 
 
 def _imported(node: ast.AST) -> list[tuple[str, bool]]:
-    """Modules an internal import names, and whether it takes the module itself or names inside it."""
+    """Modules named by an internal import, and whether it imports the module itself or names inside it."""
     assert isinstance(node, ast.ImportFrom)
     base = (node.module or "").partition(".")[2]
     found = []
     for alias in node.names:
         if alias.asname is not None:
-            raise ValueError(f"an internal import must keep its names, got {ast.unparse(node)}")
+            raise ValueError(f"an internal import must not rename, got {ast.unparse(node)}")
         inner = f"{base}.{alias.name}".lstrip(".")
         is_module = (PACKAGE / f"{inner.replace('.', '/')}.py").is_file()
         found.append((inner, True) if is_module else (base, False))
@@ -156,7 +156,7 @@ def _strip(section: _Section) -> str:
             continue
         assert isinstance(node, ast.stmt)
         assert node.end_lineno is not None
-        # Inside a function they lead to kernels, behind a check that there are any.
+        # Imports inside a function lead to kernels, which the bundle does not have.
         indent = " " * node.col_offset
         rest = "" if node in top else f'{indent}raise RuntimeError("the kernels are in the grmoe package")\n'
         lines[node.lineno - 1 : node.end_lineno] = [rest] + [""] * (node.end_lineno - node.lineno)
@@ -164,7 +164,7 @@ def _strip(section: _Section) -> str:
 
 
 def _rename(source: str, names: dict[str, str]) -> str:
-    """Replace whole names, attributes of other things left alone."""
+    """Replace whole names, but not attributes."""
     if not names:
         return source
     tokens, before = [], ""
@@ -173,7 +173,7 @@ def _rename(source: str, names: dict[str, str]) -> str:
         if token.type == tokenize.NAME and token.string in names and before != ".":
             tokens.append(token)
         before = token.string
-    for token in reversed(tokens):  # from the end, so that columns stay right
+    for token in reversed(tokens):  # from the end, so that earlier columns stay valid
         (row, start), (_, end) = token.start, token.end
         line = lines[row - 1]
         lines[row - 1] = line[:start] + names[token.string] + line[end:]

@@ -10,7 +10,7 @@ from typing import Any
 from grmoe.data import unigram_perplexity
 from grmoe.model.configuration_grmoe import OWN_CHOICE, GrmoeConfig
 from grmoe.model.count import count
-from grmoe.runs.folder import ENVIRONMENT, read_log, saved_config
+from grmoe.runs.folder import ENVIRONMENT, load_keys, read_log, saved_config
 from grmoe.runs.open import LoadedModel
 
 MAX_STEPS = 400  # of a curve: more are closer together than pixels
@@ -89,16 +89,15 @@ def curves(folder: Path) -> dict[str, Any] | None:
     held_out = [line for line in lines if line["kind"] == "validation"]
     train = [*train[:: -(-len(train) // MAX_STEPS)], *train[-1:]]
     train = list({line["step"]: line for line in train}.values())
-    loads = [[share for layer in line["layers"] for share in layer["load"]] for line in train]
+    key, cv = load_keys(train[-1])
+    loads = [[share for layer in line["layers"] for share in layer[key]] for line in train]
     return {
         "steps": [line["step"] for line in train],
         "loss": [line["loss"] for line in train],
-        "load_cv": _over_layers(train, "load_cv"),
+        "load_cv": _over_layers(train, cv),
         "entropy": _over_layers(train, "entropy"),
         "load": [[min(shares), max(shares)] for shares in loads],
-        "fair": fmean(
-            loads[-1]
-        ),  # K/N: the share of tokens each expert would receive if all received equally many
+        "fair": fmean(loads[-1]),
         "validation": {
             "steps": [line["step"] for line in held_out],
             "loss": [line["loss"] for line in held_out],

@@ -122,8 +122,9 @@ function gateStats(gates, alpha, selection) {
     upper += band[1];
   }
   const share = (values) => Array.from(values, (v) => v / T);
-  // Load: the share of tokens that an expert receives. All experts together receive K = pairs / T per token.
-  const load = share(received), fair = pairs / T / N;
+  // Load: the share of tokens that an expert receives. A dense gate sends every token to all: there, those it leads.
+  const load = share(selection.kind === "dense" ? lead : received);
+  const fair = load.reduce((sum, v) => sum + v, 0) / N;
   const cv = Math.sqrt(load.reduce((sum, v) => sum + (v - fair) ** 2, 0) / N) / fair;
   return {
     alpha,

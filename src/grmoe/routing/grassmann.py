@@ -1,4 +1,4 @@
-"""The Grassmann gate: expert e owns a subspace, a token is routed by the share of its energy inside.
+"""The Grassmann gate: each expert owns a subspace, and a token is routed by the share of its energy inside.
 
     score_e(x) = h_e · Σ_j λ_ej (u_ejᵀx̂)² [+ μ_eᵀx̂] + log prior_e,      ℓ = α · score,      g = softmax(ℓ)
 
@@ -19,7 +19,7 @@ from grmoe.certificates import Certificate, logit_range_bound
 from grmoe.routing.base import Router
 from grmoe.routing.fused import GateOperands
 
-# Floor of ‖x‖²: energies of shorter tokens fade to zero, a zero token (padding) routes by the prior alone.
+# Floor of ‖x‖²: energies of shorter tokens fade to zero. A zero token (padding) routes by the prior alone.
 ZERO_TOKEN = 1e-12
 
 
@@ -27,19 +27,18 @@ class GrassmannRouter(Router):
     """Routes by subspace energy (eq:grmoe_gating, eq:grmoe_scalar, eq:alpha_sparsity, eq:amortized).
 
     dim, num_experts, rank: d, N and k. The paper suggests k near d/N.
-    concentration: "scalar" learns one κ_e an expert and depends on the subspaces alone (Grassmann geometry);
+    concentration: "scalar" learns one κ_e per expert and depends only on the subspaces (Grassmann geometry).
         "diagonal" learns λ_e1…λ_ek along the frame's columns (Stiefel geometry).
-    kappa: initial concentration, κ > 0. Between 1 and 2 learns best under "rank" scaling.
-    scaling: how a token's length enters the energy c·‖Uᵀx‖²/‖x‖²: "rank" c = d/k (mean one under random
-        frames), "unit" c = 1 (unit tokens; the gate is then nearly uniform), "rms" c = d (RMS-normed tokens;
-        nearly one-hot).
-    prior: "balanced" learns log p(z=e) from the load, "uniform" is p(z=e) = 1/N and subtracts the log
-        normaliser of each expert, "paper" is p(z=e) ∝ Z(κ_e), which cancels it (and favours high κ).
+    kappa: initial concentration, κ > 0. Values between 1 and 2 learn best under "rank" scaling.
+    scaling: the constant c of the energy c·‖Uᵀx‖²/‖x‖². "rank": c = d/k, so that random frames have mean energy one.
+        "unit": c = 1; the gate is then nearly uniform. "rms": c = d; the gate is then nearly one-hot.
+    prior: "balanced" learns log p(z=e) from the load. "uniform" is p(z=e) = 1/N and subtracts each expert's log
+        normaliser. "paper" is p(z=e) ∝ Z(κ_e), which cancels the normaliser and favours high κ.
     amortizer: None, "affinity" (MLP on the N energies) or "input" (MLP on the token): h = softmax(MLP)·N.
-    linear: add μ_eᵀx̂ beside the energy (Fisher–Bingham gate). κ → 0 is the linear softmax gate on normalised
-        tokens, μ = 0 the paper's. x̂ = √d·x/‖x‖, or x/‖x‖ under "unit".
-    dial: α multiplies the whole posterior ("posterior": α → 0 uniform, entropy monotone in α) or only the
-        likelihood ("likelihood": the prior keeps its strength).
+    linear: add μ_eᵀx̂ to the energy (Fisher–Bingham gate). κ → 0 gives the linear softmax gate on normalised tokens,
+        μ = 0 the paper's gate. x̂ = √d·x/‖x‖, or x/‖x‖ under "unit".
+    dial: "posterior": α multiplies likelihood and prior; α → 0 is uniform, and entropy is monotone in α.
+        "likelihood": α multiplies the likelihood alone, and the prior keeps its strength.
     init: "haar", "identity", or a frame tensor (N, d, k), for instance `geometry.pca_frames(...)`.
     Other arguments: see `Router`.
     """
@@ -98,7 +97,7 @@ class GrassmannRouter(Router):
     def energies(self, x: Tensor, weight_NK: Tensor | None = None) -> Tensor:
         """c·‖U_eᵀx‖²/‖x‖² for every expert, (..., N); columns weighted by `weight_NK` when given.
 
-        One GEMM x·[U₁…U_N], squares, segment sums.
+        Computed as one GEMM x·[U₁…U_N], squares, and sums per expert.
         """
         N, D, K = self.frames.shape
         flat_D_NK = self.frames.permute(1, 0, 2).reshape(D, N * K).to(x.dtype)
@@ -108,7 +107,7 @@ class GrassmannRouter(Router):
         return self.energy_scale * squares_NK.sum(-1) / _squared_norm(x)
 
     def scores(self, x: Tensor) -> Tensor:
-        """log-likelihood of each expert up to its normaliser: h κ a [+ μᵀx̂], (..., N)."""
+        """The log-likelihood of each expert without its normaliser: h κ a [+ μᵀx̂], (..., N)."""
         kappa = self.kappa.to(x.dtype)
         weighted = self.energies(x, kappa) if kappa.ndim == 2 else kappa * (plain := self.energies(x))
         if self.amortizer is not None:
@@ -121,7 +120,7 @@ class GrassmannRouter(Router):
         if self.mu is not None:
             norm2 = _squared_norm(x)
             linear = self.token_norm * (x @ self.mu.to(x.dtype).T) / norm2.sqrt()
-            # At x = 0 the direction is undefined and the slope of x/‖x‖ unbounded: padding gets no linear term.
+            # At x = 0 the direction is undefined and the gradient of x/‖x‖ unbounded: padding gets no linear term.
             weighted = weighted + torch.where(norm2 > ZERO_TOKEN, linear, 0.0)
         return weighted
 
@@ -147,7 +146,7 @@ class GrassmannRouter(Router):
         return alpha * (scores + prior) if self.dial == "posterior" else alpha * scores + prior
 
     def _log_normalizers(self) -> Tensor:
-        """log Z_e of the likelihood each expert states for a unit token, (N,)."""
+        """log Z_e, the normaliser of each expert's likelihood of a unit token, (N,)."""
         N, D, K = self.frames.shape
         kappa, c = self.kappa.double(), self.energy_scale
         if kappa.ndim == 1 and self.mu is None:
@@ -163,7 +162,7 @@ class GrassmannRouter(Router):
         outside = (mu_ND.square().sum(-1, keepdim=True) - inside_NK.square().sum(-1, keepdim=True)).clamp(
             min=0
         )
-        # log Z depends on γ² alone; the tiny floor keeps the gradient of the root finite at μ = 0.
+        # log Z depends on γ² alone. The tiny floor keeps the gradient of the root finite at μ = 0.
         gamma = torch.cat([squares, outside if D > K else 0 * outside], dim=-1).clamp(min=1e-30).sqrt()
         return log_normalizer(spectrum, counts, gamma)
 
@@ -171,7 +170,7 @@ class GrassmannRouter(Router):
     def logit_range(self) -> Certificate:
         """Bound on max ℓ − min ℓ over all possible tokens, from the parameters alone.
 
-        With an amortiser h ≤ N is all that is known in advance, and no useful bound follows: `holds` is False.
+        With an amortiser only h ≤ N is known in advance, which gives no useful bound: `holds` is False.
         """
         whole, likelihood = (self.alpha, 1.0) if self.dial == "posterior" else (1.0, self.alpha)
         bound = logit_range_bound(
@@ -194,7 +193,7 @@ class GrassmannRouter(Router):
         overlap_NN = geometry.overlap(frames)
         figures = {
             "max_overlap": (overlap_NN - overlap_NN.diagonal().diag()).max() / self.rank,
-            "max_cosine": geometry.most_cosine(frames) if self.num_experts > 1 else overlap_NN.new_zeros(()),
+            "max_cosine": geometry.max_cosine(frames) if self.num_experts > 1 else overlap_NN.new_zeros(()),
             "orthonormality_error": geometry.orthonormality_error(frames),
             "kappa_min": self.kappa.min(),
             "kappa_max": self.kappa.max(),

@@ -28,8 +28,24 @@ class HashRouter(Router):
     def __init__(self, dim: int, num_experts: int, *, seed: int = 0, **router: Any) -> None:
         super().__init__(dim, num_experts, selection=TopK(1), **router)
         self.seed = checks.positive_int("seed", seed, at_least=0)
-        generator = torch.Generator().manual_seed(seed)
-        self.register_buffer("projection_DB", torch.randn(dim, _BITS, generator=generator))
+        self.register_buffer("projection_DB", self._projection())
+
+    def _projection(self) -> Tensor:
+        return torch.randn(self.dim, _BITS, generator=torch.Generator().manual_seed(self.seed))
+
+    def check_seed(self) -> None:
+        """Raise if the projections, loaded from a checkpoint, are those of another seed: ids would hash otherwise."""
+        if not self.projection_DB.is_meta and not torch.equal(
+            self.projection_DB.float().cpu(), self._projection()
+        ):
+            raise ValueError(
+                f"seed must be the one the checkpoint was saved with, got {self.seed}. A language model saved when all "
+                "layers shared one seed loads with router_options={'seed': [0, 0, …]}, one per MoE layer"
+            )
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.check_seed()
 
     def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
         if token_ids is None:

@@ -157,6 +157,17 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def load_keys(line: dict[str, Any]) -> tuple[str, str]:
+    """Names of the load and its CV that tell experts apart in a line of the log.
+
+    Load is the share of tokens an expert receives. Without selection every expert receives every token; there it is
+    the share of tokens that an expert leads.
+    """
+    layer = line["layers"][0]
+    dense = line["experts_per_token"] == len(layer["load"]) and "leading_load" in layer
+    return ("leading_load", "leading_cv") if dense else ("load", "load_cv")
+
+
 def environment() -> dict[str, Any]:
     """Enough to know later what produced the numbers."""
     return {

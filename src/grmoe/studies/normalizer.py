@@ -1,4 +1,4 @@
-"""The paper's "Bingham Normalizer Validation": every method for log Z side by side.
+"""The paper's "Bingham Normalizer Validation": all methods for log Z side by side.
 
 The exact value is the contour integral; the same table checks it against the power series. Errors are relative, of Z
 and of ∂log Z/∂κ. The paper reports 1.5 % and 0.3 % for its saddlepoint at κ between 0.4 and 4.2.
@@ -34,6 +34,8 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class NormalizerRow:
+    """All methods at one (d, k, κ). Errors of Z are relative to the contour integral."""
+
     dim: int
     rank: int
     kappa: float
@@ -44,6 +46,7 @@ class NormalizerRow:
     kume_wood_1: float
     """Relative error of Z by the saddlepoint of first order; below of third order, and by Monte Carlo."""
     kume_wood_3: float
+    """Error of the third-order saddlepoint."""
     monte_carlo: float
     monte_carlo_standard_error: float
     """The estimator's own estimate of its error."""
@@ -52,6 +55,7 @@ class NormalizerRow:
     gradient_1: float
     """Relative error of the gradient of the saddlepoint of first order; below of third order."""
     gradient_3: float
+    """Relative error of the third-order saddlepoint's gradient."""
 
 
 def run(plan: Plan, progress: Progress = silent) -> list[NormalizerRow]:

@@ -1,7 +1,8 @@
-"""The paper's main comparison at a size one can afford: routers on the same text, tokens and experts a token.
+"""The paper's main comparison at an affordable size: routers on the same text, with the same tokens and experts per
+token.
 
-Every run is a `grmoe train` of its own, several at a time; one that was interrupted goes on when the study is started
-again. Intervals are Student's over seeds.
+Every run is its own `grmoe train`, several at a time. An interrupted one continues when the study is started again.
+Intervals are Student's over seeds; those of counts are Wilson's.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from rich.table import Table
 from grmoe.config import to_yaml
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import read_log
+from grmoe.studies.synthetic.evaluation import wilson
 
 
 @dataclass(frozen=True)
 class Method:
     label: str
-    model: dict[str, Any]  # in place of the configuration's
+    """Name in the table."""
+    model: dict[str, Any]
+    """Model options that replace the configuration's."""
 
 
 METHODS = {
@@ -48,20 +52,29 @@ METHODS = {
 DEFAULT = ("grmoe", "grmoe_linear", "softmax_switch", "softmax_bias")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """What the last validation of a run said."""
+    """A run's last validation. Load is of the tokens an expert receives (`RoutingMetrics`)."""
 
     method: str
     seed: int
     loss: float
+    """Nats per token."""
     perplexity: float
-    load_cv: float  # of the load as the log defines it, mean over layers
-    min_load: float  # over layers
-    collapsed: bool  # some layer has an expert with less than 1 % of the load
+    load_cv: float
+    """Mean over MoE layers."""
+    min_load: float
+    """Smallest over MoE layers."""
+    collapsed: bool
+    """In some layer an expert receives less than a tenth of its fair share."""
+    collapsed_paper: bool
+    """In some layer an expert receives less than 1 % of the tokens."""
     entropy: float
-    experts: float  # a token
+    """Mean entropy of the gate, in nats."""
+    experts: float
+    """Experts per token."""
     tokens: int
+    """Tokens trained on."""
 
 
 def study(
@@ -72,14 +85,14 @@ def study(
     at_once: int,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Run]:
-    """Train every method with every seed; raises with the last lines of a run that failed, and starts no other."""
+    """Train every method with every seed. When a run fails, raise with its last lines and start no other."""
     failed = threading.Event()
     out.mkdir(parents=True, exist_ok=True)
     plan = [(method, seed) for seed in range(seeds) for method in dict.fromkeys(methods)]
 
     def one(job: tuple[str, int]) -> Run:
         method, seed = job
-        if failed.is_set():  # a thread takes its next job before the pool learns that the last one failed
+        if failed.is_set():  # a thread may take its next job before the pool learns of a failure
             raise RuntimeError("another run failed")
         folder = out / f"{method}-{seed}"
         model = base.model | METHODS[method].model
@@ -106,11 +119,24 @@ def read_run(folder: Path, method: str, seed: int) -> Run:
     trained, held_out = ([line for line in lines if line["kind"] == kind] for kind in ("train", "validation"))
     if not trained or not held_out:
         raise RuntimeError(f"{folder} has lost its log; remove it, and the study trains it again")
-    last, tokens = held_out[-1], trained[-1]["tokens"]
+    last = held_out[-1]
+    if "collapsed_layers_paper" not in last:
+        raise RuntimeError(
+            f"{folder} was logged by an older version; remove it, and the study trains it again"
+        )
     return Run(
-        method, seed, last["loss"], last["perplexity"], last["load_cv"], last["min_load"],
-        last["collapsed_layers"] > 0, last["entropy"], last["experts_per_token"], tokens,
-    )  # fmt: skip
+        method=method,
+        seed=seed,
+        loss=last["loss"],
+        perplexity=last["perplexity"],
+        load_cv=last["load_cv"],
+        min_load=last["min_load"],
+        collapsed=last["collapsed_layers"] > 0,
+        collapsed_paper=last["collapsed_layers_paper"] > 0,
+        entropy=last["entropy"],
+        experts=last["experts_per_token"],
+        tokens=trained[-1]["tokens"],
+    )
 
 
 def interval(values: list[float], level: float = 0.95) -> float | None:
@@ -123,7 +149,7 @@ def interval(values: list[float], level: float = 0.95) -> float | None:
 
 
 def rows(runs: list[Run]) -> list[dict[str, Any]]:
-    """One row a method: means over seeds, and the difference to GrMoE seed by seed."""
+    """One row per method: means over seeds, and the difference to GrMoE seed by seed."""
     found = []
     ours = {r.seed: r.loss for r in runs if r.method == "grmoe"}
     for method in dict.fromkeys(r.method for r in runs):
@@ -145,6 +171,7 @@ def rows(runs: list[Run]) -> list[dict[str, Any]]:
                 "load_cv_interval": interval([r.load_cv for r in mine]),
                 "min_load": min(r.min_load for r in mine),
                 "collapsed": sum(r.collapsed for r in mine),
+                "collapsed_paper": sum(r.collapsed_paper for r in mine),
                 "entropy": statistics.mean(r.entropy for r in mine),
                 "experts": statistics.mean(r.experts for r in mine),
                 "tokens": mine[0].tokens,
@@ -154,7 +181,8 @@ def rows(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 HEADINGS = (
-    "router", "perplexity", "loss", "loss over GrMoE's", "load CV", "min load", "collapsed", "H", "experts"
+    "router", "perplexity", "loss", "loss over GrMoE's", "load CV", "min load", "collapsed (95 %)", "< 1 %", "H",
+    "experts",
 )  # fmt: skip
 
 
@@ -165,6 +193,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         half = row[f"{name}_interval"]
         return f"{row[name]:{sign}.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
 
+    low, high = wilson(row["collapsed"], row["seeds"])
     return [
         row["label"],
         plus_minus("perplexity", 2),
@@ -172,7 +201,8 @@ def cells(row: dict[str, Any]) -> list[str]:
         plus_minus("over_grmoe", 4, "+"),
         plus_minus("load_cv", 3),
         f"{row['min_load']:.3f}",
-        f"{row['collapsed']}/{row['seeds']}",
+        f"{row['collapsed']}/{row['seeds']} ({100 * low:.0f}–{100 * high:.0f} %)",
+        f"{row['collapsed_paper']}/{row['seeds']}",
         f"{row['entropy']:.2f}",
         f"{row['experts']:.2f}",
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from grmoe.data import TokenDataset, unigram_perplexity
 from grmoe.pictures import COLORS, INK, picture
-from grmoe.runs.folder import read_log, saved_config
+from grmoe.runs.folder import load_keys, read_log, saved_config
 from grmoe.tables import Table
 
 
@@ -25,7 +25,7 @@ def draw_curves(runs: list[Path], path: Path, unigram: float | None = None) -> P
             train = [line for line in lines if line["kind"] == "train"]
             held_out = [line for line in lines if line["kind"] == "validation"]
             _loss(loss, name, color, train, held_out)
-            _band(imbalance, name, color, train, "leading_cv" if _is_dense(train) else "load_cv")
+            _band(imbalance, name, color, train, load_keys(train[-1])[1])
             _load(load, color, train)
             _band(entropy, name, color, train, "entropy")
         if unigram is not None:
@@ -105,7 +105,7 @@ def _band(ax: Any, name: str, color: str, train: list[dict[str, Any]], key: str)
 def _load(ax: Any, color: str, train: list[dict[str, Any]]) -> None:
     """Extremes over all layers, so that one starving expert anywhere shows."""
     steps = [t["step"] for t in train]
-    key = "leading_load" if _is_dense(train) else "load"
+    key, _ = load_keys(train[-1])
     for extreme in (min, max):
         shares = [extreme(_over_fair(layer[key], extreme) for layer in t["layers"]) for t in train]
         ax.plot(steps, shares, color=color, lw=1.2)
@@ -115,11 +115,6 @@ def _load(ax: Any, color: str, train: list[dict[str, Any]]) -> None:
 def _over_fair(load: list[float], extreme: Callable[[list[float]], float]) -> float:
     return extreme(load) * len(load) / (sum(load) or 1.0)
 
-
-def _is_dense(train: list[dict[str, Any]]) -> bool:
-    """Every expert computes every token: received load is uniform, and the leading expert is what differs."""
-    layers = train[-1]["layers"]
-    return train[-1]["experts_per_token"] == len(layers[0]["load"]) and "leading_cv" in layers[0]
 
 
 def _loss_range(logs: dict[str, list[dict[str, Any]]], unigram: float | None) -> tuple[float, float]:
