@@ -21,11 +21,14 @@ DIMS = ("replicate", "fsdp", "expert")
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many processes do what; the product is the number of processes."""
+    """How processes divide the model. The product of the three sizes is the number of processes."""
 
-    fsdp: int | None = None  # processes that share parameters; None: all that the other two leave
-    replicate: int = 1  # copies of the whole model (HSDP)
-    expert: int = 1  # processes among which experts are divided
+    fsdp: int | None = None
+    """Processes that share the parameters of a copy of the model (FSDP). Default: all that the other two leave."""
+    replicate: int = 1
+    """Copies of the whole model (HSDP)."""
+    expert: int = 1
+    """Processes that share the experts of a copy of the model (expert parallelism)."""
 
     def __post_init__(self) -> None:
         checks.positive_int("replicate", self.replicate)
