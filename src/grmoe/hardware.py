@@ -1,11 +1,11 @@
-"""What the device could do at best."""
+"""Peak speed of known devices."""
 
 from __future__ import annotations
 
 import torch
 
-# Dense bf16 FLOP/s from NVIDIA's data sheets. The first name contained in the device's counts: variants with less
-# power come before the name they contain.
+# Dense bf16 FLOP/s from NVIDIA's data sheets. The first entry that is part of the device's name counts, so slower
+# variants ("H100 PCIe") come before the plain name ("H100").
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200 NVL": 835e12,
@@ -19,7 +19,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of a device, the denominator of MFU; None where we do not know it."""
+    """Dense bf16 FLOP/s of a device, the denominator of MFU; None if it is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
