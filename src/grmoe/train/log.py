@@ -215,11 +215,11 @@ def describe_start(trainer: Trainer, first_step: int) -> str:
     processes = f"{world.size} × " if world.size > 1 else ""
     precision = "bf16 with fp32 weights" if uses_bf16(config, world) else "fp32"
     compiled = trainer.forward is not trainer.model
-    how = "compiled: the first step compiles, this may take minutes" if compiled else "not compiled"
+    how = "compiled (the first step may take minutes)" if compiled else "not compiled"
     return (
-        f"step {first_step} of {config.steps}: trains {config.preset or 'a model of its own'} with router "
-        f"{trainer.model.config.router}, {short(cost.total)} parameters, {short(cost.active)} active a token, on "
-        f"{processes}{device}, {precision}, {how}; {trainer.tokens_per_step:,} tokens a step; to {config.out}"
+        f"step {first_step} of {config.steps}: training {config.preset or 'a custom model'} with router "
+        f"{trainer.model.config.router}, {short(cost.total)} parameters, {short(cost.active)} active per token, on "
+        f"{processes}{device}, {precision}, {how}; {trainer.tokens_per_step:,} tokens per step; saving to {config.out}"
     )
 
 
