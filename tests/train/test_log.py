@@ -66,7 +66,8 @@ def test_what_begins_is_said_before_the_first_step(
     cost = count(build_trainer(config, World(0, 1, 0, torch.device("cpu"), None)).model.config)
     begins = (
         f"step 0 of 2: training a custom model with router softmax, {short(cost.total)} parameters, "
-        f"{short(cost.active)} active per token, on CPU, fp32, not compiled; 256 tokens per step; saving to {config.out}\n"
+        f"{short(cost.active)} active per token, on CPU, fp32, not compiled; 256 tokens per step; "
+        f"saving to {config.out}\n"
     )
     assert begins in said
     assert said.index(begins) < said.index("loss ")
