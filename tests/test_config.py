@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmoe.config import ConfigError, differences, from_dict, load, to_dict, to_yaml
+from grmoe.config import ConfigError, describe_fields, differences, from_dict, load, to_dict, to_yaml
 
 
 @dataclass
@@ -80,7 +80,7 @@ def test_mistakes_in_files(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             load(Outer, file)
-    with pytest.raises(ConfigError, match="goes through seed, which is a value"):
+    with pytest.raises(ConfigError, match="must name a key of a group, but seed is a value"):
         load(Outer, None, ["seed=1", "seed.x=2"])
 
 
@@ -110,3 +110,38 @@ def test_differences_name_the_keys() -> None:
     old, new = to_dict(Outer()), to_dict(Outer(inner=Inner(rate=0.2), sizes=(3,)))
     assert differences(old, new) == ["inner.rate: 0.1 → 0.2", "sizes: [1, 2] → [3]"]
     assert differences(old, old) == []
+
+
+# -- descriptions ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Described:
+    """A group."""
+
+    needed: int
+    """Has no default."""
+    rate: float | None = 0.5
+    """First line.
+    Second line."""
+    silent: tuple[int, ...] = field(default_factory=tuple)
+
+
+@dataclass
+class DescribedTree(Described):
+    inner: Inner = field(default_factory=Inner)
+    name: Literal["a", "b"] = "a"
+    """A name."""
+
+
+def test_descriptions_of_fields() -> None:
+    found = describe_fields(DescribedTree)
+    assert list(found) == [
+        "needed", "rate", "silent",
+        "inner.rate", "inner.steps", "inner.name", "inner.kind", "inner.alpha", "name",
+    ]  # fmt: skip
+    assert found["needed"] == ("int", MISSING, "Has no default.")
+    assert found["rate"] == ("float | None", 0.5, "First line.\nSecond line.")
+    assert found["silent"] == ("tuple[int, ...]", (), "")
+    assert found["inner.kind"] == ("Literal['cosine', 'constant']", "cosine", "")
+    assert found["name"].doc == "A name."

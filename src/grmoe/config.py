@@ -1,30 +1,33 @@
-"""Configuration: nested dataclasses, filled from YAML and dotted overrides, unknown keys refused by name.
+"""Configuration: nested dataclasses, filled from YAML and dotted overrides. Unknown keys are refused by name.
 
     config = load(TrainConfig, "run.yaml", ["optim.lr=3e-4", "model.preset=small"])
 
-Values keep the types the dataclass declares: an integer is accepted where a float is wanted, nothing else is
-converted silently. Overrides are read as YAML, so `null`, `true`, `[1, 2]` and `1e-3` mean what they say.
+Values have the types that the dataclass declares. An integer is accepted for a float; nothing else is converted
+silently. Overrides are read as YAML: `null`, `true`, `[1, 2]` and `1e-3` have their usual meaning.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
+import inspect
+import textwrap
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, NamedTuple, TypeVar, Union
 
 C = TypeVar("C")
 
 
 class ConfigError(ValueError):
-    """A mistake in a configuration, with the dotted name of the place."""
+    """A mistake in a configuration. The message has the dotted name of the key."""
 
 
 def load(kind: type[C], path: str | Path | None = None, overrides: Iterable[str] = ()) -> C:
-    """`kind` with its defaults, then the file's values, then the overrides'."""
+    """The defaults of `kind`, replaced by the values of the file, replaced by the overrides."""
     tree: dict[str, Any] = {}
     if path is not None:
         loaded = _read_yaml(Path(path))
@@ -55,7 +58,7 @@ def from_dict(kind: type[C], tree: Mapping[str, Any], where: str = "") -> C:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Nested plain values, as YAML and JSON can hold them."""
+    """Nested dictionaries of plain values, for YAML and JSON."""
     return {name: _plain(value) for name, value in dataclasses.asdict(config).items()}
 
 
@@ -67,7 +70,7 @@ def to_yaml(config: Any) -> str:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> list[str]:
-    """The dotted names whose values differ, as `name: old → new`."""
+    """The keys with different values, as `dotted.name: old → new`."""
     found = []
     for name in dict.fromkeys([*old, *new]):
         place = f"{where}.{name}" if where else name
@@ -76,6 +79,55 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "")
             found += differences(a, b, place)
         elif a != b:
             found.append(f"{place}: {a!r} → {b!r}")
+    return found
+
+
+class FieldDescription(NamedTuple):
+    """One key of a configuration, for its reference page."""
+
+    type: str
+    default: Any
+    """`dataclasses.MISSING` if the key is required."""
+    doc: str
+    """The string literal under the field; empty if there is none."""
+
+
+def describe_fields(kind: type, where: str = "") -> dict[str, FieldDescription]:
+    """Every key of a tree of dataclasses by its dotted name, in the order of the source.
+
+    Types and docstrings are read from the source, because Python keeps no docstrings of fields. A group of keys (a
+    field with a dataclass as its type) is described by its own keys.
+    """
+    hints = typing.get_type_hints(kind)
+    source = _field_source(kind)
+    found: dict[str, FieldDescription] = {}
+    for field in dataclasses.fields(kind):
+        name = f"{where}.{field.name}" if where else field.name
+        if dataclasses.is_dataclass(hint := hints[field.name]) and isinstance(hint, type):
+            found |= describe_fields(hint, name)
+            continue
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        found[name] = FieldDescription(source[field.name][0], default, source[field.name][1])
+    return found
+
+
+def _field_source(kind: type) -> dict[str, tuple[str, str]]:
+    """(annotation, docstring) of each annotated field of a class and its bases."""
+    found: dict[str, tuple[str, str]] = {}
+    for base in reversed(kind.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(tree, ast.ClassDef)
+        for statement, following in zip(tree.body, [*tree.body[1:], None], strict=True):
+            if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+                continue
+            doc = ""
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                doc = inspect.cleandoc(str(following.value.value))
+            found[statement.target.id] = ast.unparse(statement.annotation), doc
     return found
 
 
@@ -101,7 +153,7 @@ def _override(tree: dict[str, Any], text: str) -> None:
     for parent in parents:
         child = node.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"{name} goes through {parent}, which is a value and not a group")
+            raise ConfigError(f"{name} must name a key of a group, but {parent} is a value")
         node = child
     try:
         node[last] = yaml.safe_load(value) if value else ""
@@ -116,7 +168,7 @@ def _unknown(place: str, name: str, known: list[str]) -> str:
 
 
 def _convert(kind: Any, value: Any, place: str) -> Any:
-    """`value` as `kind`, or a ConfigError that says what was wanted."""
+    """`value` as `kind`. Raises a ConfigError that says what was expected."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
         return _first_that_fits(args, value, place)
@@ -158,7 +210,7 @@ def _first_that_fits(kinds: tuple[Any, ...], value: Any, place: str) -> Any:
 
 def _scalar(kind: Any, value: Any, place: str) -> Any:
     if kind is float and isinstance(value, str):
-        # YAML 1.1 reads 1e-3 as text: it wants 1.0e-3.
+        # YAML 1.1 reads 1e-3 as text, and only 1.0e-3 as a number.
         try:
             return float(value)
         except ValueError:
@@ -167,7 +219,7 @@ def _scalar(kind: Any, value: Any, place: str) -> Any:
         return float(value)
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
-    # bool is an int to Python, not to a reader.
+    # Python counts a bool as an int; a reader does not.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         name = {"int": "an integer", "float": "a number", "str": "text", "bool": "true or false"}
         raise ConfigError(f"{place} must be {name.get(kind.__name__, kind.__name__)}, got {value!r}")

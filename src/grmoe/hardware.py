@@ -6,8 +6,8 @@ import torch
 
 from grmoe import checks
 
-# Dense bf16 FLOP/s from NVIDIA's data sheets. The first name contained in the device's counts: variants with less
-# power come before the name they contain.
+# Dense bf16 FLOP/s from NVIDIA's data sheets. The first entry that is part of the device's name counts, so slower
+# variants ("H100 PCIe") come before the plain name ("H100").
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200 NVL": 835e12,
@@ -21,7 +21,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of a device, the denominator of MFU; None where we do not know it."""
+    """Dense bf16 FLOP/s of a device, the denominator of MFU; None if it is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -39,7 +39,7 @@ def find_device(name: str = "auto", local_rank: int = 0) -> torch.device:
         return torch.device(kind)
     device = torch.device(kind, int(number or local_rank))
     gpus = torch.cuda.device_count()
-    checks.require(device.index < gpus, f"device {device} must be there, found {gpus} GPUs")
+    checks.require(device.index < gpus, f"device must exist, got {device} on a machine with {gpus} GPUs")
     return device
 
 

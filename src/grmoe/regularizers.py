@@ -26,21 +26,20 @@ def overlap_penalty(
 ) -> Tensor:
     """Σ_{e≠e'} max(0, ‖U_eᵀU_e'‖²_F − ρ₀k) (eq:subspace_reg) over frames (..., N, d, k); shape (...,).
 
-    The sum is over ordered pairs, as printed: each pair of experts counts twice.
+    The sum is over ordered pairs, as in the paper: each pair of experts counts twice.
 
-    The hinge sits at an absolute overlap ρ₀k. Random frames overlap by k²/d, so at d = 768, k = 48 the
-    paper's ρ₀ = 0.3 puts it at 14.4 where random frames have 3.0, and the term is zero from the start.
-    `relative=True` reads `rho` in units of the random overlap, ρ₀ = rho·k/d: then rho < 1 pushes frames apart
-    further than chance.
+    The hinge is an absolute overlap ρ₀k. Random frames overlap by k²/d. At d = 768, k = 48 the paper's ρ₀ = 0.3 is a
+    hinge of 14.4, while random frames overlap by 3.0, so the term is zero from the start. With `relative=True`, `rho`
+    is in units of the random overlap, ρ₀ = rho·k/d. Then rho < 1 pushes frames further apart than random ones.
 
     Args:
         frames: (..., N, d, k), N ≥ 2, orthonormal columns.
         rho: ρ₀, or with `relative` a multiple of the random overlap; ≥ 0.
         relative: the unit of `rho`.
-        num_pairs: None for all N(N−1)/2 pairs; M for a random sample of M of them without replacement,
-            weighted by #pairs/M, which makes it unbiased for the full sum; "auto" for the paper's M = 4N, or
-            all pairs where there are fewer. A batch shares its sample. Only sampled frames are gathered.
-        generator: source of the sample; nothing is read back from the device.
+        num_pairs: None for all N(N−1)/2 pairs. M for a random sample of M pairs without replacement, weighted by
+            #pairs/M, so that it is an unbiased estimate of the full sum. "auto" for the paper's M = 4N, or all pairs
+            if there are fewer. A batch shares its sample. Only sampled frames are gathered.
+        generator: source of the sample. Nothing is read back from the device.
     """
     checks.frames("frames", frames)
     checks.require(frames.ndim >= 3, f"frames must have shape (..., N, d, k), got {tuple(frames.shape)}")

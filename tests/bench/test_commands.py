@@ -155,7 +155,7 @@ def test_train_step(tmp_path: Path) -> None:
         (["gate", "--shape", "64,32"], "--shape must be tokens,dim,experts,rank, got 2 numbers in '64,32'"),
         (["layer", "--dtype", "fp8"], "dtype must be one of 'bf16', 'fp32', got 'fp8'"),
         (["layer", "--device", "abacus"], "device must be auto, cpu, cuda or cuda:N, got 'abacus'"),
-        (["layer", "--device", "cuda:99"], "device cuda:99 must be there"),
+        (["layer", "--device", "cuda:99"], "device must exist, got cuda:99"),
         (
             ["layer", "--contender", "nobody"],
             "--contender must be part of a contender's name (Hugging Face OLMoE block; Liger",

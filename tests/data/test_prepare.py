@@ -202,7 +202,9 @@ def test_a_full_disk_damages_nothing(tmp_path: Path) -> None:
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
     assert full.returncode == 1
-    message = "train-00001.bin: File too large; finished shards are kept (1), and the same command goes on from there"
+    message = (
+        "train-00001.bin: File too large; 1 finished shards are kept: run the same command again to continue"
+    )
     assert message in full.stderr
     kept = (out / "train-00000.bin").stat()
     prepare([corpus], out, **options)
@@ -252,7 +254,7 @@ def test_a_validation_source_may_lie_among_the_sources(corpus: Path, tmp_path: P
     rows = rows_of(corpus)
     assert texts_of(tmp_path / "out", "train") == rows[:120]
     assert texts_of(tmp_path / "out", "validation") == rows[120:]
-    with pytest.raises(ValueError, match="nothing but the validation source"):
+    with pytest.raises(ValueError, match="sources must hold more than the validation source"):
         prepare([corpus / "b.jsonl"], tmp_path / "none", validation_source=corpus)
 
 

@@ -66,7 +66,7 @@ def test_a_device_is_one_we_know(device: str) -> None:
 def test_a_gpu_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     alone(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match="device cuda:2 must be there, found 2 GPUs"):
+    with pytest.raises(ValueError, match="device must exist, got cuda:2 on a machine with 2 GPUs"):
         start(ParallelConfig(), "cuda:2")
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
-from grmoe.config import ConfigError, differences, from_dict, load, to_dict
+from grmoe.config import ConfigError, describe_fields, differences, from_dict, load, to_dict
 from grmoe.runs.config import TrainConfig, may_change_on_resume
 from grmoe.train.schedule import alphas_at
 
@@ -96,3 +97,21 @@ def test_the_dial_while_training() -> None:
     # log α is uniform on [log ½, log 4]: mean ½ log 2, and 2000 draws know it to 0.04.
     assert abs(sum(map(math.log, drawn)) / len(drawn) - 0.5 * math.log(2)) < 0.06
     assert alphas_at(config("alpha.schedule=sample"), [1.0], 7)[0] == drawn[7]
+
+
+def test_every_key_is_described() -> None:
+    found = describe_fields(TrainConfig)
+    assert {"out", "model", "optim.kappa_lr", "parallel.expert"} <= set(found)
+    assert [name for name, about in found.items() if not about.doc.endswith(".")] == []
+    # Every key of the YAML file is there, and no other.
+    leaves: set[str] = set()
+
+    def walk(tree: dict[str, Any], where: str = "") -> None:
+        for name, value in tree.items():
+            if isinstance(value, dict) and name != "model":
+                walk(value, f"{where}{name}.")
+            else:
+                leaves.add(where + name)
+
+    walk(to_dict(TrainConfig()))
+    assert set(found) == leaves

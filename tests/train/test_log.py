@@ -66,8 +66,9 @@ def test_what_begins_is_said_before_the_first_step(
     said = capsys.readouterr().err
     cost = count(build_trainer(config, World(0, 1, 0, torch.device("cpu"), None)).model.config)
     begins = (
-        f"step 0 of 2: trains a model of its own with router softmax, {short(cost.total)} parameters, "
-        f"{short(cost.active)} active a token, on CPU, fp32, not compiled; 256 tokens a step; to {config.out}\n"
+        f"step 0 of 2: training a custom model with router softmax, {short(cost.total)} parameters, "
+        f"{short(cost.active)} active per token, on CPU, fp32, not compiled; 256 tokens per step; "
+        f"saving to {config.out}\n"
     )
     assert begins in said
     assert said.index(begins) < said.index("loss ")
@@ -77,7 +78,7 @@ def test_the_first_line_warns_of_compiling_and_counts_on(settings: Settings) -> 
     trainer = build_trainer(settings(compile=True), World(0, 1, 0, torch.device("cpu"), None))
     said = log.describe_start(trainer, 10)
     assert said.startswith("step 10 of 20: ")
-    assert "compiled: the first step compiles, this may take minutes" in said
+    assert "compiled (the first step may take minutes)" in said
 
 
 def metrics_of(probs: Tensor, selection: Selection) -> RoutingMetrics:

@@ -1,4 +1,4 @@
-"""Text to token shards (`prepare`), and token shards to batches (`TokenDataset`)."""
+"""From text to token shards (`prepare`), and from token shards to batches (`TokenDataset`)."""
 
 from grmoe.data.dataset import TokenDataset, unigram_perplexity
 from grmoe.data.prepare import prepare

@@ -1,4 +1,4 @@
-"""Reading prepared tokens: batches for training that depend on the step number alone, windows for validation."""
+"""Prepared tokens: batches for training, which depend on the step number alone, and windows for validation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from grmoe.checks import one_of, positive_int, require
 from grmoe.data.packing import SPLITS, Tokens
 from grmoe.data.shards import INDEX, VERSION, check_shard, read_pieces, token_dtype, verify_shard
 
-CHUNK = 2**20  # tokens read at once where a document may be of any length
+CHUNK = 2**20  # tokens read at once, because a document may have any length
 
 
 class TokenDataset:
     """The tokens of one split of a prepared folder, as one stream over all its shards.
 
-    Opening checks every shard's size and header; `verify=True` reads them all and compares checksums. Shards are
-    mapped into memory when they are first read.
+    Opening checks the size and the header of every shard. `verify=True` also reads them all and compares checksums.
+    A shard is mapped into memory when it is first read.
     """
 
     def __init__(self, folder: str | Path, split: str = "train", verify: bool = False) -> None:
@@ -36,12 +36,15 @@ class TokenDataset:
         except FileNotFoundError:
             raise ValueError(
                 f"{path} is missing: {self.folder} holds no prepared data, or an unfinished preparation "
-                "(the same `grmoe prepare` goes on with it)"
+                "(run the same `grmoe prepare` again to finish it)"
             ) from None
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         version = self.index.get("version")
-        require(version == VERSION, f"{path} has version {version!r}, this grmoe reads {VERSION}")
+        require(
+            version == VERSION,
+            f"{path} has version {version!r}, this grmoe reads {VERSION}: prepare the data again",
+        )
         self.vocab_size: int = self.index["tokenizer"]["vocab_size"]
         self.end_of_text: int = self.index["tokenizer"]["end_of_text"]
         self.tokenizer_folder = self.folder / self.index["tokenizer"]["folder"]
@@ -64,21 +67,23 @@ class TokenDataset:
         return list(self.index["domains"])
 
     def verify(self) -> None:
-        """Compare every shard with its checksum; a damaged one is refused by name."""
+        """Compare every shard with its checksum. Raises with the name of a damaged one."""
         for shard in self._shards:
             verify_shard(self.folder, shard)
 
     def _map(self, number: int) -> Tokens:
         if number not in self._maps:
             shard = self._shards[number]
-            check_shard(self.folder, shard, self._dtype)  # again: opening may be days ago
+            check_shard(
+                self.folder, shard, self._dtype
+            )  # again, because the dataset may have been opened days ago
             self._maps[number] = np.memmap(
                 self.folder / (shard["name"] + ".bin"), dtype=self._dtype, mode="r"
             )
         return self._maps[number]
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens `start` to `stop` of the stream, over as many shards as they take."""
+        """Tokens `start` to `stop` of the stream, which may span several shards."""
         require(0 <= start <= stop <= self.tokens, f"no tokens {start} to {stop} among {self.tokens}")
         out = np.empty(stop - start, dtype=np.int64)
         at = start
@@ -92,7 +97,7 @@ class TokenDataset:
 
     @cached_property
     def _pieces(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """(start in the stream, domain id, whether its document ends with it) of every piece; the end as last start."""
+        """(start in the stream, domain id, whether a document ends here) of every piece. One more start is the end."""
         starts, domains, ends = [], [], []
         for first, shard in zip(self._starts, self._shards, strict=False):
             offsets, ids, continues = read_pieces(self.folder / (shard["name"] + ".idx"))
@@ -104,7 +109,7 @@ class TokenDataset:
         return np.concatenate(starts), np.concatenate(domains), np.concatenate(ends)
 
     def domains_of(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The domain of tokens `start` to `stop`, as a place in `index["domains"]`."""
+        """The domain of tokens `start` to `stop`, as an index into `index["domains"]`."""
         require(0 <= start <= stop <= self.tokens, f"no tokens {start} to {stop} among {self.tokens}")
         starts, domains, _ = self._pieces
         piece = np.searchsorted(starts, np.arange(start, stop), side="right") - 1
@@ -123,7 +128,7 @@ class TokenDataset:
                 first = piece + 1
 
     def num_windows(self, sequence_length: int) -> int:
-        """Windows of `sequence_length` tokens to predict that `batches` shuffles; less than one is left over."""
+        """Number of windows of `sequence_length` tokens that `batches` shuffles. The rest of the stream is not used."""
         return max(0, self.tokens - 1) // positive_int("sequence_length", sequence_length)
 
     def batches(
@@ -137,10 +142,10 @@ class TokenDataset:
     ) -> Iterator[Tensor]:
         """Endless batches from step `start_step` on: int64, (batch_size, sequence_length + 1).
 
-        Window w is the tokens wS … wS + S of the stream, so inputs `[:, :-1]` and targets `[:, 1:]` predict each
-        token once. Every epoch goes through all windows in an order of its own. Batch `step` of `rank` is a function
-        of the arguments alone: to go on after a checkpoint, pass the step. The batches of all ranks, one below the
-        other, are the batch a single process of `world_size` times the batch size would get.
+        Window w holds the tokens wS … wS + S of the stream, so inputs `[:, :-1]` and targets `[:, 1:]` predict each
+        token once. Every epoch visits all windows in its own order. The batch of a step and a rank depends on the
+        arguments alone, so a resumed run passes its step. The batches of all ranks together, in order, are the batch
+        of a single process with `world_size` times the batch size.
         """
         positive_int("batch_size", batch_size)
         positive_int("world_size", world_size)
@@ -151,7 +156,7 @@ class TokenDataset:
         if windows < together:
             raise ValueError(
                 f"{self.folder} ({self.split}) holds {self.tokens} tokens: {windows} windows of {sequence_length}, "
-                f"less than one batch of {together}; take more data, a smaller batch or shorter sequences"
+                f"less than one batch of {together}; use more data, a smaller batch or shorter sequences"
             )
         return self._batches(batch_size, sequence_length, seed, rank, together, start_step)
 
@@ -166,7 +171,7 @@ class TokenDataset:
             for row in range(batch_size):
                 epoch, place = divmod(first + row, windows)
                 if epoch not in orders:
-                    # A batch reaches into two epochs at most.
+                    # A batch spans at most two epochs.
                     orders = {e: o for e, o in orders.items() if e == epoch - 1}
                     orders[epoch] = epoch_order(windows, seed, epoch)
                 start = int(orders[epoch][place]) * length
@@ -175,10 +180,10 @@ class TokenDataset:
             step += 1
 
     def windows(self, sequence_length: int, batch_size: int, domain: str | None = None) -> Iterator[Tensor]:
-        """Once through the split, or through the documents of one domain, in order: int64, (b, s + 1).
+        """One pass over the split, or over the documents of one domain, in order: int64, (b, s + 1).
 
-        Every token but the first is a target exactly once: after the full batches come a smaller one and one shorter
-        window. With a domain, no document of another is seen.
+        Every token but the first is a target exactly once. After the full batches come a smaller batch and one
+        shorter window. With a domain, documents of other domains are left out.
         """
         positive_int("sequence_length", sequence_length)
         positive_int("batch_size", batch_size)
@@ -211,7 +216,7 @@ class TokenDataset:
                 yield self.read(at, min(stop, at + CHUNK))
 
     def token_counts(self, domain: str | None = None) -> NDArray[np.int64]:
-        """How often each token of the vocabulary occurs."""
+        """Number of occurrences of each token of the vocabulary."""
         counts = np.zeros(self.vocab_size, dtype=np.int64)
         for chunk in self._chunks(domain):
             counts += np.bincount(chunk, minlength=self.vocab_size)
@@ -226,10 +231,10 @@ def _as_windows(tokens: NDArray[np.int64], length: int) -> Tensor:
 def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """A random order of `count` windows: sorted by a hash of (seed, epoch, window).
 
-    Written out, because numpy promises its own shuffles only within a version, and a checkpoint may meet another.
+    Not numpy's shuffle, because numpy may change it between versions, and a run may resume under another version.
     """
     key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
-    with np.errstate(over="ignore"):  # splitmix64 counts modulo 2⁶⁴
+    with np.errstate(over="ignore"):  # splitmix64 computes modulo 2⁶⁴
         z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         z += np.frombuffer(key, dtype="<u8")
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -239,10 +244,10 @@ def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def unigram_perplexity(dataset: TokenDataset, domain: str | None = None) -> float:
-    """Perplexity of `dataset` (usually the validation split) under the unigram model of its folder's train split.
+    """Perplexity of `dataset` (usually the validation split) under a unigram model of the training split.
 
-    The least a language model must beat. Each token of the vocabulary is counted once more than it occurs, so that
-    one that training never saw costs something finite.
+    A language model must be better than this. Every count is raised by one, so that a token that does not occur in
+    training has a finite cost.
     """
     train = TokenDataset(dataset.folder, "train").token_counts() + 1
     counts = dataset.token_counts(domain)

@@ -1,4 +1,4 @@
-"""From units to documents: decompress, decode, parse, and account for every row that is no document."""
+"""From files to documents: decompress, decode and parse. Every row becomes a document or a reason to skip it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Document(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """A row that is no document, and why."""
+    """A row that is not a document, and why."""
 
     reason: str
 
@@ -47,11 +47,14 @@ class Reader:
     """All documents of `units`, in order, from any position."""
 
     units: Sequence[Unit]
-    revisions: Sequence[str | None]  # of the hub datasets among them
-    validation: float  # share of the documents held out
+    revisions: Sequence[str | None]
+    """The commit of each unit that is a dataset of the hub."""
+    validation: float
+    """Share of the documents to hold out."""
     text_field: str
     domain_field: str
     strict: bool
+    """Raise at the first row that is not a document."""
 
     def read(self, start: Position) -> Iterator[Document | Skipped]:
         for number in range(start.unit, len(self.units)):
@@ -69,7 +72,7 @@ class Reader:
                 yield Document(Position(number, row), text, domain, len(raw), split, consumed)
 
     def _rows(self, number: int, first: int) -> Iterator[tuple[int, tuple[str, str, bytes] | Skipped, int]]:
-        """(row, (text, domain, UTF-8) or why not, bytes of the unit consumed) from row `first` on."""
+        """(row, (text, domain, UTF-8) or a reason, bytes of the unit read so far) from row `first` on."""
         unit = self.units[number]
         if unit.kind in ("parquet", "hub"):
             rows = _parquet_rows if unit.kind == "parquet" else _hub_rows
@@ -86,7 +89,7 @@ class Reader:
                     return
                 for line in stream:
                     content = line.removeprefix(BOM) if row == 0 else line
-                    if row >= first and content.strip():  # a blank line is no row that lacks a text
+                    if row >= first and content.strip():  # a blank line is not a row
                         yield row, self._parse(unit, content), raw.tell()
                     row += 1
         except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
@@ -111,12 +114,12 @@ class Reader:
         try:
             name.encode()
             return text, name, text.encode()
-        except UnicodeEncodeError:  # half a surrogate pair: JSON can spell it, UTF-8 cannot
+        except UnicodeEncodeError:  # half of a surrogate pair: JSON can write it, UTF-8 cannot
             return Skipped(UNDECODABLE)
 
 
 def held_out(raw: bytes, share: float) -> bool:
-    """Whether a document is validation: a property of its text alone, so that it stays when others are added."""
+    """Whether a document is for validation. Depends on its text alone, so it stays the same when others are added."""
     digest = hashlib.blake2b(raw, digest_size=8, person=b"grmoe-validation").digest()
     return int.from_bytes(digest, "little") < share * 2**64
 
@@ -142,12 +145,12 @@ def _decompress(raw: IO[bytes], unit: Unit) -> IO[bytes]:
 
 
 class _Zstd(io.RawIOBase):
-    """A .zst file of one or more frames. zstandard's own reader takes a file that was cut for one that ends."""
+    """A .zst file of one or more frames. zstandard's own reader does not notice that a file was cut off."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self.zstandard = optional("zstandard")
         self.raw, self.ready = raw, b""
-        self.frame: Any = None  # the one being read
+        self.frame: Any = None  # the frame that is being read
 
     def readable(self) -> bool:
         return True

@@ -1,8 +1,8 @@
-"""What an interrupted preparation has done so far.
+"""The journal of a preparation: what is finished, so that an interrupted preparation can continue.
 
-`journal.jsonl` exists from the first moment of a preparation to the last. Its first line is the recipe, the second the
-tokenizer, each further line a finished range: shards that are on the disk, and where the sources go on. A line is
-written after what it speaks of, so anything without a line is not there. A torn last line counts as none.
+`journal.jsonl` exists while a preparation is unfinished. Its first line is the recipe, the second the tokenizer. Each
+further line is a finished range: its shards, and the position in the sources where the next range starts. A line is
+written after the files it names, so files without a line are ignored. An incomplete last line is ignored, too.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ JOURNAL = "journal.jsonl"
 
 class Journal:
     def __init__(self, folder: Path, recipe: dict[str, Any], overwrite: bool) -> None:
-        """Open the journal of `folder`, or begin one; `overwrite` begins one in any case."""
+        """Open the journal of `folder`, or start one. `overwrite` always starts one."""
         self.path = folder / JOURNAL
         if overwrite and self.path.exists():
-            _lock(self.path).close()  # refuses where somebody is at work
+            _lock(self.path).close()  # raises if another process is preparing this folder
         if overwrite or not self.path.exists():
             write_file(self.path, _line({"recipe": recipe}))
         self.file = _lock(self.path)
@@ -52,7 +52,7 @@ class Journal:
             raise OSError(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be written was reported when it was written
+        with contextlib.suppress(OSError):  # `_append` has already raised
             self.file.close()
 
     def remove(self) -> None:
@@ -65,7 +65,7 @@ def _line(content: dict[str, Any]) -> bytes:
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines, and how many bytes of the file they are."""
+    """(complete lines, their length in bytes)."""
     raw = path.read_bytes()
     valid = raw.rfind(b"\n") + 1
     try:
@@ -78,7 +78,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _lock(path: Path) -> IO[bytes]:
-    """Open for appending, and keep every other preparation out of the folder until this process ends."""
+    """Open for appending, and lock the folder for this process until it ends."""
     file = open(path, "ab", buffering=0)  # noqa: SIM115  lives as long as the journal
     if sys.platform != "win32":
         import fcntl
@@ -92,7 +92,7 @@ def _lock(path: Path) -> IO[bytes]:
 
 
 def recipe_of(folder: Path) -> dict[str, Any] | None:
-    """What `folder` was prepared with, finished or not; None where there is nothing. Refuses foreign folders."""
+    """The recipe of `folder`, finished or not; None if it is empty. Raises if it holds something else."""
     if (folder / JOURNAL).exists():
         recipe: dict[str, Any] = _read(folder / JOURNAL)[0][0]["recipe"]
         return recipe
@@ -114,7 +114,7 @@ def recipe_of(folder: Path) -> dict[str, Any] | None:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs between two recipes, in words."""
+    """The differences between two recipes, in words."""
     words = [
         f"{key.replace('_', ' ')}: {before.get(key)!r} before, {now.get(key)!r} now"
         for key in now

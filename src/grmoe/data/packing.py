@@ -1,8 +1,8 @@
-"""How documents fill shards: a pure function of the sequence of documents and the bound on a shard.
+"""From documents to shards: a pure function of the documents and the size of a shard.
 
-The sources are cut into *ranges*. A range has at most one shard of each split, train and validation; both are closed
-together, when one of them is full. So a range is all there is to remember of finished work: its shards, and the
-position where the next one starts.
+The sources are cut into *ranges*. A range has at most one shard of each split, train and validation. Both shards are
+closed together, when one of them is full. So finished work is described by its ranges: their shards, and the position
+where the next range starts.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ Tokens = NDArray[np.unsignedinteger]
 
 @dataclass
 class Tally:
+    """Counts of one domain."""
+
     documents: int = 0
     bytes: int = 0
     tokens: int = 0
@@ -35,24 +37,33 @@ class Tally:
 
 @dataclass
 class Shard:
-    """Documents side by side. A piece is a document, or the part of one that is longer than a shard."""
+    """Pieces of text. A piece is a document, or a part of a document that is longer than a shard."""
 
     pieces: list[Tokens] = field(default_factory=list)
-    domains: list[int] = field(default_factory=list)  # of each piece
+    domains: list[int] = field(default_factory=list)
+    """The domain of each piece."""
     tokens: int = 0
-    continues: bool = False  # the last piece's document goes on in the next shard
-    tallies: dict[str, Tally] = field(default_factory=dict)  # by domain; a cut document counts where it ends
+    continues: bool = False
+    """The document of the last piece continues in the next shard."""
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    """By domain. A document of several pieces counts where it ends."""
 
 
 @dataclass
 class Range:
     shards: dict[str, Shard]
-    skipped: Counter[str]  # rows that are no documents, by reason
-    domains: list[str]  # all known so far: a domain's id is its place here
-    end: Position | None  # where the next range starts; None: nowhere
+    """By split."""
+    skipped: Counter[str]
+    """Number of rows that are not documents, by reason."""
+    domains: list[str]
+    """All domains found so far. The id of a domain is its index here."""
+    end: Position | None
+    """Where the next range starts. None: this is the last one."""
 
 
 class Packer:
+    """Puts documents into shards, and closes a range when a shard is full."""
+
     def __init__(self, shard_tokens: int, domains: list[str]) -> None:
         self.shard_tokens = shard_tokens
         self.ids = {name: i for i, name in enumerate(domains)}
@@ -72,9 +83,9 @@ class Packer:
         self.skipped[reason] += 1
 
     def add(self, document: Document, tokens: Tokens, first: int = 0) -> Iterator[Range]:
-        """Put a document (its tokens, the end-of-text token last) into the open range; yields the ranges it closes.
+        """Add a document (its tokens, with the end-of-text token) to the open range. Yields the ranges that are full.
 
-        `first` is the token to begin with: what comes before it is in an earlier range.
+        `first` is the first token to add: the tokens before it are in an earlier range.
         """
         shard = self.shards.get(document.split)
         if shard is not None and shard.tokens + len(tokens) - first > self.shard_tokens:
@@ -96,5 +107,5 @@ class Packer:
         tally += Tally(int(ends), document.size if ends else 0, len(piece))
 
     def finish(self) -> Range:
-        """What is left when the sources are exhausted; may be empty."""
+        """The last range, which may be empty."""
         return self._close(None)

@@ -1,7 +1,7 @@
-"""From sources to a folder of token shards, with finished work kept.
+"""From sources to a folder of token shards. An interrupted preparation continues where it stopped.
 
-The order of things is what makes an interruption harmless: journal, tokenizer, then range by range the shards and
-their line in the journal, at last `index.json`, and the journal goes. Each file appears whole under its name.
+The order of writes makes this possible: the journal, the tokenizer, then for each range its shards and their line in
+the journal, at last `index.json`. Then the journal is removed. Every file appears complete under its name.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ from grmoe.files import write_file
 
 SHARD_TOKENS = 2**25
 VALIDATION = 0.01
-FEW_DOCUMENTS_VALIDATION = 0.05  # the standard library: some 700 files, and every domain wants a few
-BYTES_A_WORKER = 16 * 2**20  # of text; with less a worker takes longer to start than it saves
+FEW_DOCUMENTS_VALIDATION = 0.05  # the standard library has about 700 files, and every domain needs a few
+BYTES_PER_WORKER = 16 * 2**20  # of text: with less, a worker takes longer to start than it saves
 
 
 @dataclass(frozen=True)
 class Progress:
     phase: str
-    done: int  # bytes of the sources
-    total: int | None  # None where a source's size is not known
+    done: int
+    """Bytes of the sources."""
+    total: int | None
+    """Bytes of the sources; None if the size of a source is unknown."""
     documents: int = 0
     tokens: int = 0
 
@@ -62,11 +64,11 @@ def prepare(
     overwrite: bool = False,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Tokenise `sources` into the folder `out`; returns its index (the content of index.json).
+    """Tokenise `sources` into the folder `out`. Returns its index (the content of index.json).
 
-    The files depend on the sources and the options alone, not on `workers`, nor on how often the preparation was
-    interrupted. A folder that is finished with the same sources and options is left as it is. `validation` is 0.01
-    unless given, and 0.05 of the standard library.
+    The files depend on the sources and the options alone: not on `workers`, and not on interruptions. A folder that
+    was finished with the same sources and options stays as it is. `validation` defaults to 0.01, and to 0.05 for the
+    standard library.
     """
     if validation is None:
         validation = FEW_DOCUMENTS_VALIDATION if list(sources) == [STDLIB] else VALIDATION
@@ -96,7 +98,7 @@ def prepare(
     revisions = [record.get("revision") for record in records]
     reader = Reader(units, revisions, recipe["validation"], text_field, domain_field, strict)
     journal = _begin(out, recipe, overwrite)
-    run = _Run(out, reader, journal, size, progress)
+    run = _Preparation(out, reader, journal, size, progress)
     try:
         run.ensure_tokenizer(tokenizer)
         run.write_ranges(shard_tokens, workers or _automatic_workers(units))
@@ -104,18 +106,18 @@ def prepare(
     except OSError as error:
         done = sum(len(r["shards"]) for r in journal.ranges)
         raise OSError(
-            f"{error}; finished shards are kept ({done}), and the same command goes on from there"
+            f"{error}; {done} finished shards are kept: run the same command again to continue"
         ) from error
     finally:
         journal.close()
 
 
 def _units(sources: Sequence[str | Path], validation_source: str | Path | None) -> list[Unit]:
-    """Training units, then those held out. A file that is both is held out: a corpus may contain its validation."""
+    """Units for training, then units for validation. A unit in both is for validation."""
     held_out = [] if validation_source is None else find_units([validation_source], held_out=True)
     taken = {_identity(unit) for unit in held_out}
     training = [unit for unit in find_units(sources) if _identity(unit) not in taken]
-    require(bool(training), "the sources hold nothing but the validation source")
+    require(bool(training), "sources must hold more than the validation source")
     return training + held_out
 
 
@@ -124,15 +126,15 @@ def _identity(unit: Unit) -> str:
 
 
 def _finished(out: Path, recipe: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
-    """The index of a folder in which nothing is left to do; a folder of another recipe is refused."""
+    """The index of a finished folder, else None. Raises if the folder has another recipe."""
     if overwrite and (out / JOURNAL).exists():
-        return None  # ours, whatever state it is in
+        return None  # an unfinished preparation: start again
     before = recipe_of(out)
     if before is None or overwrite:
         return None
     if differences := changes(before, json.loads(json.dumps(recipe))):
         raise ValueError(
-            f"{out} was prepared differently ({'; '.join(differences)}); --overwrite starts again, "
+            f"{out} was prepared differently ({'; '.join(differences)}); start again with --overwrite, "
             "or choose another folder"
         )
     if (out / JOURNAL).exists():
@@ -146,7 +148,7 @@ def _finished(out: Path, recipe: dict[str, Any], overwrite: bool) -> dict[str, A
 
 
 def _begin(out: Path, recipe: dict[str, Any], overwrite: bool) -> Journal:
-    """The journal to go on with, and a folder that holds nothing the journal does not know."""
+    """Open the journal, and remove every shard that it does not list."""
     out.mkdir(parents=True, exist_ok=True)
     journal = Journal(out, recipe, overwrite)
     (out / INDEX).unlink(missing_ok=True)
@@ -163,11 +165,15 @@ def _automatic_workers(units: Sequence[Unit]) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if any(unit.kind == "hub" for unit in units):
         return cores
-    text = sum(unit.size * (4 if is_compressed(unit) else 1) for unit in units)  # 4: roughly, as text goes
-    return min(cores, text // BYTES_A_WORKER + 1)
+    text = sum(
+        unit.size * (4 if is_compressed(unit) else 1) for unit in units
+    )  # text compresses to about a quarter
+    return min(cores, text // BYTES_PER_WORKER + 1)
 
 
-class _Run:
+class _Preparation:
+    """The writing part of a preparation."""
+
     def __init__(
         self,
         out: Path,
@@ -177,7 +183,7 @@ class _Run:
         progress: Callable[[Progress], None],
     ) -> None:
         self.out, self.reader, self.journal, self.size, self.progress = out, reader, journal, size, progress
-        self.before = [0]  # bytes of the units before each unit
+        self.before = [0]  # bytes of all units before each unit
         for unit in reader.units:
             self.before.append(self.before[-1] + unit.size)
 

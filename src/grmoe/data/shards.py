@@ -1,6 +1,6 @@
-"""The files of a prepared folder: their layout, how they are written and checked.
+"""The files of a prepared folder: layout, writing and checks.
 
-`NAME.bin` holds the tokens of a shard and nothing else, little endian. `NAME.idx` is little-endian int64 throughout:
+`NAME.bin` holds the tokens of a shard, little endian. `NAME.idx` holds little-endian int64 values:
 
     magic, version, tokens, pieces, continues (0 or 1),
     offset of each piece and, last, the number of tokens (pieces + 1 values),
@@ -29,12 +29,12 @@ HEADER = 5  # int64 values
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """The smallest unsigned integer that holds every id: two bytes up to 65536 tokens, four beyond."""
+    """The smallest unsigned integer type for every id: two bytes for up to 65536 tokens, else four."""
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
 
 
 def write_shard(folder: Path, name: str, shard: Shard, dtype: np.dtype[np.unsignedinteger]) -> dict[str, Any]:
-    """Write both files; returns the shard's record in the journal and in index.json."""
+    """Write both files. Returns the record of the shard for the journal and for index.json."""
     tokens = np.concatenate(shard.pieces).astype(dtype, copy=False)
     lengths = [len(piece) for piece in shard.pieces]
     header = [MAGIC, VERSION, len(tokens), len(lengths), int(shard.continues)]
@@ -54,12 +54,12 @@ def write_shard(folder: Path, name: str, shard: Shard, dtype: np.dtype[np.unsign
 
 
 def index_bytes(record: dict[str, Any]) -> int:
-    """Size of the shard's .idx."""
+    """Size of the .idx file of a shard."""
     return 8 * (HEADER + 2 * record["pieces"] + 1)
 
 
 def check_shard(folder: Path, record: dict[str, Any], dtype: np.dtype[np.unsignedinteger]) -> None:
-    """Refuse a missing or truncated shard, by name. Reads sizes and one header, not the tokens."""
+    """Raise if a shard is missing or truncated. Reads the sizes and one header, but not the tokens."""
     bin_bytes = record["tokens"] * dtype.itemsize
     for suffix, wanted in ((".bin", bin_bytes), (".idx", index_bytes(record))):
         path = folder / (record["name"] + suffix)
@@ -75,7 +75,7 @@ def check_shard(folder: Path, record: dict[str, Any], dtype: np.dtype[np.unsigne
 
 
 def verify_shard(folder: Path, record: dict[str, Any]) -> None:
-    """Refuse a shard whose checksum is not the one it was written with."""
+    """Raise if the checksum of a shard has changed."""
     for suffix in (".bin", ".idx"):
         path = folder / (record["name"] + suffix)
         with open(path, "rb") as file:
@@ -91,7 +91,7 @@ def read_pieces(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64], bool]
 
 
 def remove_unlisted(folder: Path, listed: Iterable[str]) -> None:
-    """Remove shards that nothing vouches for: an interrupted run leaves the one it was about to record."""
+    """Remove shards that the journal does not list. An interrupted preparation may leave one."""
     keep = set(listed)
     for path in filter(Path.is_file, list(folder.iterdir())):
         stale = path.suffix in (".bin", ".idx") and path.name.startswith(("train-", "validation-"))

@@ -1,7 +1,7 @@
-"""Where text comes from: files, Hugging Face datasets, and the Python standard library's own source.
+"""Where text comes from: files, Hugging Face datasets, and the source code of Python's standard library.
 
-A source is named by a string and resolves to *units* in a fixed order: one file, or one dataset of the hub. Names are
-relative to the source, so that a corpus that moved is still the same corpus.
+A source is a string. It resolves to *units* in a fixed order. A unit is one file, or one dataset of the hub. Names are
+relative to the source, so that a corpus may move without becoming another corpus.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ KINDS: dict[str, Literal["text", "jsonl", "parquet"]] = {
 COMPRESSIONS = (".gz", ".xz", ".zst")
 READABLE = f"{', '.join(KINDS)} (the first two also with {', '.join(COMPRESSIONS)})"
 
-# The standard library has some thirty packages, most of them too small to measure a loss on: a few themes instead.
-# Modules of a single file are the rest, "modules".
+# The standard library has about thirty packages, and most are too small to measure a loss on. So they are grouped into
+# a few domains. Modules of a single file form the domain "modules".
 STDLIB_GROUPS = {
     "concurrency": ("asyncio", "concurrent", "multiprocessing"),
     "encodings": ("encodings",),
@@ -44,18 +44,23 @@ STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages
 
 @dataclass(frozen=True)
 class Unit:
-    """One file or one hub dataset."""
+    """One file, or one dataset of the hub."""
 
-    name: str  # relative to its source
-    location: str  # a path, or NAME[:CONFIG] on the hub
+    name: str
+    """Relative to the source."""
+    location: str
+    """A path, or NAME[:CONFIG] on the hub."""
     kind: Literal["text", "jsonl", "parquet", "hub"]
-    domain: str  # of the rows that name none
-    held_out: bool  # all of it is validation
-    size: int  # bytes; 0 on the hub, where nobody knows
+    domain: str
+    """Domain of the rows that name none."""
+    held_out: bool
+    """Everything in it is for validation."""
+    size: int
+    """Bytes; 0 for a dataset of the hub, because its size is unknown."""
 
 
 def optional(module: str) -> ModuleType:
-    """Import an optional dependency; a missing one is named with its install line."""
+    """Import an optional dependency. If it is missing, the error says how to install it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -68,9 +73,9 @@ def optional(module: str) -> ModuleType:
 
 
 def find_units(sources: Sequence[str | Path], held_out: bool = False) -> list[Unit]:
-    """The units of `sources`, source by source, each in the order of its names."""
+    """The units of `sources`, source by source, in the order of their names."""
     units = [unit for source in sources for unit in _find(str(source), held_out)]
-    # What is missing is missed now, not when the first file of its kind comes up.
+    # Raise now if a package is missing, and not when the first file that needs it is read.
     if any(unit.location.lower().endswith(".zst") for unit in units):
         optional("zstandard")
     if any(unit.kind == "parquet" for unit in units):
@@ -85,7 +90,9 @@ def _find(source: str, held_out: bool) -> list[Unit]:
         return _standard_library(held_out)
     if source.startswith(HUB):
         name = source.removeprefix(HUB)
-        require(bool(name), f"source {source!r} names no dataset; for example hf:Skylion007/openwebtext")
+        require(
+            bool(name), f"source {source!r} names no dataset; write for example hf:Skylion007/openwebtext"
+        )
         return [Unit(source, name, "hub", name.split(":")[0].split("/")[-1], held_out, 0)]
     path = Path(source)
     if path.is_dir():
@@ -107,7 +114,7 @@ def _find(source: str, held_out: bool) -> list[Unit]:
 
 
 def kind_of(path: Path) -> Literal["text", "jsonl", "parquet"] | None:
-    """How to read the file, by its name; None where we cannot."""
+    """The format of a file, by its name; None if it is not supported."""
     suffix = path.suffix.lower()
     if suffix not in COMPRESSIONS:
         return KINDS.get(suffix)
@@ -142,7 +149,7 @@ def _standard_library(held_out: bool) -> list[Unit]:
     units = []
     for path in root.rglob("*.py"):
         relative = path.relative_to(root)
-        # Files that describe this build, not the language: they differ from machine to machine.
+        # Files that describe this build of Python differ between machines.
         of_this_build = relative.parts[0].startswith(("config-", "_sysconfigdata"))
         if of_this_build or STDLIB_LEFT_OUT.intersection(relative.parts):
             continue
@@ -155,7 +162,7 @@ def _standard_library(held_out: bool) -> list[Unit]:
 
 
 def fingerprint(unit: Unit) -> dict[str, Any]:
-    """What the unit holds. Reading a file to hash it takes a hundredth of the time it takes to tokenise it."""
+    """The content of a unit as a checksum. Hashing a file takes a hundredth of the time of tokenising it."""
     record: dict[str, Any] = {"name": unit.name, "held_out": unit.held_out}
     if unit.kind == "hub":
         return record | {"revision": hub_revision(unit.location)}
@@ -164,7 +171,7 @@ def fingerprint(unit: Unit) -> dict[str, Any]:
 
 
 def fingerprints(units: Sequence[Unit], report: Callable[[int], None]) -> list[dict[str, Any]]:
-    """`fingerprint` of each unit; `report` hears the bytes read so far."""
+    """`fingerprint` of each unit. `report` is called with the number of bytes read so far."""
     records, read = [], 0
     for unit in units:
         records.append(fingerprint(unit))
@@ -174,12 +181,12 @@ def fingerprints(units: Sequence[Unit], report: Callable[[int], None]) -> list[d
 
 
 def hub_revision(location: str) -> str:
-    """The commit of a hub dataset: what is read later is this one, even if the dataset moves on."""
+    """The current commit of a hub dataset. Later reads use it, even if the dataset changes."""
     hub = optional("huggingface_hub")
     name = location.split(":")[0]
     try:
         return str(hub.HfApi().dataset_info(name).sha)
-    except Exception as error:  # the hub's own, the network's, a proxy's
+    except Exception as error:  # from the hub, the network or a proxy
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
             f"dataset {name!r} could not be found on the Hugging Face hub: {reason[0]}"

@@ -1,6 +1,6 @@
 """Tokenizers: GPT-2's own files, any fast tokenizer of Hugging Face, or a byte-level BPE trained on the corpus.
 
-Whatever it came from, it is saved in one form, `tokenizer.json` and `tokenizer_config.json`, which
+All of them are saved in the same form, `tokenizer.json` and `tokenizer_config.json`, which
 `AutoTokenizer.from_pretrained` opens offline.
 """
 
@@ -24,21 +24,22 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 BPE = "bpe:"
-SMALLEST_BPE = 257  # every byte, and the end of text
-SAMPLE_BYTES = 64 * 2**20  # merges learned from more text hardly differ
+SMALLEST_BPE = 257  # all 256 bytes, and the end-of-text token
+SAMPLE_BYTES = 64 * 2**20  # more text hardly changes the merges
 GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 
 
 @dataclass(frozen=True)
-class Named:
-    """A tokenizer and its special tokens' names."""
+class LoadedTokenizer:
+    """A tokenizer and the names of its special tokens."""
 
     tokenizer: Tokenizer
-    special: dict[str, str]  # eos_token, bos_token, pad_token, perhaps unk_token
+    special: dict[str, str]
+    """eos_token, bos_token, pad_token, and unk_token if it has one."""
 
 
 def bpe_size(name: str) -> int | None:
-    """Vocabulary of a tokenizer to be trained ('bpe:8192'); None for one that exists."""
+    """Vocabulary size of a tokenizer to train ('bpe:8192'); None for an existing tokenizer."""
     if not name.startswith(BPE):
         return None
     size = name.removeprefix(BPE)
@@ -48,7 +49,7 @@ def bpe_size(name: str) -> int | None:
 
 
 def tokenizer_recipe(name: str) -> str:
-    """What identifies a tokenizer: its name, and for a folder the content of its files."""
+    """What identifies a tokenizer: its name, and the content of its files if it is a folder."""
     folder = Path(name)
     if bpe_size(name) is not None or not folder.is_dir():
         return name
@@ -66,11 +67,11 @@ def _tokenizer_files(folder: Path) -> list[Path]:
         if all((folder / name).exists() for name in names):
             return [folder / name for name in names]
     pairs = " or ".join(" and ".join(pair) for pair in GPT2_FILES)
-    raise ValueError(f"tokenizer folder {folder} holds neither tokenizer.json, nor {pairs}")
+    raise ValueError(f"tokenizer folder {folder} holds neither tokenizer.json nor {pairs}")
 
 
-def load(name: str) -> Named:
-    """A tokenizer that exists: from a folder's files, or from the hub by name."""
+def load(name: str) -> LoadedTokenizer:
+    """Load an existing tokenizer: from a folder, or from the hub by name."""
     folder = Path(name)
     if not folder.is_dir():
         return _from_hub(name)
@@ -88,10 +89,10 @@ def load(name: str) -> Named:
         for key in ("eos_token", "bos_token", "pad_token", "unk_token"):
             token = config.get(key)
             special.setdefault(key, token.get("content") if isinstance(token, dict) else token)
-    return _named(tokenizer, special, name)
+    return _with_special_tokens(tokenizer, special, name)
 
 
-def _from_gpt2_files(vocab: Path, merges: Path) -> Named:
+def _from_gpt2_files(vocab: Path, merges: Path) -> LoadedTokenizer:
     optional("tokenizers")
     from tokenizers.models import BPE as Model
 
@@ -99,7 +100,7 @@ def _from_gpt2_files(vocab: Path, merges: Path) -> Named:
     pairs = [(left, right) for left, right in (line.split(" ") for line in lines if not _is_comment(line))]
     tokenizer = _byte_level(Model(vocab=json.loads(vocab.read_text(encoding="utf-8")), merges=pairs))
     tokenizer.add_special_tokens([END_OF_TEXT])
-    return _named(tokenizer, {}, str(vocab.parent))
+    return _with_special_tokens(tokenizer, {}, str(vocab.parent))
 
 
 def _is_comment(line: str) -> bool:
@@ -116,25 +117,25 @@ def _byte_level(model: Any) -> Tokenizer:
     return tokenizer
 
 
-def _from_hub(name: str) -> Named:
+def _from_hub(name: str) -> LoadedTokenizer:
     transformers = optional("transformers")
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # the hub's own, the network's, a proxy's
+    except Exception as error:  # from the hub, the network or a proxy
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
             f"tokenizer {name!r} could not be loaded: {reason[0]} "
-            f"(a folder with its files works without the hub, and bpe:8192 trains one)"
+            f"(give a folder with its files to work without the hub, or bpe:8192 to train one)"
         ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"tokenizer {name!r} has no fast version")
     special = {key: getattr(loaded, key) for key in ("eos_token", "bos_token", "pad_token", "unk_token")}
-    return _named(backend, special, name)
+    return _with_special_tokens(backend, special, name)
 
 
-def _named(tokenizer: Tokenizer, special: dict[str, str | None], name: str) -> Named:
-    """Fill in the special tokens as GPT-2 has them: one token ends, begins and pads."""
+def _with_special_tokens(tokenizer: Tokenizer, special: dict[str, str | None], name: str) -> LoadedTokenizer:
+    """Fill in missing special tokens as GPT-2 does: the end-of-text token also begins and pads."""
     candidates = (special.get("eos_token"), END_OF_TEXT, "</s>")
     end = next((t for t in candidates if t is not None and tokenizer.token_to_id(t) is not None), None)
     if end is None:
@@ -142,11 +143,11 @@ def _named(tokenizer: Tokenizer, special: dict[str, str | None], name: str) -> N
     tokenizer.no_truncation()
     tokenizer.no_padding()
     known = {key: token for key, token in special.items() if token is not None}
-    return Named(tokenizer, {"bos_token": end, "pad_token": end} | known | {"eos_token": end})
+    return LoadedTokenizer(tokenizer, {"bos_token": end, "pad_token": end} | known | {"eos_token": end})
 
 
-def train(size: int, documents: Iterable[Document]) -> Named:
-    """A byte-level BPE of `size` tokens from a sample of the training documents."""
+def train(size: int, documents: Iterable[Document]) -> LoadedTokenizer:
+    """Train a byte-level BPE of `size` tokens on a sample of the training documents."""
     optional("tokenizers")
     from tokenizers import models, pre_tokenizers, trainers
 
@@ -160,15 +161,15 @@ def train(size: int, documents: Iterable[Document]) -> Named:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer, length=len(texts))
-    return _named(tokenizer, {}, f"{BPE}{size}")
+    return _with_special_tokens(tokenizer, {}, f"{BPE}{size}")
 
 
 def sample(documents: Iterable[Document], budget: int) -> list[str]:
-    """The training documents of smallest hash that fit into `budget` bytes, in the order they came.
+    """A sample of the training documents of at most `budget` bytes: those with the smallest hashes, in their order.
 
-    One pass, no need to know the size of the corpus, and the same documents whoever asks.
+    One pass, without knowing the size of the corpus. The sample depends on the documents alone.
     """
-    kept: list[tuple[int, int, str, int]] = []  # a heap: the largest hash first
+    kept: list[tuple[int, int, str, int]] = []  # a heap with the largest hash first
     total = 0
     for order, document in enumerate(documents):
         if document.split != "train":
@@ -181,19 +182,19 @@ def sample(documents: Iterable[Document], budget: int) -> list[str]:
     return [text for _, _, text, _ in sorted(kept, key=lambda item: item[1])]
 
 
-def save(named: Named, folder: Path) -> dict[str, Any]:
-    """Write the folder, whole or not at all; returns what index.json says about it."""
-    content = named.tokenizer.to_str().encode()
+def save(loaded: LoadedTokenizer, folder: Path) -> dict[str, Any]:
+    """Write the folder, completely or not at all. Returns the entry for index.json."""
+    content = loaded.tokenizer.to_str().encode()
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        **dict(sorted(named.special.items())),
+        **dict(sorted(loaded.special.items())),
     }
     with replace_folder(folder) as writing:
         write_file(writing / "tokenizer.json", content)
         write_file(writing / "tokenizer_config.json", json.dumps(config, indent=1).encode())
     return {
-        "vocab_size": max(named.tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
-        "end_of_text": named.tokenizer.token_to_id(named.special["eos_token"]),
+        "vocab_size": max(loaded.tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
+        "end_of_text": loaded.tokenizer.token_to_id(loaded.special["eos_token"]),
         "sha256": hashlib.sha256(content).hexdigest(),
     }

@@ -1,1 +1,1 @@
-"""Training on many processes: the world they form, sharded parameters, experts divided among them."""
+"""Training on many processes: the process mesh, sharded parameters, expert parallelism."""

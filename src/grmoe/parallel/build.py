@@ -1,10 +1,10 @@
-"""A model that is built in shards: a process holds its own, the embedding and one block, never the whole.
+"""Build a model in shards: a process holds its shards, the embedding and one block, but never the whole model.
 
-Its weights are to the bit those of `GrmoeForCausalLM(config)` from the same random state on one process with the same
-kind of device. That constructor draws twice: embedding and blocks as their own constructors start them, then, in the
-same order, `_init_weights` over all that; the head comes last. Routers alone keep what was drawn first. So here, too,
-all blocks are drawn, one at a time, and dropped but for their routers; then each gets memory, its weights and its
-division before the next has any.
+The weights are bit for bit those of `GrmoeForCausalLM(config)` from the same random state on one process with the same
+kind of device. That constructor draws random numbers twice. First the constructors of embedding and blocks draw their
+weights. Then `_init_weights` draws all of them again, in the same order, and the head last. Only routers keep the first
+draw. So this module first draws all blocks, one at a time, and keeps only their routers. Then each block gets memory,
+weights and sharding before the next one gets memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from grmoe.routing import Router
 
 
 def build_model(config: GrmoeConfig, world: World, bf16: bool = False) -> GrmoeForCausalLM:
-    """The model on its device, as the random state gives it, and as `shard` would divide it."""
+    """The model on its device, with the weights of the current random state, sharded as `shard` does it."""
     if world.mesh is None:
         with torch.device(world.device):
             return GrmoeForCausalLM(config)
-    model = meta_model(config)  # no memory, no draws
+    model = meta_model(config)  # allocates no memory, draws no random numbers
     body, blocks, head = model.model, list(model.model.layers), model.lm_head
     sharding = Sharding(model.config, world.mesh, bf16)
 
@@ -53,13 +53,13 @@ def build_model(config: GrmoeConfig, world: World, bf16: bool = False) -> GrmoeF
 
 
 def _drawn_router(config: GrmoeConfig, index: int, device: torch.device) -> Router | None:
-    """All that a block's constructor draws, and what remains of it."""
+    """Draw what the constructor of a block draws, and keep its router."""
     with torch.device(device):
         mlp = GrmoeDecoderLayer(config, index).mlp
     return mlp.router if isinstance(mlp, GrmoeMoE) else None
 
 
 def _initialise(model: GrmoePreTrainedModel, piece: nn.Module, device: torch.device) -> None:
-    """What `model.initialize_weights` does to one piece, on the device the model is built on."""
+    """Do to one piece what `model.initialize_weights` does, on the device of the model."""
     with torch.device(device):
         piece.apply(model._initialize_weights)

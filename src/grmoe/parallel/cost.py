@@ -1,9 +1,9 @@
-"""What one process sends in a training step, from shapes alone: a model on the meta device, and no processes.
+"""What one process sends in a training step, from the shapes of a model on the meta device.
 
 `tests/parallel/test_cost.py` compares it, byte for byte, with what real processes send.
 
-Legend: P processes, n of them in a group; R × F × E = P the mesh replicate × fsdp × expert; T tokens of a process in a
-step, D model width, N experts, K of them a token; c bytes of a weight while computing: 2 in bf16, 4 in fp32.
+Legend: P processes, n processes of a group; R × F × E = P the mesh replicate × fsdp × expert; T tokens of a process
+per step, D model width, N experts, K experts per token; c bytes of a weight in computations: 2 in bf16, 4 in fp32.
 """
 
 from __future__ import annotations
@@ -20,26 +20,30 @@ from grmoe.model.modeling_grmoe import GrmoeForCausalLM
 from grmoe.parallel.shard import check_expert_split, expert_shard_dim, shard_dim
 from grmoe.routing import routers
 
-FP32 = 4  # masters, gradients when they are reduced, moments, routers
+FP32 = 4  # master weights, reduced gradients, moments, routers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The mesh, and what each process computes in a step."""
 
     replicate: int = 1
     fsdp: int = 1
     expert: int = 1
-    sequences: int = 8  # of one process
-    length: int = 1024  # tokens of a sequence
-    micro_batches: int = 1  # that the sequences are computed in
+    sequences: int = 8
+    """Sequences per process and step."""
+    length: int = 1024
+    """Tokens per sequence."""
+    micro_batches: int = 1
+    """Micro-batches per step."""
     bf16: bool = True
-    checkpointing: bool = False  # of activations
+    checkpointing: bool = False
+    """Activation checkpointing."""
 
     def __post_init__(self) -> None:
         for name in ("replicate", "fsdp", "expert", "sequences", "length", "micro_batches"):
             checks.positive_int(name, getattr(self, name))
-        checks.require(self.processes > 1, "there must be at least two processes, got one")
+        checks.require(self.processes > 1, "a plan must have at least two processes, got one")
         checks.require(
             self.sequences % self.micro_batches == 0,
             f"micro_batches must divide the {self.sequences} sequences, got {self.micro_batches}",
@@ -47,13 +51,13 @@ class Plan:
 
     @classmethod
     def on(cls, processes: int, *, replicate: int = 1, expert: int = 1, **step: Any) -> Plan:
-        """With `fsdp` as many as the other two leave; `step`: the fields that are not the mesh."""
+        """A plan for a number of processes: `fsdp` gets all that the other two leave. `step`: the other fields."""
         others = replicate * expert
         checks.require(
             processes % others == 0,
             f"replicate × expert must divide the number of GPUs, got {replicate} × {expert} for {processes}",
         )
-        return cls(replicate, processes // others, expert, **step)
+        return cls(replicate=replicate, fsdp=processes // others, expert=expert, **step)
 
     @property
     def processes(self) -> int:
@@ -73,12 +77,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are gathered and reduced together: a block, the experts of one, or the rest (the root)."""
+    """Parameters that are gathered and reduced together: a block, the experts of a block, or the rest (the root)."""
 
     kind: Literal["block", "experts", "root"]
-    shard: int  # elements that a process holds, padding included
-    n: int  # processes that divide them: F·E, or F for experts that are divided over E already
-    kept: bool  # stays gathered until the backward needs it
+    shard: int
+    """Elements that a process holds, including padding."""
+    n: int
+    """Processes that share them: F·E, or F for experts that are already divided over E."""
+    kept: bool
+    """Stays gathered until the backward."""
 
     @property
     def whole(self) -> int:
@@ -87,10 +94,10 @@ class Group:
 
 
 def groups(model: GrmoeForCausalLM, plan: Plan) -> list[Group]:
-    """As `shard` makes them, in the order of the blocks, the root last.
+    """The groups that `shard` makes, in the order of the blocks, the root last.
 
-    Of a parameter that is divided along a dimension of size d, a process holds ⌈d/n⌉ of it: all of them allocate, send
-    and reduce as much as the first one does.
+    If a parameter is divided along a dimension of size d, every process holds ⌈d/n⌉ of it, with padding. So all
+    processes allocate, send and reduce the same amount.
     """
     n, found = plan.fsdp * plan.expert, []
     done = {p for router in routers(model) for p in router.parameters()}
@@ -108,7 +115,7 @@ def groups(model: GrmoeForCausalLM, plan: Plan) -> list[Group]:
 
 
 def _new(module: nn.Module, done: set[nn.Parameter]) -> list[nn.Parameter]:
-    """Parameters that are in no group yet; they are in one now."""
+    """Parameters that are not in `done`. Adds them to it."""
     own = [p for p in module.parameters() if p not in done]
     done.update(own)
     return own
@@ -127,20 +134,23 @@ Op = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 class Traffic:
     """The collectives of one kind that a process takes part in during a step.
 
-    given: bytes of the whole tensors: what an all-gather puts out, what the others take in.
-    sent: bytes that leave a process, by the rings that NCCL and gloo use for large tensors:
-        all-gather, reduce-scatter   (n−1)/n · given (gloo's reduce-scatter is an all-reduce inside: twice that)
-        all-reduce                   2 (n−1)/n · given, a reduce-scatter and an all-gather
-        all-to-all                   (n−1)/n · given, the rest being its own; for a balanced load
+    given: bytes of the whole tensors: the output of an all-gather, the input of the others.
+    sent: bytes that leave a process, with the rings that NCCL and gloo use for large tensors:
+        all-gather, reduce-scatter   (n−1)/n · given (gloo implements reduce-scatter as an all-reduce: twice that)
+        all-reduce                   2 (n−1)/n · given: a reduce-scatter and an all-gather
+        all-to-all                   (n−1)/n · given, for a balanced load: a process keeps its own part
     """
 
     what: str
     op: Op
-    n: int  # processes of the group
-    stride: int  # between the ranks of two neighbours
+    n: int
+    """Processes of the group."""
+    stride: int
+    """Difference of the ranks of two neighbours."""
     calls: int
     given: int
-    hidden: bool  # FSDP runs it on a stream of its own, beside the computation
+    hidden: bool
+    """FSDP overlaps it with the computation, on its own stream."""
 
     @property
     def sent(self) -> float:
@@ -148,16 +158,16 @@ class Traffic:
 
 
 def traffic(model: GrmoeForCausalLM, plan: Plan) -> list[Traffic]:
-    """All collectives of a step; those of one process or of nothing are left out.
+    """All collectives of a step, without those of one process and those of zero bytes.
 
-    weights      every group gathered in c bytes, in each micro-batch: for the forward, and again for the backward
-                 unless it was kept
-    gradients    every group reduced in fp32, once, in the last micro-batch; R > 1: then a shard all-reduced
-    routers      their gradients in fp32, once, over all processes
-    rows         T·K rows of D numbers in c bytes for each MoE layer, where a token has K experts: to the experts and
-                 back in the forward, the same in the backward; with checkpointed activations the forward's once more
-    row counts   N int64 before each time rows go out
-    the rest     fp32: the gradient's norm, three losses, the load of each expert; int64: the flag of a signal
+    weights      gather every group in c bytes, in each micro-batch: for the forward, and again for the backward unless
+                 it was kept
+    gradients    reduce every group in fp32, once, in the last micro-batch; if R > 1, then all-reduce the shards
+    routers      reduce their gradients in fp32, once, over all processes
+    rows         T·K rows of D numbers in c bytes per MoE layer: to the experts and back in the forward, the same in the
+                 backward; with checkpointed activations, those of the forward once more
+    row counts   N int64 before each time that rows are sent
+    the rest     fp32: the norm of the gradient, three losses, the load of each expert; int64: the flag of a signal
     """
     c, E = plan.compute_bytes, plan.expert
     parts = groups(model, plan)

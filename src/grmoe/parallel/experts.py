@@ -1,8 +1,8 @@
 """Expert parallelism: a row travels to the process that holds its expert, and its output travels back.
 
-Frames are everywhere, so every process routes its own tokens. Their dispatch list is sorted by expert and processes
-hold experts in order: what one process gets is one piece of the list, and an all-to-all needs no packing. The receiver
-builds a dispatch list of its own, one expert a row, and runs any backend over it.
+Every process has all frames, so it routes its own tokens. The dispatch list is sorted by expert, and processes hold
+experts in order. So each process receives one contiguous piece of the list, and the all-to-all needs no packing. The
+receiver builds its own dispatch list, with one expert per row, and runs any backend over it.
 
 Legend: T tokens, D model width, N experts, E processes that divide them, L = N/E experts of one process, A rows of the
 dispatch list, S of them sent, R rows received.
@@ -25,24 +25,24 @@ from grmoe.experts.weights import Activation
 
 
 class ExpertParallel:
-    """An `ExpertTransport` among the processes of a group, each holding its share of the experts.
+    """An `ExpertTransport` for a group of processes that share the experts.
 
-    The weights are DTensors, divided over the group along the experts. Bitwise the same on repeat: rows are ordered by
-    (sender, expert, token), nothing is summed in the order of arrival.
+    The weights are DTensors, divided over the group along the experts. Results are bit for bit reproducible: rows are
+    ordered by (sender, expert, token), and no sum depends on the order of arrival.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size = group, group.size()
 
-    # How many rows come is known when they come: nothing the compiler could use.
+    # The number of rows is known only when they arrive, so the compiler cannot use it.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x_TD: Tensor, dispatch: Dispatch, experts: ExpertWeights, backend: str) -> Tensor:
-        """As `reference_experts` with all experts; all processes of the group call it together."""
+        """The same as `reference_experts` with all experts. All processes of the group call it together."""
         end_N = dispatch.offset_N.long()
         sent_EL = torch.diff(end_N, prepend=end_N.new_zeros(1)).view(self.size, -1)
         received_EL = torch.empty_like(sent_EL)
         dist.all_to_all_single(received_EL, sent_EL, group=self.group)
-        # The one read on the host: an all-to-all wants its sizes as Python numbers.
+        # The only read on the host: an all-to-all needs its sizes as Python numbers.
         sends, receives = torch.stack([sent_EL.sum(1), received_EL.sum(1)]).tolist()
 
         rows_SD = gather(x_TD, dispatch)[: sum(sends)]
@@ -55,12 +55,12 @@ class ExpertParallel:
     def _run_local(
         self, rows_RD: Tensor, received_EL: Tensor, experts: ExpertWeights, backend: str
     ) -> Tensor:
-        """Rows from each sender, sorted by expert within, through the experts of this process."""
+        """Run rows through the experts of this process. Rows come by sender, and by expert within a sender."""
         R, L = len(rows_RD), received_EL.shape[1]
         local_L = torch.arange(L, device=rows_RD.device)
         expert_R = local_L.repeat(self.size).repeat_interleave(received_EL.flatten(), output_size=R)
         if R == 0:
-            # One row of no expert: the weights must get gradients, for others wait for them to be reduced.
+            # One row without an expert, so that the weights get gradients: other processes wait to reduce them.
             rows_RD, expert_R = pad(rows_RD, (0, 0, 0, 1)), pad(expert_R, (0, 1), value=L)
         selected_RL = expert_R.unsqueeze(1) == local_L
         dispatch = Dispatch.build(selected_RL.to(torch.float32), selected_RL, 1, kernels=backend == "triton")
@@ -82,11 +82,11 @@ class LocalExperts:
 
     @classmethod
     def of(cls, whole: ExpertWeights, processes: int) -> LocalExperts:
-        """The local parts of weights divided among so many processes.
+        """The local parts of weights that are divided among `processes`.
 
-        The loss is a mean over processes, and a gradient the mean of theirs: that is how it is reduced over the
-        processes that hold the same experts. But rows of all processes meet here, and the gradient arrives as the sum
-        over the group, `processes` times too large.
+        The loss is a mean over processes, and so is a gradient: it is averaged over the processes that hold the same
+        experts. But here the rows of all processes of the group meet, and the gradient is the sum over the group. That
+        is `processes` times too large, so it is divided.
         """
         up, down = (_divide_gradient(_local(w), processes) for w in (whole.up, whole.down_proj))
         return cls(whole.activation, up, down, whole)
@@ -101,7 +101,7 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def _divide_gradient(tensor: Tensor, divisor: int) -> Tensor:
-    """The tensor itself; its gradient over `divisor`."""
+    """The tensor itself, with its gradient divided by `divisor`."""
     return _DivideGradient.apply(tensor, divisor)
 
 
@@ -117,7 +117,7 @@ class _DivideGradient(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows: `sends[i]` of them to process i, `receives[i]` from it. Backwards the other way."""
+    """All-to-all of rows: `sends[i]` rows to process i, `receives[i]` rows from it. The backward reverses it."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""What one process holds in a training step, from shapes alone. Names as in `cost.py`."""
+"""Memory of one process in a training step, from shapes alone. The names are those of `cost.py`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,23 @@ from grmoe.parallel.cost import FP32, Group, Plan, groups
 from grmoe.routing import routers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of a process: the first four exactly, on the fullest process; the next three are estimates."""
+    """Bytes of the process that holds the most. The first four are exact, the next three are estimates."""
 
-    weights: int  # fp32 shards
-    gradients: int  # fp32 shards
-    moments: int  # AdamW's two, fp32
-    routers: int  # weights, gradients, moments and workspace of the routers, whole
+    weights: int
+    """fp32 shards."""
+    gradients: int
+    """fp32 shards."""
+    moments: int
+    """The two of AdamW, fp32 shards."""
+    routers: int
+    """Weights, gradients, moments and workspace of the routers, which are not sharded."""
     gathered: int
     activations: int
     logits: int
-    start: int  # the most while the model is built, before the first step
+    start: int
+    """The largest amount while the model is built, before the first step."""
 
     @property
     def total(self) -> int:
@@ -33,18 +38,18 @@ class Memory:
 
 
 def memory(model: GrmoeForCausalLM, plan: Plan) -> Memory:
-    """Bytes that a process holds at most.
+    """The largest number of bytes that a process holds during a step.
 
-    routers      4 bytes a weight and its gradient, 8 for AdamW's moments of κ; for a frame of D × k a momentum, one
-                 second moment and a k × k matrix, and a workspace of all frames that GrassmannAdam keeps
-    gathered     in the backward: 2c a weight of the root (weights and gradient, which waits for the embedding's part)
-                 and 3c + 4 a weight of the largest block: its weights, its gradient, the next block's weights, and the
-                 buffer its gradient is reduced in. Several micro-batches: also 4 for the gradient of all weights a
-                 process computes with
+    routers      4 bytes per weight and 4 per gradient, 8 for AdamW's moments of κ; for a frame of D × k a momentum, one
+                 second moment and a k × k matrix, and GrassmannAdam's workspace of all frames
+    gathered     in the backward: 2c per weight of the root (the weight, and the gradient that waits for the part of the
+                 embedding) and 3c + 4 per weight of the largest block: its weights, its gradient, the weights of the
+                 next block, and the buffer for reducing its gradient. With several micro-batches also 4 for the
+                 gradient of every weight that a process computes with
     activations  see `block_activations`
-    logits       c a token and word, of 16384 tokens at most (see `grmoe.head`), and 4 a weight of the output matrix for
-                 its gradient
-    start        4 a weight of the shards, the routers, the embedding, and the largest block or, if larger, the head
+    logits       c per token and word, for at most 16384 tokens (see `grmoe.head`), and 4 per weight of the output
+                 matrix for its gradient
+    start        4 per weight of the shards, the routers, the embedding, and the largest block or, if larger, the head
     """
     c, parts = plan.compute_bytes, groups(model, plan)
     shard, whole = sum(g.shard for g in parts), sum(g.whole for g in parts)
@@ -67,12 +72,12 @@ def memory(model: GrmoeForCausalLM, plan: Plan) -> Memory:
 
 
 def block_activations(config: GrmoeConfig, index: int, plan: Plan) -> int:
-    """Bytes a token that block `index` keeps for its backward: an estimate.
+    """Estimate of the bytes per token that block `index` keeps for its backward.
 
-    Numbers of c bytes: the residual stream and its normalised form twice (4D), queries and what they attend to, keys
-    and values; the inner width three times for SwiGLU (gate, up, product), twice for GELU. A MoE layer has that for K
-    rows, and the rows before and after (divided experts: once more, as they came back). In fp32 its router's logits,
-    gate and weights. This is what fused norms and activations keep; eager PyTorch keeps up to twice as much.
+    In numbers of c bytes: the residual stream and its normalised form, twice (4D); queries, attention outputs, keys and
+    values; the inner width three times for SwiGLU (gate, up, product) and twice for GELU. A MoE layer has the inner
+    width for K rows, and the rows before and after (with divided experts also the rows that came back). In fp32 the
+    logits, gate and weights of the router. Fused norms and activations keep this much; eager PyTorch up to twice.
     """
     assert config.head_dim is not None
     assert config.num_key_value_heads is not None
@@ -90,10 +95,10 @@ def block_activations(config: GrmoeConfig, index: int, plan: Plan) -> int:
 
 
 def _start(model: GrmoeForCausalLM, plan: Plan) -> int:
-    """Elements beside the shards while `build_model` is at the largest block, or at the head.
+    """Elements beside the shards while `build_model` builds the largest block or the head.
 
-    A block is whole while it is divided, with all of its experts. Divided over `expert` and `fsdp`, a process's share
-    of a stack of them is there before FSDP divides it further.
+    A block is complete, with all its experts, while it is being sharded. With both `expert` and `fsdp`, the share of a
+    process in a stack of experts exists before FSDP shards it further.
     """
     layers = model.model.layers
     routed = sum(p.numel() for router in routers(model) for p in router.parameters())
@@ -106,7 +111,7 @@ def _start(model: GrmoeForCausalLM, plan: Plan) -> int:
 
 
 def _blocks(parts: Iterable[Group]) -> Iterator[int]:
-    """Gathered elements of each block, its experts included."""
+    """Gathered elements of each block, including its experts."""
     experts = 0
     for group in parts:
         if group.kind == "experts":

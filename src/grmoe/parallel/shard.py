@@ -1,9 +1,10 @@
-"""A model spread over processes: FSDP2, experts divided among processes, gradients as a single process has them.
+"""Shard a model over processes: FSDP2, expert parallelism, and the same gradients as on a single process.
 
-The loss is the mean over processes of each one's mean over its tokens, and so is every gradient:
+The loss is the mean over processes of the mean over their tokens, and so is every gradient:
     weights of blocks, embedding, head   sharded over fsdp × expert, reduced by FSDP
-    experts                              divided over expert (see `experts.py`), within that sharded over fsdp by FSDP
-    routers                              whole everywhere, for frames need whole columns; reduced by `finish_gradients`
+    experts                              divided over expert (see `experts.py`), then sharded over fsdp by FSDP
+    routers                              a full copy on every process, because frames need whole columns;
+                                         reduced by `finish_gradients`
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from grmoe.routing import routers
 
 
 def shard(model: GrmoeForCausalLM, world: World, bf16: bool = False) -> None:
-    """Spread the model over the world, in place; alone, nothing happens.
+    """Shard the model in place. Does nothing if there is only one process.
 
-    Every process must come with the same weights, as the same seed gives them; `build_model` never has them whole.
-    Optimisers are made afterwards: the parameters are others then.
-    bf16: gather weights and compute in bf16, reduce gradients and keep masters in fp32. Routers compute in fp32.
+    Every process must have the same weights, for example from the same seed. (`build_model` shards while it builds.)
+    Create optimisers afterwards, because sharding replaces the parameters.
+    bf16: gather weights and compute in bf16, reduce gradients and keep master weights in fp32. Routers use fp32.
     """
     if world.mesh is None:
         return
@@ -50,14 +51,14 @@ def shard(model: GrmoeForCausalLM, world: World, bf16: bool = False) -> None:
 
 
 class Sharding:
-    """How a model is divided over a mesh: block by block, in any order, the rest (the root) last."""
+    """Shards a model over a mesh: the blocks in any order, then the rest (the root)."""
 
     def __init__(self, config: GrmoeConfig, mesh: DeviceMesh, bf16: bool) -> None:
         if mesh["expert"].size() > 1:
             name = config._experts_implementation
             checks.require(
                 name in OWN_EXPERTS,
-                f"experts divided among processes need an implementation of {OWN_EXPERTS}, got {name!r}",
+                f"experts_implementation must be one of {OWN_EXPERTS} with parallel.expert > 1, got {name!r}",
             )
             check_expert_split(config.num_experts, mesh["expert"].size())
         self.mesh, self.dense = mesh, _dense_mesh(mesh)
@@ -66,7 +67,7 @@ class Sharding:
             self.policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def block(self, block: GrmoeDecoderLayer, last: bool) -> None:
-        """last: of the blocks, in the order they are computed."""
+        """last: whether this is the last block that the forward pass computes."""
         if self.mesh["expert"].size() > 1 and isinstance(block.mlp, MoE):
             _divide_experts(block.mlp, self.mesh, self.policy)
         self._divide(block, keep=last)
@@ -75,7 +76,7 @@ class Sharding:
         self._divide(model, keep=True)
 
     def _divide(self, module: nn.Module, keep: bool) -> None:
-        """keep: gathered after the forward. The backward begins with these: they would be gathered again at once."""
+        """keep: leave the weights gathered after the forward, because the backward needs them first."""
         fully_shard(
             module,
             mesh=self.dense,
@@ -94,24 +95,25 @@ def check_expert_split(experts: int, processes: int) -> None:
 
 
 def shard_dim(shape: Sequence[int], processes: int) -> int:
-    """Which dimension of a parameter is divided; of one that does not divide evenly, the last parts are padding."""
+    """The dimension to shard. If it does not divide evenly, the last shards are padded."""
     if len(shape) < 3:
         return 0
-    # A stack of few experts over many processes: most of them would hold padding.
+    # With few experts and many processes, sharding the experts would give most processes padding only.
     return next((dim for dim, size in enumerate(shape) if size % processes == 0), 0)
 
 
 def expert_shard_dim(shape: Sequence[int], processes: int) -> int:
-    """The same for experts that are divided among processes along the first dimension already."""
+    """The dimension to shard of experts that are already divided among processes along the first dimension."""
     even = [dim for dim in (1, 2) if shape[dim] % processes == 0]
     checks.require(
-        bool(even), f"parallel.fsdp must divide a side of the experts, got {processes} for {tuple(shape)}"
+        bool(even),
+        f"parallel.fsdp must divide a side of the experts' matrices, got {processes} for {tuple(shape)}",
     )
     return even[0]
 
 
 def _dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Everything but experts: sharded over fsdp × expert, one dimension of processes to FSDP."""
+    """The mesh for everything but experts: fsdp × expert is one dimension to FSDP."""
     replicate, fsdp, expert = mesh.shape
     if expert == 1:
         return mesh["replicate", "fsdp"] if replicate > 1 else mesh["fsdp"]
@@ -122,7 +124,7 @@ def _dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _divide_experts(moe: MoE, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Each process keeps its N/E experts, of which FSDP shards another dimension."""
+    """Each process keeps N/E experts. FSDP shards another dimension of them."""
     experts, group = moe.experts, mesh["expert"]
     for name, p in list(experts.named_parameters()):
         part = p.detach().chunk(group.size())[group.get_local_rank()].clone()
@@ -142,9 +144,9 @@ def _divide_experts(moe: MoE, mesh: DeviceMesh, policy: MixedPrecisionPolicy) ->
 
 
 def accumulate(model: nn.Module, world: World, last: bool) -> None:
-    """Before the backward of a micro-batch: gradients are reduced over processes in the last one only.
+    """Call before the backward of a micro-batch: gradients are reduced over processes only in the last one.
 
-    Until then each process holds those of all weights it computes with, unsharded.
+    Until then each process holds the full gradients of all weights it computes with.
     """
     if world.mesh is not None:
         assert isinstance(model, FSDPModule)
@@ -153,7 +155,7 @@ def accumulate(model: nn.Module, world: World, last: bool) -> None:
 
 @torch.no_grad()
 def finish_gradients(model: nn.Module, world: World) -> None:
-    """After the last backward of a step: the mean over processes of what FSDP does not reduce, the routers'."""
+    """Call after the last backward of a step: average the gradients of routers, which FSDP does not reduce."""
     if world.mesh is None:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
@@ -166,9 +168,10 @@ def finish_gradients(model: nn.Module, world: World) -> None:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float, world: World) -> Tensor:
-    """Scale the gradients by min(1, max_norm / (‖g‖ + 1e-6)); returns ‖g‖, over the elements of the whole model.
+    """Scale the gradients by min(1, max_norm / (‖g‖ + 1e-6)). Returns ‖g‖ of the whole model.
 
-    Each process adds what it holds, over the number of processes that hold the same. Nothing is read on the host.
+    Each process adds the squares it holds, divided by the number of processes that hold the same elements. Nothing is
+    read on the host.
     """
     parameters = list(parameters)
     if world.mesh is None:
@@ -183,7 +186,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, world: World) 
 
 
 def _shards(tensor: Tensor) -> int:
-    """Into how many parts a tensor is divided."""
+    """Number of parts that a tensor is divided into."""
     parts = 1
     if isinstance(tensor, DTensor):
         for dim, placement in enumerate(tensor.placements):
@@ -192,7 +195,7 @@ def _shards(tensor: Tensor) -> int:
 
 
 def split_by_mesh(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups, cut so that each holds parameters of one mesh only, as multi-tensor optimisers want them."""
+    """Split parameter groups so that each has parameters of one mesh only. Multi-tensor optimisers need that."""
     cut: list[dict[str, Any]] = []
     for group in groups:
         by_mesh: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
@@ -207,9 +210,9 @@ def split_by_mesh(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def sync_routers(model: nn.Module, world: World) -> None:
-    """Before `update_priors`: every process gets the same loads, those of all tokens.
+    """Call before `update_priors`: give every process the loads of all tokens.
 
-    The mean of the sums, for a load is a ratio of two of them: calling it again, or later, counts nothing twice.
+    It averages the sums. A load is a ratio of two sums, so calling it twice counts nothing twice.
     """
     sums = [router.prior_sums for router in routers(model)]
     if world.mesh is not None and sums:
@@ -218,9 +221,9 @@ def sync_routers(model: nn.Module, world: World) -> None:
 
 @torch.no_grad()
 def sync_metrics(model: nn.Module, world: World) -> None:
-    """Before metrics are read: every process gets the totals of all.
+    """Call before reading metrics: give every process the totals of all processes.
 
-    Reset the metrics after reading them. A second call in between would count every token once for each process.
+    Reset the metrics after reading them, because a second call without a reset would count tokens several times.
     """
     sums = [router.counter.sums for router in routers(model)]
     if world.mesh is not None and sums:

@@ -1,7 +1,7 @@
-"""Who takes part: processes as `torchrun` starts them, arranged as replicate × fsdp × expert.
+"""The processes that `torchrun` starts, arranged as a mesh replicate × fsdp × expert.
 
-Every process computes its own part of the batch. `fsdp · expert` of them together hold one copy of the model, and
-there are `replicate` such copies; the experts of a copy are divided among `expert` of them.
+Every process computes its own part of the batch. `fsdp · expert` processes together hold one copy of the model, and
+there are `replicate` copies. The experts of a copy are divided among `expert` processes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ DIMS = ("replicate", "fsdp", "expert")
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many processes do what; the product is the number of processes."""
+    """How processes divide the model. The product of the three sizes is the number of processes."""
 
-    fsdp: int | None = None  # processes that share parameters; None: all that the other two leave
-    replicate: int = 1  # copies of the whole model (HSDP)
-    expert: int = 1  # processes among which experts are divided
+    fsdp: int | None = None
+    """Processes that share the parameters of a copy of the model (FSDP). Default: all that the other two leave."""
+    replicate: int = 1
+    """Copies of the whole model (HSDP)."""
+    expert: int = 1
+    """Processes that share the experts of a copy of the model (expert parallelism)."""
 
     def __post_init__(self) -> None:
         checks.positive_int("replicate", self.replicate)
@@ -37,13 +40,14 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class World:
-    """This process's place."""
+    """This process among all processes."""
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
-    mesh: DeviceMesh | None  # dimensions DIMS; None: one process
+    mesh: DeviceMesh | None
+    """With the dimensions DIMS; None if there is only one process."""
 
     @property
     def first(self) -> bool:
@@ -51,9 +55,9 @@ class World:
 
 
 def start(config: ParallelConfig, device: str = "auto") -> World:
-    """Join the other processes, or stay alone where there are none.
+    """Join the other processes, if there are any.
 
-    device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1"; of "cuda", `torchrun` says which.
+    device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1". With "cuda", `torchrun` chooses the GPU.
     """
     rank, size, local_rank = (int(os.environ.get(k, d)) for k, d in _ENVIRONMENT.items())
     shape = _shape(config, size)
@@ -62,13 +66,13 @@ def start(config: ParallelConfig, device: str = "auto") -> World:
         torch.cuda.set_device(place)
     if size == 1:
         return World(rank, size, local_rank, place, None)
-    # Flags, counts and checkpoints' plans are on the CPU also where the model is not.
+    # gloo too, because flags, counts and the plans of checkpoints are on the CPU.
     dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
     return World(rank, size, local_rank, place, init_device_mesh(place.type, shape, mesh_dim_names=DIMS))
 
 
 def stop() -> None:
-    """Leave the others."""
+    """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -88,12 +92,12 @@ def mean(world: World, tensor: Tensor) -> Tensor:
 
 
 def any_process(world: World, flag: bool) -> bool:
-    """Whether any process says yes."""
+    """Whether the flag is set on any process."""
     return bool(total(world, torch.tensor(int(flag))))
 
 
 def smallest(world: World, number: int) -> int:
-    """The smallest of all processes' numbers."""
+    """The smallest number over all processes."""
     value = torch.tensor(number)
     if world.mesh is not None:
         dist.all_reduce(value, dist.ReduceOp.MIN)
@@ -104,7 +108,7 @@ _ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
 def _shape(config: ParallelConfig, size: int) -> tuple[int, int, int]:
-    """Sizes of DIMS, or an error that says how to start the processes they need."""
+    """Sizes of DIMS. Raises with the command that starts the right number of processes."""
     others = config.replicate * config.expert
     fsdp = max(1, size // others) if config.fsdp is None else config.fsdp
     if others * fsdp == size:

@@ -1,6 +1,7 @@
-"""Everything a training run can be told, with defaults that train.
+"""The configuration of a training run. Every key has a default, and the defaults train.
 
-The YAML file has these groups; `grmoe train run.yaml optim.lr=6e-4 model.router=softmax` overrides single keys.
+A YAML file holds these groups. `grmoe train run.yaml optim.lr=6e-4 model.router=softmax` overrides single keys. The
+docstrings of the fields are the configuration reference (`grmoe.config.describe_fields`).
 """
 
 from __future__ import annotations
@@ -14,18 +15,24 @@ from grmoe.checks import finite, positive_int, require
 from grmoe.model import PRESETS, GrmoeConfig, preset
 from grmoe.parallel.world import ParallelConfig
 
-Kind = Literal[
-    "weights", "kappa", "frames"
-]  # of parameters: each has its own peak rate and may have its own schedule
+# Kinds of parameters. Each has its own peak learning rate and may have its own schedule.
+Kind = Literal["weights", "kappa", "frames"]
 KINDS: tuple[Kind, ...] = ("weights", "kappa", "frames")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    path: str = "runs/data"  # as `grmoe prepare` wrote it
-    sequence_length: int | None = None  # the model's longest, unless said
-    batch_size: int = 32  # sequences a step, all processes together
-    micro_batch_size: int | None = None  # sequences a process computes at once; fewer accumulate gradients
+    """The training text, and how it is cut into batches."""
+
+    path: str = "runs/data"
+    """Folder that `grmoe prepare` wrote."""
+    sequence_length: int | None = None
+    """Tokens per sequence. Default: the model's `max_position_embeddings`."""
+    batch_size: int = 32
+    """Sequences per step, over all processes."""
+    micro_batch_size: int | None = None
+    """Sequences that a process computes at once. Smaller values need less memory and accumulate gradients.
+    Default: all sequences of a process at once."""
 
     def __post_init__(self) -> None:
         positive_int("batch_size", self.batch_size)
@@ -34,22 +41,39 @@ class DataConfig:
                 positive_int(name, getattr(self, name))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
+    """Learning rates, their schedules, and the optimisers: AdamW for weights and κ, `GrassmannAdam` for subspaces.
+
+    A learning rate rises linearly during the warm-up and then follows a cosine down to its floor.
+    """
+
     lr: float = 3e-4
-    frames_lr: float | None = None  # of the subspaces, on their manifold; 0.003·√rank unless said
-    kappa_lr: float | None = None  # of log κ; 5·lr unless said: at lr the concentrations hardly move
-    warmup: int | None = None  # steps; 2000, or three tenths of a shorter run
-    floor: float = 0.1  # the last rate, as a share of the peak
-    # The subspaces' and log κ's own; as the weights' unless said.
+    """Peak learning rate of the weights."""
+    frames_lr: float | None = None
+    """Peak learning rate of the subspaces: the length of a step on their manifold. Default: 0.003·√router_rank."""
+    kappa_lr: float | None = None
+    """Peak learning rate of log κ. Default: 5·lr, because at lr the concentrations hardly move."""
+    warmup: int | None = None
+    """Steps of warm-up. Default: 2000, or three tenths of a shorter run."""
+    floor: float = 0.1
+    """Learning rate of the last step, as a share of the peak."""
     frames_warmup: int | None = None
+    """Steps of warm-up of the subspaces. Default: `warmup`."""
     frames_floor: float | None = None
+    """Last learning rate of the subspaces, as a share of the peak. Default: `floor`."""
     kappa_warmup: int | None = None
+    """Steps of warm-up of log κ. Default: `warmup`."""
     kappa_floor: float | None = None
-    betas: tuple[float, ...] = (0.9, 0.95)  # of AdamW, as eps
+    """Last learning rate of log κ, as a share of the peak. Default: `floor`."""
+    betas: tuple[float, ...] = (0.9, 0.95)
+    """Decay of AdamW's two moments."""
     eps: float = 1e-8
-    weight_decay: float = 0.1  # of matrices; never of norms, κ and subspaces
-    clip: float = 1.0  # largest norm of a step's gradient; 0: as large as it comes
+    """Added to the denominator of AdamW."""
+    weight_decay: float = 0.1
+    """Weight decay of matrices. Norms, κ and subspaces have none."""
+    clip: float = 1.0
+    """Largest norm of a step's gradient. 0: no clipping."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "frames_lr", "kappa_lr", "eps", "weight_decay", "clip"):
@@ -67,12 +91,19 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """What shapes the routers while they train. Losses of the baselines are options of theirs: model.router_options."""
+    """What shapes the routers during training.
 
-    overlap_weight: float = 0.01  # β of the overlap regulariser; 0: none
-    overlap_rho: float = 0.5  # ρ0, its hinge, as a share of the overlap of random subspaces
-    overlap_pairs: Literal["auto", "all"] = "auto"  # auto: a sample of 4N pairs where there are more
-    prior_rate: float = 0.05  # η of the balanced prior, times the learning rate's schedule
+    The losses of the baseline routers are options of these routers: `model.router_options`.
+    """
+
+    overlap_weight: float = 0.01
+    """β, the weight of the overlap penalty in the objective. 0: none."""
+    overlap_rho: float = 0.5
+    """ρ₀, the hinge of the overlap penalty, as a share of the overlap of random subspaces."""
+    overlap_pairs: Literal["auto", "all"] = "auto"
+    """Pairs of experts in the penalty: `all`, or `auto` for a random sample of 4N pairs per step if there are more."""
+    prior_rate: float = 0.05
+    """η, the rate of the balanced prior. It follows the learning-rate schedule of the weights."""
 
     def __post_init__(self) -> None:
         for name in ("overlap_weight", "overlap_rho", "prior_rate"):
@@ -81,11 +112,15 @@ class RoutingConfig:
 
 @dataclass(frozen=True)
 class AlphaConfig:
-    """What the dial does while training. Validation and the saved model are at the model's own α."""
+    """α during training. Validation and the saved model use the model's own α."""
 
     schedule: Literal["constant", "anneal", "sample"] = "constant"
-    low: float = 0.5  # anneal: from here to the model's α, geometrically; sample: log-uniform in [low, high]
+    """`constant`: the model's α. `anneal`: from `low` to the model's α, geometrically. `sample`: a new α per step,
+    log-uniform in [`low`, `high`]."""
+    low: float = 0.5
+    """Smallest α of `sample`, first α of `anneal`."""
     high: float = 4.0
+    """Largest α of `sample`."""
 
     def __post_init__(self) -> None:
         finite("low", self.low, above=0)
@@ -94,9 +129,14 @@ class AlphaConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    every: int = 500  # steps; 0: at the end only
-    tokens: int = 250_000  # of each domain, at most
-    batch_size: int | None = None  # sequences at once; those of training unless said
+    """Perplexity on held-out text."""
+
+    every: int = 500
+    """Steps between validations. 0: only after the last step."""
+    tokens: int = 250_000
+    """Largest number of tokens per domain."""
+    batch_size: int | None = None
+    """Sequences computed at once. Default: as in training."""
 
     def __post_init__(self) -> None:
         positive_int("every", self.every, at_least=0)
@@ -107,9 +147,14 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    every: int = 10  # steps; log.jsonl is written always
+    """Where metrics go. `log.jsonl` in the run's folder is always written."""
+
+    every: int = 10
+    """Steps between lines."""
     tensorboard: bool = False
-    wandb: str | None = None  # the project's name
+    """Write to the folder `tensorboard` of the run, too."""
+    wandb: str | None = None
+    """Project of Weights & Biases to write to, too."""
 
     def __post_init__(self) -> None:
         positive_int("every", self.every)
@@ -117,27 +162,42 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = 500  # steps; 0: at the end only
+    """When to save, and what to keep."""
+
+    every: int = 500
+    """Steps between checkpoints. 0: only after the last step."""
     keep_last: int = 2
-    keep_best: bool = True  # the one of lowest validation loss
-    background: bool = False  # copy the state and train on while a thread writes it
+    """Number of newest checkpoints to keep."""
+    keep_best: bool = True
+    """Keep the checkpoint with the lowest validation loss, too."""
+    background: bool = False
+    """Copy the state, and let a thread write it while training continues."""
 
     def __post_init__(self) -> None:
         positive_int("every", self.every, at_least=0)
         positive_int("keep_last", self.keep_last)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
+    """A training run."""
+
     out: str = "runs/train"
+    """Folder of the run."""
     steps: int = 1000
+    """Optimiser steps."""
     seed: int = 0
-    device: str = "auto"  # the GPU where there is one
-    precision: Literal["auto", "bf16", "fp32"] = "auto"  # auto: bf16 on a GPU; weights are fp32 in any case
-    compile: bool | None = None  # torch.compile; on a GPU unless said
-    activation_checkpointing: bool = False  # less memory for a third more arithmetic
-    # A preset ("small" unless said, null for none) and fields of GrmoeConfig: {preset: tiny, router: softmax}.
+    """Seed of the weights, of the order of the data and of everything random in a step."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:N`, or `auto` for a GPU if there is one."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Precision of the forward and backward pass. `auto`: bf16 on a GPU. Weights are always fp32."""
+    compile: bool | None = None
+    """Use torch.compile. Default: on a GPU."""
+    activation_checkpointing: bool = False
+    """Need less memory, for a third more arithmetic."""
     model: dict[str, Any] = field(default_factory=dict)
+    """A preset (default: `small`; `null` for none) and fields of `GrmoeConfig`: {preset: tiny, router: softmax}."""
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
@@ -149,7 +209,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         positive_int("steps", self.steps)
-        # Written out: what is shown and saved says which model it is.
+        # Made explicit, so that what is shown and saved names the preset.
         object.__setattr__(self, "model", {"preset": "small", **self.model})
         known = ["preset", *_model_fields()]
         for name in self.model:
@@ -165,7 +225,7 @@ class TrainConfig:
         return self.model["preset"]
 
     def schedule(self, kind: Kind) -> tuple[int, float]:
-        """(steps of warm-up, last rate as a share of the peak) of a kind of parameters."""
+        """(steps of warm-up, last learning rate as a share of the peak) of a kind of parameters."""
         o = self.optim
         warmups = {"weights": o.warmup, "kappa": o.kappa_warmup, "frames": o.frames_warmup}
         floors = {"weights": o.floor, "kappa": o.kappa_floor, "frames": o.frames_floor}
@@ -174,7 +234,7 @@ class TrainConfig:
         return next(w for w in given if w is not None), o.floor if floor is None else floor
 
     def model_config(self, vocab_size: int, end_of_text: int) -> GrmoeConfig:
-        """The model's configuration for a tokenizer; a vocabulary that is too small for it is refused."""
+        """The model's configuration for a tokenizer. Raises if its vocabulary is too small for the tokenizer."""
         changes = {k: v for k, v in self.model.items() if k != "preset"}
         changes = {
             "vocab_size": vocab_size,
@@ -188,8 +248,8 @@ class TrainConfig:
         return GrmoeConfig(**changes) if self.preset is None else preset(self.preset, **changes)
 
 
-# A run goes on with another value of these: they change what is shown, kept or where it runs, not what is trained. Data
-# may lie elsewhere, for a checkpoint knows their checksum.
+# A run may continue with other values of these keys. They change what is shown, what is kept or where it runs, but not
+# what is trained. The data may have moved: a checkpoint knows its checksum.
 MAY_CHANGE_ON_RESUME = (
     "out", "device", "compile", "activation_checkpointing", "data.path", "data.micro_batch_size", "validation", "log",
     "checkpoint", "parallel",

@@ -1,1 +1,1 @@
-"""Training: one readable loop on PyTorch's own parts."""
+"""Training: one loop (`loop.py`), one step (`step.py`), one objective (`objective.py`)."""

@@ -1,4 +1,4 @@
-"""What a run tells while it goes: lines in log.jsonl always; a terminal, TensorBoard and W&B if they are there."""
+"""The log of a run: log.jsonl and the terminal, and TensorBoard and Weights & Biases if asked for."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sink(Protocol):
 
 
 class Logger:
-    """Hands every line to all sinks. Lines have `kind` ("train" or "validation") and `step`."""
+    """Passes every line to all sinks. A line has a `kind` ("train" or "validation") and a `step`."""
 
     def __init__(self, sinks: list[Sink]) -> None:
         self.sinks = sinks
@@ -73,17 +73,17 @@ class JsonLines:
     def write(self, line: dict[str, Any]) -> None:
         try:
             self.file.write(json.dumps(line) + "\n")
-            self.file.flush()  # a killed run has told everything
+            self.file.flush()  # nothing is lost if the process is killed
         except OSError as error:
             raise OSError(f"cannot write {self.path}: {error.strerror}") from error
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # all that is left to write is what `write` has complained of
+        with contextlib.suppress(OSError):  # `write` has already raised
             self.file.close()
 
 
 class Screen:
-    """What begins; then a bar with the newest numbers on a terminal, a line for each log step elsewhere. On stderr."""
+    """On stderr: what is trained; then a bar with the newest numbers on a terminal, else a line per log step."""
 
     def __init__(self, steps: int, first_step: int, begins: str) -> None:
         console = Console(stderr=True)
@@ -137,7 +137,7 @@ class WandB:
         import wandb
 
         folder = Path(config.out)
-        # Of this run and nobody else's: another folder of the same name, or another run in this one, has another start.
+        # The start time makes the id unique: another folder of the same name, or a new run in this one, has another.
         start = "".join(filter(str.isalnum, first_start(folder)))
         self.run = wandb.init(
             project=config.log.wandb,
@@ -156,7 +156,7 @@ class WandB:
 
 
 def flat(line: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line as `train/loss`, `validation/domains/code`, `train/layers/2/entropy`."""
+    """The numbers of a line by name: `train/loss`, `validation/domains/code`, `train/layers/2/entropy`."""
     found: dict[str, float] = {}
 
     def walk(name: str, value: Any) -> None:
@@ -200,18 +200,18 @@ def routing_line(layers: list[RoutingMetrics]) -> dict[str, Any]:
 
 
 def describe_start(trainer: Trainer, first_step: int) -> str:
-    """What is trained, on what, and where it goes: minutes may pass before the first step is logged."""
+    """What is trained, where, and where it is saved. Shown at once: the first step may take minutes."""
     config, world = trainer.config, trainer.world
     cost = count(trainer.model.config, trainer.length)
     device = device_name(world.device)
     processes = f"{world.size} × " if world.size > 1 else ""
     precision = "bf16 with fp32 weights" if uses_bf16(config, world) else "fp32"
     compiled = trainer.forward is not trainer.model
-    how = "compiled: the first step compiles, this may take minutes" if compiled else "not compiled"
+    how = "compiled (the first step may take minutes)" if compiled else "not compiled"
     return (
-        f"step {first_step} of {config.steps}: trains {config.preset or 'a model of its own'} with router "
-        f"{trainer.model.config.router}, {short(cost.total)} parameters, {short(cost.active)} active a token, on "
-        f"{processes}{device}, {precision}, {how}; {trainer.tokens_per_step:,} tokens a step; to {config.out}"
+        f"step {first_step} of {config.steps}: training {config.preset or 'a custom model'} with router "
+        f"{trainer.model.config.router}, {short(cost.total)} parameters, {short(cost.active)} active per token, on "
+        f"{processes}{device}, {precision}, {how}; {trainer.tokens_per_step:,} tokens per step; saving to {config.out}"
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from grmoe.parallel.world import smallest
 from grmoe.train.setup import Trainer
 
-# Modules whose outputs are checked, by the last part of their names.
+# The modules to check, by the last part of their names.
 _CHECKED = ("embed_tokens", "self_attn", "mlp", "norm")
 
 

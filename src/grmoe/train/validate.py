@@ -1,4 +1,4 @@
-"""Perplexity on held-out text, domain by domain, and what the routers did there."""
+"""Perplexity and routing metrics on held-out text, by domain."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from grmoe.train.setup import Trainer
 
 @dataclass(frozen=True)
 class Validation:
-    loss: float  # nats a token, over all domains
-    domains: dict[str, float]  # the same of each
-    routing: list[RoutingMetrics]  # of each MoE layer
+    loss: float
+    """Nats per token over all domains."""
+    domains: dict[str, float]
+    """Nats per token of each domain."""
+    routing: list[RoutingMetrics]
+    """Of each MoE layer."""
 
     @property
     def perplexity(self) -> float:
@@ -30,7 +33,7 @@ class Validation:
 
 @torch.no_grad()
 def validate(trainer: Trainer) -> Validation:
-    """At most `validation.tokens` of each domain, at the model's own α. All processes call it together."""
+    """Measure at most `validation.tokens` tokens per domain, at the model's own α. All processes call it together."""
     model, world = trainer.model, trainer.world
     set_alpha(model, model.config.alphas)
     model.reset_routing_metrics()
@@ -56,9 +59,9 @@ def validate(trainer: Trainer) -> Validation:
 
 
 def _own_share(trainer: Trainer, domain: str) -> Iterator[tuple[Tensor, bool]]:
-    """Every `size`-th batch of a domain; where others have one more, the last again and not counted.
+    """(batch, whether it counts): every `size`-th batch of a domain.
 
-    Sharded models need all processes in every forward.
+    Sharded models need all processes in every forward. A process without a batch repeats another one, uncounted.
     """
     world = trainer.world
     batches = _batches(trainer, domain)
@@ -68,7 +71,7 @@ def _own_share(trainer: Trainer, domain: str) -> Iterator[tuple[Tensor, bool]]:
 
 
 def _batches(trainer: Trainer, domain: str) -> Iterator[Tensor]:
-    """The first windows of a domain: the same text whatever the batch and the number of processes."""
+    """The first windows of a domain: the same text for every batch size and number of processes."""
     config, length = trainer.config.validation, trainer.length
     left = max(1, config.tokens // length)
     for rows in trainer.validation.windows(length, config.batch_size or trainer.micro_rows, domain):
