@@ -181,20 +181,6 @@ def test_geometry_is_that_of_the_frames(make: Any, texts: list[Path]) -> None:
         assert layer.kappa == pytest.approx(router.kappa.tolist(), rel=1e-5)
 
 
-def test_excerpts_are_the_text_with_its_gates(make: Any, texts: list[Path]) -> None:
-    found = analyze(make(), texts[:1], 320)
-    assert len(found.excerpts) == 4
-    first = found.excerpts[0]
-    assert texts[0].read_text().startswith("".join(first.pieces))
-    assert first.domain == "prose"
-    assert len(first.pieces) == len(first.types) == 32
-    probs = np.array(first.probs)
-    assert probs.shape == (2, 32, 4)
-    assert np.allclose(probs.sum(-1), 1, atol=3e-3)  # three decimals
-    leading = np.take_along_axis(probs, np.array(first.experts)[..., None], -1)[..., 0]
-    assert (leading >= probs.max(-1) - 1e-3).all()
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps on two domains."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grmoe.analyze import analyze
 from grmoe.data import TokenDataset, prepare
-from grmoe.evaluate.texts import read_texts
+from grmoe.evaluate.texts import read_domains
 from grmoe.probe.pieces import Pieces
 from grmoe.probe.text import VALIDATION, open_stream, read_documents
 from grmoe.probe.typed_windows import CONTEXT, covering_starts, typed_windows
@@ -70,7 +70,7 @@ def test_every_command_sees_the_tokens_of_prepare(corpus: Path, prepared: TokenD
     assert seen == want[: len(seen)].tolist()
     assert len(want) - 32 < len(seen) <= len(want)
     # grmoe eval, by domain, after one end-of-text as context
-    for text in read_texts([str(corpus)], loaded):
+    for text in read_domains([str(corpus)], loaded):
         own = [ids for domain, ids in prepared.iter_documents() if domain == text.domain]
         assert text.tokens[1:].tolist() == np.concatenate(own).tolist()
 
