@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from grmoe.evaluate import Plan
 from grmoe.evaluate import run as evaluate
 from grmoe.evaluate.perplexity import Perplexity, count_windows, measure_text, windows
-from grmoe.evaluate.texts import DomainText, read_texts
+from grmoe.evaluate.texts import DomainText, read_domains
 from grmoe.head import IGNORED
 from grmoe.runs.open import LoadedModel, open_model
 
@@ -52,7 +52,7 @@ def test_every_token_is_scored_once_with_its_context(count: int, length: int, da
 
 @pytest.mark.parametrize("stride", [32, 20, 1])
 def test_measure_is_the_sum_of_single_predictions(loaded: LoadedModel, stride: int) -> None:
-    text = read_texts(["validation"], loaded, limit=90)[0]
+    text = read_domains(["validation"], loaded, limit=90)[0]
     value = measure_text(loaded.model, text, 32, stride, batch=3)
     nll, scored = 0.0, 0
     ids = torch.from_numpy(text.tokens)
@@ -70,7 +70,7 @@ def test_measure_is_the_sum_of_single_predictions(loaded: LoadedModel, stride: i
 
 def test_a_run_s_split_has_its_prepared_counts_and_its_logged_loss(loaded: LoadedModel, run: Path) -> None:
     assert loaded.data is not None
-    texts = read_texts(["validation"], loaded)
+    texts = read_domains(["validation"], loaded)
     index = loaded.data.index["splits"]["validation"]["domains"]
     assert {t.domain: (len(t.tokens) - 1, t.bytes, t.documents) for t in texts} == {
         name: (d["tokens"], d["bytes"], d["documents"]) for name, d in index.items()
@@ -92,7 +92,7 @@ def test_texts_in_every_form_are_one_text(
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(rows))
     (tmp_path / "rows.jsonl.xz").write_bytes(lzma.compress(rows))
     names = [str(tmp_path / name) for name in ("plain.jsonl", "rows.jsonl.gz", "rows.jsonl.xz")]
-    found = read_texts(names, loaded)
+    found = read_domains(names, loaded)
     assert [text.text for text in found] == names
     assert capsys.readouterr().err == f"{names[0]}: skipped 1 rows (1 invalid JSON)\n"
     end = loaded.tokenizer.eos_token_id
@@ -104,13 +104,13 @@ def test_texts_in_every_form_are_one_text(
         assert (text.tokens == end).sum() == 3
         assert text.tokens[[0, -1]].tolist() == [end, end]
     (tmp_path / "a.txt").write_text("one two")
-    assert {text.domain for text in read_texts([str(tmp_path)], loaded)} == {"a", "d"}
+    assert {text.domain for text in read_domains([str(tmp_path)], loaded)} == {"a", "d"}
 
 
 def test_a_cut_text_counts_what_is_left(loaded: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three four five six")
-    (whole,) = read_texts([str(tmp_path / "a.txt")], loaded)
-    (cut,) = read_texts([str(tmp_path / "a.txt")], loaded, limit=4)
+    (whole,) = read_domains([str(tmp_path / "a.txt")], loaded)
+    (cut,) = read_domains([str(tmp_path / "a.txt")], loaded, limit=4)
     assert cut.tokens.tolist() == whole.tokens[:5].tolist()
     text = loaded.tokenizer.decode(cut.tokens[1:])
     assert (cut.words, cut.bytes) == (len(text.split()), len(text.encode()))
@@ -139,13 +139,13 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer() -> None:
 def test_empty_texts_are_refused(loaded: LoadedModel, tmp_path: Path, content: str) -> None:
     (tmp_path / "empty.txt").write_text(content)
     with pytest.raises(ValueError, match=r"empty\.txt must hold a document"):
-        read_texts([str(tmp_path / "empty.txt")], loaded)
+        read_domains([str(tmp_path / "empty.txt")], loaded)
 
 
 def test_a_single_token_is_no_text(loaded: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("one")
     with pytest.raises(ValueError, match="at least two tokens"):
-        read_texts([str(tmp_path / "short.txt")], loaded, limit=1)
+        read_domains([str(tmp_path / "short.txt")], loaded, limit=1)
 
 
 def test_windows_are_as_trained_and_stay_within_the_model(run: Path, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def describe_layer(
     shown: dict[str, Any] = {
         "of_expert": shares(led_NK),
         "of_type": shares(types.led_GN).T,
-        "gate_of_type": shares(types.gate_GN).T,
+        "gate_of_type": divide(types.gate_GN, types.tokens_G[:, None]).T,
         "load_of_type": divide(types.received_GN, types.tokens_G[:, None]).T,
         "experts_per_token": divide(types.received_GN.sum(1), types.tokens_G),
         "load": divide(types.received_GN.sum(0), tokens),
@@ -98,7 +98,7 @@ def describe_layer(
         "type_entropy": mean_K,
         "type_entropy_std": np.sqrt(np.maximum(variance_K, 0.0)),
         "domain_of_expert": shares(domains.led_GN),
-        "domain_gate": shares(domains.gate_GN),
+        "domain_gate": divide(domains.gate_GN, domains.tokens_G[:, None]),
         "domain_entropy": divide(domains.entropy_G, domains.tokens_G),
         "kappa": kappa,
         "expert_type_entropy": type_entropy_N,

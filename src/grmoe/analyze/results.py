@@ -100,20 +100,6 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Excerpt:
-    """Some text, token by token."""
-
-    pieces: list[str]
-    types: list[int]
-    """Places in `Analysis.types`."""
-    domain: str
-    experts: list[list[int]]
-    """Layers × tokens: the leading expert, −1 for none."""
-    probs: list[list[list[float]]]
-    """Layers × tokens × experts, three decimals."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Analysis:
     """All of an analysis. Lists over types and domains are in the order of `types` and `domains`."""
 
@@ -137,7 +123,6 @@ class Analysis:
     """The same for differences from the means of each layer."""
     training: Training | None
     """None for an exported model."""
-    excerpts: list[Excerpt]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Legend: T tokens, B windows per batch, S tokens per window, N experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from grmoe.analyze.layers import LEAST_TOKENS, describe_layer
-from grmoe.analyze.results import Analysis, Excerpt, Layer, Result, Training
+from grmoe.analyze.results import Analysis, Layer, Result, Training
 from grmoe.analyze.statistics import Correlation, pearson
 from grmoe.analyze.tally import LayerTally
 from grmoe.checks import positive_int
+from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.pieces import Pieces
-from grmoe.probe.routing import leading_expert, recorded
+from grmoe.probe.routing import recorded
 from grmoe.probe.text import VALIDATION, open_stream
 from grmoe.probe.typed_windows import TypedWindow, covering_starts, typed_windows
 from grmoe.probe.windows import batch_rows, window_length
@@ -30,8 +31,6 @@ from grmoe.runs.folder import read_log
 from grmoe.runs.open import LoadedModel, open_model
 from grmoe.terminal import Progress, silent
 
-EXCERPTS, EXCERPT_TOKENS = 4, 96
-MAX_PROBS = 200_000  # numbers in all excerpts, over all layers and experts
 MAX_STEPS = 400  # logged steps
 SEED = 0  # for the draws of the baselines
 
@@ -69,20 +68,15 @@ def analyze(
     """
     model, found = loaded.model, routers(loaded.model)
     stream = open_stream([str(text) for text in texts], loaded, positive_int("tokens", tokens))
-    length, pieces = window_length(loaded), Pieces(loaded.tokenizer)
+    length = window_length(loaded)
     starts = covering_starts(stream.tokens, tokens, length)
-    windows = list(typed_windows(stream, pieces, starts, length))
-    shown = {i * len(windows) // EXCERPTS for i in range(EXCERPTS)}  # spread evenly, the first among them
+    windows = list(typed_windows(stream, Pieces(loaded.tokenizer), starts, length))
     tallies = [LayerTally.empty(r.num_experts, len(TYPES), len(stream.domain_names)) for r in found]
     leading: list[list[NDArray[np.int64]]] = [[] for _ in found]
-    excerpts: list[Excerpt] = []
-    for batch, seen in _route(loaded, windows, progress):
-        groups = [torch.from_numpy(group_T).to(model.device) for group_T in _groups(batch.values())]
+    for batch, seen in _route(model, windows, progress):
+        groups = [torch.from_numpy(group_T).to(model.device) for group_T in _groups(batch)]
         for tally, routing, parts in zip(tallies, seen, leading, strict=True):
             parts.append(tally.add(routing, *groups).cpu().numpy())
-        for row, (number, window) in enumerate(batch.items()):
-            if number in shown:
-                excerpts.append(_excerpt(window, seen, row, pieces, stream.domain_names))
     types_T, domains_T = _groups(windows)
     _, ids_T = np.unique(np.concatenate([w.ids_S for w in windows]), return_inverse=True)
     generator = np.random.default_rng(SEED)
@@ -107,7 +101,6 @@ def analyze(
         kappa_correlation=pooled,
         kappa_correlation_within=within,
         training=over_training(loaded.path, len(found)),
-        excerpts=excerpts,
     )
 
 
@@ -152,39 +145,21 @@ def over_training(folder: Path, layers: int) -> Training | None:
 
 @torch.no_grad()
 def _route(
-    loaded: LoadedModel, windows: Sequence[TypedWindow], progress: Progress
-) -> Iterator[tuple[dict[int, TypedWindow], list[Routing]]]:
-    """Run windows in batches. Yield each batch, by number of the window, and the routing of every MoE layer."""
-    model = loaded.model
+    model: GrmoeForCausalLM, windows: Sequence[TypedWindow], progress: Progress
+) -> Iterator[tuple[Sequence[TypedWindow], list[Routing]]]:
+    """Run windows in batches. Yield each batch and the routing of every MoE layer."""
     size = batch_rows(len(windows[0].ids_S), model.device)
     with recorded(model) as seen:
         for first in range(0, len(windows), size):
-            batch = dict(enumerate(windows[first : first + size], first))
-            ids_BS = torch.from_numpy(np.stack([window.ids_S for window in batch.values()]))
+            batch = windows[first : first + size]
+            ids_BS = torch.from_numpy(np.stack([window.ids_S for window in batch]))
             seen.clear()
             model.model(input_ids=ids_BS.to(model.device), use_cache=False)  # nobody reads the head's logits
             yield batch, seen
             progress("routing", first + len(batch), len(windows))
 
 
-def _groups(windows: Iterable[TypedWindow]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _groups(windows: Sequence[TypedWindow]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The type and the domain of every token, (T,) each."""
     types, domains = zip(*((window.types_S, window.domains_S) for window in windows), strict=True)
     return np.concatenate(types).astype(np.int64), np.concatenate(domains)
-
-
-def _excerpt(
-    window: TypedWindow, seen: Sequence[Routing], row: int, pieces: Pieces, domain_names: Sequence[str]
-) -> Excerpt:
-    """The first tokens of a window, fewer if the model has many layers and experts."""
-    numbers = sum(routing.probs.shape[-1] for routing in seen)
-    stop = max(1, min(EXCERPT_TOKENS, MAX_PROBS // (EXCERPTS * numbers)))
-    return Excerpt(
-        pieces=pieces.show(window.ids_S[:stop]),
-        types=window.types_S[:stop].tolist(),
-        domain=domain_names[int(window.domains_S[0])],
-        experts=[leading_expert(routing)[row, :stop].tolist() for routing in seen],
-        probs=[
-            [[round(p, 3) for p in token] for token in routing.probs[row, :stop].tolist()] for routing in seen
-        ],
-    )

@@ -11,7 +11,7 @@ from grmoe.checks import positive_int, require
 from grmoe.evaluate.perplexity import Perplexity, count_windows, measure_text
 from grmoe.evaluate.report import save
 from grmoe.evaluate.results import Alpha, Evaluation, Point, Result, show_alpha
-from grmoe.evaluate.texts import DomainText, read_texts
+from grmoe.evaluate.texts import DomainText, read_domains
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.routing import routing_figures
 from grmoe.probe.text import VALIDATION
@@ -63,7 +63,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     alphas = check_alphas(loaded.model, plan.alphas)
     wants_tasks = bool(plan.tasks) or plan.tasks_from is not None
     sources = plan.texts or ([] if wants_tasks else [VALIDATION])
-    texts = read_texts(sources, loaded, plan.tokens)
+    texts = read_domains(sources, loaded, plan.tokens)
     points: list[Point] = []  # grows while the evaluation is saved again and again
     evaluation = Evaluation(
         length=length, stride=stride, batch=plan.batch, tokens=plan.tokens, shots=plan.shots, limit=plan.limit,

@@ -42,7 +42,7 @@ class _Domain:
     bytes: int = 0
 
 
-def read_texts(sources: Iterable[str], loaded: LoadedModel, limit: int | None = None) -> list[DomainText]:
+def read_domains(sources: Iterable[str], loaded: LoadedModel, limit: int | None = None) -> list[DomainText]:
     """The domains of all texts. limit: most tokens of each domain; None takes all.
 
     The domain of a row is its field "domain", or the name of its file. A .txt file is one document.

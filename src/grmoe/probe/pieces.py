@@ -1,4 +1,4 @@
-"""From token ids to text with offsets, so that every token knows the characters it stands for."""
+"""From token ids back to text, with the characters that each token stands for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for the 256 bytes: printable ones stand for themselves, the others for U+0100 and on."""
+    """GPT-2's letters for the 256 bytes. Printable bytes are their own letter, the others begin at U+0100."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -28,7 +28,7 @@ def byte_alphabet() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The bytes of every token of a vocabulary: byte-level BPE, or SentencePiece's ▁ and <0x0A>."""
+    """The bytes of every token of a vocabulary. Knows byte-level BPE, and ▁ and <0x0A> of SentencePiece."""
 
     tokenizer: Any
 
@@ -38,7 +38,7 @@ class Pieces:
 
     @cached_property
     def table(self) -> list[bytes]:
-        """Bytes by token id; empty for special tokens, which stand for no text."""
+        """Bytes by token id. Empty for special tokens, which stand for no text."""
         names = self.tokenizer.convert_ids_to_tokens(list(range(len(self.tokenizer))))
         letters = byte_alphabet()
         byte_level = "ByteLevel" in str(self.tokenizer.backend_tokenizer.decoder)
@@ -53,9 +53,10 @@ class Pieces:
         return [b"" if i in self.special or n is None else spell(n) for i, n in enumerate(names)]
 
     def spans(self, ids: NDArray[np.int64]) -> tuple[str, list[tuple[int, int]]]:
-        """(text, the characters (start, end) of each token). A token inside a character of several bytes has all of it.
+        """The text, and the characters (start, end) of each token.
 
-        Bytes that are no UTF-8 (a window cut a character in two) are one character each.
+        A token with only some bytes of a character spans the whole character. Bytes that are not UTF-8, because a
+        window cut a character in two, are one character each.
         """
         parts = [self.table[i] if i < len(self.table) else b"" for i in ids.tolist()]
         text = b"".join(parts).decode("utf-8", "surrogateescape")
@@ -74,7 +75,7 @@ class Pieces:
         return text, spans
 
     def types(self, ids: NDArray[np.int64]) -> NDArray[np.int8]:
-        """`token_types` of a stream of tokens; each document, up to its end-of-text token, is a text of its own."""
+        """`token_types` of a stream of tokens. Each document, up to its end-of-text token, is typed on its own."""
         out = []
         stops = [i + 1 for i, token in enumerate(ids.tolist()) if token in self.special]
         for start, stop in zip([0, *stops], [*stops, len(ids)], strict=True):
@@ -82,7 +83,7 @@ class Pieces:
         return np.concatenate(out)
 
     def show(self, ids: NDArray[np.int64]) -> list[str]:
-        """Each token as text to look at; part of a character is �, a special token its name."""
+        """Each token as text to look at. Part of a character is �, a special token is its name."""
         names = self.tokenizer.convert_ids_to_tokens(ids.tolist())
         return [
             self.table[i].decode("utf-8", "replace") if i < len(self.table) and self.table[i] else str(name)

@@ -1,17 +1,17 @@
 """What kind of token each piece of a text is: the heuristics of the paper's appendix "Token-Level Routing Details".
 
-The appendix types entries of the vocabulary; a piece alone cannot tell (" class" is a noun or a keyword). Here a text
-is cut into words first, each word is typed where it stands, and a piece has the type of the word it belongs to.
+The appendix types entries of the vocabulary, but a piece alone does not tell (" class" is a noun or a keyword). Here a
+text is cut into words first. Each word is typed in its place, and a piece has the type of its word.
 
-Its classes overlap, and it gives no order. Ours:
+The appendix's classes overlap, and it gives no order. This is ours:
 
-    code         all of a line of code but its numbers and comments, an identifier with an underscore, braces,
-                 indentation
-    number/math  a word with a digit in it, with its sign, currency and percent; a mathematical sign (category Sm)
-    punctuation  Unicode categories P*; a brace, semicolon or keyword is code in a line of code only
-    function     one of 150 words, whatever its case; "don't" and "it's" too
-    proper noun  a capital where none is due, see `_is_name`
-    common noun  every other word: verbs and adjectives too, the appendix's "remainder"
+    code         everything in a line of code except numbers and comments; identifiers with an underscore, braces and
+                 indentation anywhere
+    number/math  a word that contains a digit, with its sign, currency and percent; a mathematical sign (category Sm)
+    punctuation  Unicode categories P*; in a line of code it is code
+    function     one of 150 words in any case, also in "don't" and "it's"
+    proper noun  a capital that the position does not require, see `_is_name`
+    common noun  every other word, verbs and adjectives included: the appendix's "remainder"
     other        the rest: line ends, spaces, end of text, other symbols
 """
 
@@ -36,7 +36,7 @@ from grmoe.probe.words import (
     PUNCTUATION,
 )
 
-# A piece that reaches over several words (")." or "1," with some tokenizers) has the first of these among its types.
+# A piece that covers several words (")." or "1," with some tokenizers) has the first of its types in this order.
 PRECEDENCE = (CODE, NUMBER, PROPER, FUNCTION, COMMON, PUNCTUATION, OTHER)
 _RANK = np.argsort(PRECEDENCE)
 
@@ -48,7 +48,7 @@ _WORD = re.compile(
     r"|(?P<sign>\S)"
 )
 
-# A line of code by its syntax. Keywords alone do not decide: "class" and "import" are English.
+# A line of code by its syntax. Keywords alone do not decide, because "class" and "import" are English too.
 _CODE_LINE = re.compile(
     r"""
       ^\s*(?:async\s+)?(?:def|class)\s+\w+\s*[(:]            # def f(    class A:
@@ -63,9 +63,9 @@ _CODE_LINE = re.compile(
     """,
     re.VERBOSE,
 )
-# Signs of code that prose may quote: operators, a call (not "word(s)" nor "Smith(2004)"), a semicolon at the end.
+# Signs of code that prose may quote: operators, a call (but not "word(s)" or "Smith(2004)"), a final semicolon.
 _SIGN_OF_CODE = re.compile(r"==|!=|\+=|-=|->|=>|::|&&|\|\||:=|</\w|[\w\]]\((?!e?s\)|\d)|[(=\[\]{}].*;\s*$")
-# Prose all the same: four plain words in a row, outside quotes and comments.
+# Four plain words in a row, outside quotes and comments, are prose nevertheless.
 _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'|(?:#|//)\s.*$")
 _PROSE = re.compile(r"\b[A-Za-z]?[a-z]+(?: [a-z]{2,}){3}\b")
 _FENCE = re.compile(r"^\s*(?:```|~~~)")
@@ -78,19 +78,20 @@ _ENDS = frozenset(".!?:…\n")
 
 @dataclass(frozen=True)
 class _Found:
-    """A capitalised word whose type waits for the rest of the text."""
+    """A capitalised word. Its type depends on the rest of the text."""
 
     start: int
     end: int
     stem: str
-    due: bool  # the capital says nothing here: a sentence starts, or all the line is in capitals
+    due: bool
+    """The position requires the capital: a sentence starts, or the whole line is in capitals."""
 
 
 def token_types(text: str, offsets: Sequence[tuple[int, int]]) -> NDArray[np.int8]:
-    """The type (index into `words.TYPES`) of each piece text[start:end]; a leading space belongs to its word.
+    """The type (place in `words.TYPES`) of each piece text[start:end]. A leading space belongs to the word after it.
 
-    A piece of several characters has the type of the word they are in, of two words the first in `PRECEDENCE`. One
-    without any (start = end, the end of text) is "other".
+    A piece that covers several words has the first of their types in `PRECEDENCE`. An empty piece (start = end, the
+    end of text) is "other".
     """
     types_C = character_types(text)
     ranks_C = _RANK[types_C]
@@ -101,13 +102,13 @@ def token_types(text: str, offsets: Sequence[tuple[int, int]]) -> NDArray[np.int
             continue
         ranks = ranks_C[start:end]
         solid = ~space_C[start:end]
-        # Spaces count only where a piece holds nothing else: indentation is code.
+        # Spaces count only in a piece of nothing but spaces: indentation is code.
         out[place] = PRECEDENCE[(ranks[solid] if solid.any() else ranks).min()]
     return out
 
 
 def character_types(text: str) -> NDArray[np.int8]:
-    """The type of the word every character belongs to."""
+    """The type of the word that each character belongs to."""
     types_C = np.full(len(text), OTHER, dtype=np.int8)
     capitalised: list[_Found] = []
     inside, lower = set(), set()
@@ -156,7 +157,7 @@ def _is_code(line: str) -> bool:
 
 
 def _type_indentation(line: str, at: int, types_C: NDArray[np.int8]) -> None:
-    """Two spaces or a tab before text are indentation; the words behind them may still be prose."""
+    """Two spaces or a tab before text are indentation. The words after them may still be prose."""
     body = line.lstrip()
     width = len(line) - len(body)
     if body and (width >= 2 or "\t" in line[:width]):
@@ -171,20 +172,20 @@ def _sign(sign: str) -> int:
 
 
 def _stem(word: str) -> str:
-    """Without the ending behind an apostrophe: "John's" is about John."""
+    """Without the ending after an apostrophe: "John's" is about John."""
     return re.split("['’]", word)[0]
 
 
 def _plain_word(word: str) -> int:
     lowered = word.lower().replace("’", "'")
-    # Whatever ends in n't is an auxiliary, and its stem ("ca", "wo") no word.
+    # A word that ends in n't is an auxiliary, and its stem ("ca", "wo") is not a word.
     if lowered in FUNCTION_WORDS or lowered.endswith("n't") or _stem(lowered) in FUNCTION_WORDS:
         return FUNCTION
     return COMMON
 
 
 def _starts_sentence(text: str, start: int) -> bool:
-    """Whether a capital is due: at the start of the text, a line, a quotation, or behind a full stop."""
+    """Whether a capital is due: at the start of the text, a line or a quotation, or after a full stop."""
     at = start - 1
     while at >= 0 and text[at] in _OPENING:
         if text[at] in _QUOTES:
@@ -194,9 +195,9 @@ def _starts_sentence(text: str, start: int) -> bool:
 
 
 def _is_name(word: _Found, inside: set[str], lower: set[str]) -> bool:
-    """Capitalised inside a sentence. Where a capital is due anyway, the rest of the text votes:
+    """A word with a capital that is not due. Where a capital is due, the rest of the text decides:
 
-    a name if it is capitalised inside a sentence elsewhere and nowhere in small letters.
+    the word is a name if it has a capital inside a sentence elsewhere, and never occurs in small letters.
     """
     if not word.due:
         return True

@@ -1,7 +1,7 @@
 """The types of tokens, and the 150 English function words of the paper's appendix "Token-Level Routing Details".
 
-The appendix gives the number and four classes (determiners, prepositions, conjunctions, auxiliary verbs), but no
-words. These are the common ones of the four, and the personal pronouns, which would else count as nouns.
+The appendix gives the number and four classes (determiners, prepositions, conjunctions, auxiliary verbs), but not the
+words. These are common words of the four classes, and the personal pronouns, which would count as nouns otherwise.
 """
 
 from __future__ import annotations

@@ -1,0 +1,128 @@
+"""Losses, routing figures and comparisons, against plain PyTorch on the model's logits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grmoe.probe.losses import Increase, Measurement, increase, measure, verdict, window_losses
+from grmoe.probe.routing import recorded, routing_figures
+from grmoe.probe.windows import Text
+
+
+def measurement(losses: list[float]) -> Measurement:
+    return Measurement(
+        losses_W=torch.tensor(losses, dtype=torch.float64),
+        layer_experts=(2.0, 1.0),
+        entropy=1.0,
+        effective_experts_entropy=2.7,
+        effective_experts_inverse=2.5,
+    )
+
+
+def random_text(windows: int, length: int, vocabulary: int) -> Text:
+    draw = torch.Generator().manual_seed(windows)
+    return Text("random", torch.randint(0, vocabulary, (windows, length + 1), generator=draw))
+
+
+@pytest.mark.parametrize("options", [{}, {"selection": "mass", "selection_tau": 0.6}, {"router": "softmax"}])
+def test_losses_are_the_cross_entropy_of_the_logits(make: Any, options: dict[str, Any]) -> None:
+    model = make(**options).model
+    text = random_text(70, 32, model.config.vocab_size)  # 70 rows: two batches
+    assert len(text.batches(model.device)) == 2
+    found = measure(model, text)
+    model.reset_routing_metrics()
+    with torch.no_grad(), recorded(model) as seen:
+        logits = model(text.rows_WS[:, :-1]).logits
+    want_WS = torch.nn.functional.cross_entropy(
+        logits.double().transpose(1, 2), text.rows_WS[:, 1:], reduction="none"
+    )
+    assert found.losses_W.dtype == torch.float64
+    assert torch.allclose(found.losses_W, want_WS.mean(-1), rtol=1e-5)
+    assert found.loss == pytest.approx(float(want_WS.mean()), rel=1e-5)
+    assert found.perplexity == pytest.approx(math.exp(found.loss))
+    # Routing, from what the routers returned.
+    experts = [float(routing.selected.sum(-1).double().mean()) for routing in seen]
+    gates = [routing.probs.double() for routing in seen]
+    entropies = [float(-torch.xlogy(g, g).sum(-1).mean()) for g in gates]
+    assert found.layer_experts == pytest.approx(experts)
+    assert found.experts_per_token == pytest.approx(sum(experts) / 2)
+    assert found.entropy == pytest.approx(sum(entropies) / 2, rel=1e-5)
+    assert found.effective_experts_entropy == pytest.approx(sum(map(math.exp, entropies)) / 2, rel=1e-5)
+    inverse = [float((1 / g.square().sum(-1)).mean()) for g in gates]
+    assert found.effective_experts_inverse == pytest.approx(sum(inverse) / 2, rel=1e-5)
+
+
+def test_measuring_starts_from_nothing_and_leaves_nothing(make: Any) -> None:
+    model = make().model
+    text = random_text(8, 16, model.config.vocab_size)
+    with torch.no_grad():
+        model(torch.randint(0, 300, (4, 32)))  # counts that are not the text's
+    first = measure(model, text)
+    assert all(router.tokens == 0 for router in model.routing_metrics())
+    with torch.no_grad():
+        model(text.rows_WS[:, :-1])
+    for name, value in vars(routing_figures(model)).items():
+        assert getattr(first, name) == pytest.approx(value)
+    assert torch.equal(measure(model, text).losses_W, first.losses_W)
+
+
+def test_a_window_s_loss_does_not_depend_on_the_others(make: Any) -> None:
+    model = make().model
+    rows_WS = random_text(6, 16, model.config.vocab_size).rows_WS
+    with torch.no_grad():
+        together = window_losses(model, rows_WS)
+        alone = torch.cat([window_losses(model, row[None]) for row in rows_WS])
+    assert torch.allclose(together, alone, rtol=1e-5)
+
+
+def test_a_loss_that_is_not_finite_is_refused(make: Any) -> None:
+    model = make().model
+    text = random_text(8, 16, model.config.vocab_size)
+    with torch.no_grad():
+        model.lm_head.weight[0] = math.nan
+    with pytest.raises(ValueError, match="the loss on random is NaN or Inf"):
+        measure(model, text)
+
+
+losses = st.lists(st.tuples(st.floats(0.1, 8), st.floats(-0.5, 0.5)), min_size=2, max_size=30)
+
+
+@given(losses)
+def test_increase_is_its_formula(pairs: list[tuple[float, float]]) -> None:
+    base, measured = [a for a, _ in pairs], [a + d for a, d in pairs]
+    found = increase(measurement(measured), measurement(base))
+    delta = [m - b for m, b in zip(measured, base, strict=True)]
+    n, mean = len(delta), sum(delta) / len(delta)
+    error = 1.645 * math.sqrt(sum((d - mean) ** 2 for d in delta) / (n - 1) / n)
+    assert found.value == pytest.approx(math.exp(mean) - 1, abs=1e-12)
+    assert found.low == pytest.approx(math.exp(mean - error) - 1, abs=1e-9)
+    assert found.high == pytest.approx(math.exp(mean + error) - 1, abs=1e-9)
+    ratio = measurement(measured).perplexity / measurement(base).perplexity
+    assert found.value == pytest.approx(ratio - 1, rel=1e-6, abs=1e-9)
+
+
+def test_a_paired_band_ignores_how_windows_differ() -> None:
+    base = measurement([1.0, 5.0, 2.0, 7.0])
+    assert increase(base, base) == Increase(0.0, 0.0, 0.0)
+    shifted = increase(measurement([1.1, 5.1, 2.1, 7.1]), base)
+    assert shifted.low == pytest.approx(shifted.high)
+
+
+@pytest.mark.parametrize(
+    ("grown", "said"),
+    [
+        (Increase(0.005, 0.0, 0.009), "kept"),
+        (Increase(0.01, 0.0, 0.01), "kept"),
+        (Increase(0.005, 0.0, 0.02), "kept, but the interval reaches past the limit"),
+        (Increase(0.02, 0.015, 0.03), "missed by 1.00 points"),
+        (Increase(0.02, 0.005, 0.03), "missed by 1.00 points, within its noise"),
+    ],
+)
+def test_verdicts(grown: Increase, said: str) -> None:
+    assert verdict(grown, 0.01) == said
