@@ -161,7 +161,7 @@ def test_one_alpha_for_each_sequence(name: str) -> None:
 def test_clear_experts(selection: Selection, probs: list[float], clear: bool) -> None:
     router = build_router("softmax", 8, 4, selection=selection)
     p = torch.tensor([[probs]])
-    routing = Routing(p.log(), p, selection(p), p, torch.zeros(()))
+    routing = Routing(logits=p.log(), probs=p, selected=selection(p), weights=p, aux_loss=torch.zeros(()))
     assert clear_experts(router, routing).tolist() == [clear]
 
 

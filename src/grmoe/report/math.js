@@ -80,7 +80,7 @@ function sortExperts(order, from, N, p) {
 // How many experts a selection keeps for a token. at(i): its i-th largest probability.
 function keptOf(selection, N, at) {
   const { kind, tau, k } = selection;
-  if (kind === "dense") return N;
+  if (kind === "dense" || kind === "own") return N;
   if (kind === "topk") return Math.min(k, N);
   let kept = 1;
   if (kind === "threshold") {
