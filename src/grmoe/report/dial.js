@@ -96,7 +96,7 @@ function layerCard(run, layer, state, stats) {
   };
   if (run.sample.dial && !gates.curve) {
     setTimeout(() => {
-      gates.curve = entropyCurve(gates, CURVE);
+      gates.curve = CURVE.map((alpha) => gateStats(gates, alpha, { kind: "dense" }));
       entropy.redraw();
     });
   }

@@ -151,19 +151,3 @@ function tokenGate(gates, t, alpha, selection) {
   const kept = keptOf(selection, N, (i) => p[order[i]]);
   return { p, order, kept, entropy: entropyOf(p), band: entropyBounds(l) };
 }
-
-// Mean entropy with its band at each of several α: the curve in the dial section.
-function entropyCurve(gates, alphas) {
-  const { T, N } = gates;
-  const l = new Float64Array(N), p = new Float64Array(N);
-  return alphas.map((alpha) => {
-    let entropy = 0, lower = 0, upper = 0;
-    for (let t = 0; t < T; t++) {
-      entropy += entropyOf(softmax(logitsOf(gates, t, alpha, l), p));
-      const band = entropyBounds(l);
-      lower += band[0];
-      upper += band[1];
-    }
-    return { alpha, entropy: entropy / T, lower: lower / T, upper: upper / T };
-  });
-}
