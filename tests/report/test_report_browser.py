@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from report_runs import data_of
+from report_runs import data_of, report, train_run
 from torch import Tensor
 
 from grmoe.certificates import entropy_bounds
@@ -344,6 +344,22 @@ def test_notes_on_experts_stand_with_what_is_shown(
     shown = show(path)
     assert shown.text("#types .note") == "Old results. Get it with grmoe analyze run"
     assert shown.all(".heat")
+
+
+def test_gates_do_not_tell_what_expert_choice_computes(
+    data: Path, tmp_path: Path, show: Callable[[Path], Page]
+) -> None:
+    """Experts pick tokens, so the page shows entropies and leaders, and no experts per token or load."""
+    run = train_run(tmp_path / "run", data, 4, router="expert_choice", alpha=1.0, allow_noncausal_router=True)
+    status, said = report(run, "--tokens", 500)
+    assert status == 0, said
+    shown = show(run / "report.html")
+    shown.settle()
+    stats = shown.js("return [...document.querySelectorAll('.card [data-stat]')].map((s) => s.dataset.stat)")
+    assert set(stats) == {"entropy", "band", "effective"}
+    assert "experts per token" not in shown.text("#dial")
+    assert not shown.one(".selection").is_displayed()
+    assert "computed" not in shown.point_at(shown.all(".tok")[2])
 
 
 def test_a_picture_of_frontiers_holds_all_of_them(page: Path, show: Callable[[Path], Page]) -> None:

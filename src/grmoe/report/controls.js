@@ -163,6 +163,7 @@ function selectionControls(run, state) {
     tauText.textContent = digits(value || 0.5);
     cap.value = k;
     tauLabel.hidden = kind !== "mass";
+    node.hidden = kind === "own";
     capLabel.hidden = kind === "dense" || kind === "threshold";
     capLabel.firstChild.textContent = kind === "mass" ? "at most" : "k =";
   };

@@ -24,9 +24,12 @@ function dialView(run, state) {
       stats = gates.map((g, i) => gateStats(g, alphaOf(run, i, state), selection));
       controls.update();
       const means = (key) => mean(stats.map((s) => s[key]));
+      const own = selection.kind === "own"; // then the gates do not tell which experts compute a token
       total.replaceChildren(
-        el("b", {}, `${fixed(means("experts"), 3)} experts per token`),
-        ` (${saySelection(selection)}), entropy `,
+        ...(own ? ["Entropy "] : [
+          el("b", {}, `${fixed(means("experts"), 3)} experts per token`),
+          ` (${saySelection(selection)}), entropy `,
+        ]),
         el("b", {}, `${fixed(means("entropy"), 3)} nats`),
         `, certified between ${fixed(means("lower"), 3)} and ${fixed(means("upper"), 3)}. `,
         gates.length > 1 ? `Means over ${gates.length} layers.` : "",
@@ -46,13 +49,14 @@ function dialView(run, state) {
 
 function layerCard(run, layer, state, stats) {
   const N = run.model.experts, gates = gatesOf(run)[layer], name = `Layer ${run.model.moe_layers[layer]}`;
+  const own = selectionOf(run, state).kind === "own";
   const facts = el("dl", { class: "stats" });
   const entropy = figure(
     "Entropy over α, with its certified band",
     (width) => entropyPlot(width, gates, stats(), N),
   );
   const load = figure(
-    "Load: share of tokens each expert receives (line: mean gate; dotted: equal shares)",
+    "Load: % of tokens received (line: mean gate; dotted: equal)",
     (width) => loadPlot(width, stats(), N),
   );
   const sorted = figure(
@@ -81,7 +85,8 @@ function layerCard(run, layer, state, stats) {
       ["load", `${fixed(100 * Math.min(...s.load), 1)} – ${fixed(100 * Math.max(...s.load), 1)} %`, "load"],
       ["load CV", fixed(s.cv, 3), "cv"],
     ];
-    if (run.sample.dial === false) shown.shift();
+    if (!run.sample.dial) shown.shift();
+    if (own) shown.splice(-4);
     facts.replaceChildren(
       ...shown.map(([term, value, key]) =>
         el("div", {}, el("dt", {}, term), el("dd", { "data-stat": key }, value))
@@ -91,11 +96,12 @@ function layerCard(run, layer, state, stats) {
   };
   if (run.sample.dial && !gates.curve) {
     setTimeout(() => {
-      gates.curve = entropyCurve(gates, CURVE);
+      gates.curve = CURVE.map((alpha) => gateStats(gates, alpha, { kind: "dense" }));
       entropy.redraw();
     });
   }
-  if (!run.sample.dial) entropy.hidden = true;
+  entropy.hidden = !run.sample.dial;
+  load.hidden = own;
   return card;
 }
 
@@ -251,6 +257,7 @@ function overview(run, stats) {
         (s) => [tipRow("experts per token", fixed(s.experts, 3)), tipRow("mass dropped", percent(s.dropped))],
       )(width),
   );
+  experts.hidden = run.model.selection.kind === "own";
   const node = el("div", { class: "grid2" }, entropy, experts);
   node.update = () => [entropy, experts].forEach((f) => f.redraw());
   return node;

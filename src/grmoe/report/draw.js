@@ -43,6 +43,7 @@ function sayAlphas(alphas) {
 
 function saySelection({ kind, tau, k }) {
   if (kind === "dense") return "all experts";
+  if (kind === "own") return "the router's own rule";
   if (kind === "topk") return `top-${k}`;
   return kind === "mass" ? `mass ${digits(tau)}, at most ${k}` : `probability ≥ ${digits(tau)}`;
 }

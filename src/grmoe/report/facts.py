@@ -42,10 +42,13 @@ def model_facts(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def _selection(config: GrmoeConfig) -> dict[str, Any]:
-    """How experts are selected, in the form of the page's controls."""
+    """How experts are selected, in the form of the page's controls.
+
+    "own": by a rule that looks at all tokens, such as Expert Choice. Gates alone do not tell which experts compute.
+    """
     kind, k = config.selection, config.num_experts_per_tok
     if config.router in OWN_CHOICE:
-        kind = "topk" if OWN_CHOICE[config.router] else "dense"
+        kind = "topk" if OWN_CHOICE[config.router] else "own"
     return {"kind": kind, "tau": config.selection_tau, "k": k}
 
 

@@ -83,7 +83,7 @@ function pareto(series, chosen, speed) {
   return figure(
     speed
       ? "Against measured speed (bars: middle 80 %)"
-      : "Against experts per token (line: lowest perplexity with at most that many)",
+      : "Against experts per token (line: lower envelope)",
     draw,
   );
 }

@@ -80,7 +80,7 @@ function sortExperts(order, from, N, p) {
 // How many experts a selection keeps for a token. at(i): its i-th largest probability.
 function keptOf(selection, N, at) {
   const { kind, tau, k } = selection;
-  if (kind === "dense") return N;
+  if (kind === "dense" || kind === "own") return N;
   if (kind === "topk") return Math.min(k, N);
   let kept = 1;
   if (kind === "threshold") {
@@ -151,20 +151,4 @@ function tokenGate(gates, t, alpha, selection) {
   sortExperts(order, 0, N, p);
   const kept = keptOf(selection, N, (i) => p[order[i]]);
   return { p, order, kept, entropy: entropyOf(p), band: entropyBounds(l) };
-}
-
-// Mean entropy with its band at each of several α: the curve in the dial section.
-function entropyCurve(gates, alphas) {
-  const { T, N } = gates;
-  const l = new Float64Array(N), p = new Float64Array(N);
-  return alphas.map((alpha) => {
-    let entropy = 0, lower = 0, upper = 0;
-    for (let t = 0; t < T; t++) {
-      entropy += entropyOf(softmax(logitsOf(gates, t, alpha, l), p));
-      const band = entropyBounds(l);
-      lower += band[0];
-      upper += band[1];
-    }
-    return { alpha, entropy: entropy / T, lower: lower / T, upper: upper / T };
-  });
 }

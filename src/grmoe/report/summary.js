@@ -210,12 +210,12 @@ function drawTraining(host, runs) {
         places: 3,
       }),
       curve(logged, "Entropy of the gate, nats (band: layers)", (c) => c.entropy, { places: 3 }),
-      curve(logged, "Load CV: std / mean of the tokens experts receive (band: layers)", (c) => c.load_cv, {
+      curve(logged, "Load CV: std / mean of tokens received (band: layers)", (c) => c.load_cv, {
         places: 3,
       }),
       curve(
         logged,
-        "Smallest and largest load: share of tokens an expert receives (dotted: equal shares)",
+        "Smallest and largest load, % of tokens (dotted: equal load)",
         (c) => c.load.map(([a, b]) => [a, b]),
         { pair: true },
       ),

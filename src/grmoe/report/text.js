@@ -175,7 +175,7 @@ function tokenTip(run, state, gates, span) {
     tipRow("domain", domain),
     tipRow(`layer ${run.model.moe_layers[state.layer]}`, run.sample.dial ? `α ${digits(alpha)}` : "no dial"),
     tipRow("entropy", `${fixed(entropy, 2)} (${fixed(low, 2)} – ${fixed(high, 2)})`),
-    tipRow(`computed, ${saySelection(selection)}`, `${kept} of ${N}`),
+    selection.kind === "own" ? null : tipRow(`computed, ${saySelection(selection)}`, `${kept} of ${N}`),
     el("div", { class: "gates" }, bars),
     rest,
   ].filter(has);

@@ -84,7 +84,7 @@ class Service:
         room = max(1, self.context - len(ids))
         asked = request.max_completion_tokens or request.max_tokens
         return self._answer(
-            http, request, "messages", ids, asked or min(room, self._most(self.options.max_tokens))
+            http, request, "messages", ids, asked or min(room, self._token_limit(self.options.max_tokens))
         )
 
     def _answer(self, http: HttpRequest, request: Request, field: str, ids: list[int], tokens: int) -> Answer:
@@ -96,7 +96,10 @@ class Service:
             alphas = self.alphas(request.alpha)
         except ValueError as error:
             raise Invalid(str(error), "alpha") from error
-        max_prompt, max_tokens = self._most(self.options.max_prompt), self._most(self.options.max_tokens)
+        max_prompt, max_tokens = (
+            self._token_limit(self.options.max_prompt),
+            self._token_limit(self.options.max_tokens),
+        )
         if not ids:
             raise Invalid(f"{field} must hold at least one token", field)
         if len(ids) > max_prompt:
@@ -128,8 +131,8 @@ class Service:
             done=lambda status, outcome: self._log(http, status, job, outcome),
         )
 
-    def _most(self, limit: int | None) -> int:
-        """A limit on tokens. One place of the context is left for the other side."""
+    def _token_limit(self, limit: int | None) -> int:
+        """At most the context minus one token, which is left for the other of prompt and answer."""
         return min(limit or self.context - 1, self.context - 1)
 
     def _encode(self, prompt: str) -> list[int]:
