@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from grmoe.cli import app
 from grmoe.config import to_yaml
 from grmoe.runs.config import TrainConfig
-from grmoe.runs.export import load_model
+from grmoe.runs.open import open_model
 from grmoe.train import loop
 from grmoe.train.setup import Session
 from grmoe.train.validate import Validation, validate
@@ -158,5 +158,5 @@ def test_killed_and_resumed_is_straight_to_the_bit(settings: Settings) -> None:
     process.wait()
     assert not (checkpoint.parent / "step-00000020").exists(), "killed too late to show anything"
     assert grmoe("train", written(broken), "--resume").wait() == 0
-    a, b = (load_model(Path(c.out), "last")[0].state_dict() for c in (straight, broken))
+    a, b = (open_model(Path(c.out), "last").model.state_dict() for c in (straight, broken))
     assert all(torch.equal(a[name], b[name]) for name in a)
