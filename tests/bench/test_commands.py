@@ -156,10 +156,7 @@ def test_train_step(tmp_path: Path) -> None:
         (["layer", "--dtype", "fp8"], "dtype must be one of 'bf16', 'fp32', got 'fp8'"),
         (["layer", "--device", "abacus"], "device must be cpu, cuda or cuda:N, got 'abacus'"),
         (["layer", "--device", "cuda:99"], "GPUs, got 'cuda:99'"),
-        (
-            ["layer", "--contender", "nobody"],
-            "--contender must be part of a contender's name (Hugging Face OLMoE block; Liger",
-        ),
+        (["layer", "--contender", "nobody"], "--contender must be part of a contender's name (Hugging Face OLMoE block; Liger"),
     ],
 )
 def test_mistakes_get_one_clear_line(arguments: list[str], message: str, tmp_path: Path) -> None:
