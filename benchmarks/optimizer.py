@@ -54,7 +54,9 @@ def shares(step: Callable[[], object], repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time one step of GrassmannAdam and of geoopt's RiemannianAdam.")
+    parser = argparse.ArgumentParser(
+        description="Time one step of GrassmannAdam and of geoopt's RiemannianAdam."
+    )
     parser.add_argument("--layers", type=int, default=6, help="layers, one parameter each")
     parser.add_argument("--experts", type=int, default=8, help="frames per layer")
     parser.add_argument("--dim", type=int, default=768, help="rows of a frame")
