@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -46,3 +46,10 @@ Settings = Annotated[
         metavar="[CONFIG.yaml] [key=value]...", help="A YAML file, then single settings that override it."
     ),
 ]
+
+
+def results_folder(files: str, kind: str) -> Any:
+    """The option `--out` of a command that writes `files` next to a model."""
+    return typer.Option(
+        file_okay=False, help=f"Folder for {files}.", show_default=f"RUN/{kind}, or MODEL-{kind}"
+    )
