@@ -2,9 +2,8 @@
 
     python benchmarks/optimizer.py [--json PATH]
 
-Both update the frames of 6 layers × 8 experts, 768×48, fp32, on the CPU. The two take turns within one run,
-and the one that goes first alternates, so that a slow phase of the machine hits both. A second table shows
-where the time of our step goes.
+Both update the frames of 6 layers × 8 experts, 768×48, in fp32 on the CPU. They take turns in one run, and the order
+alternates, so a slow phase of the machine hits both. A second table shows where the time of our step goes.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from grmoe.geometry import haar_frames, orthonormality_error
 from grmoe.optim import GrassmannAdam
+from grmoe.tables import Table
+from grmoe.terminal import say_all
 
 NAMES = ("GrassmannAdam", "geoopt RiemannianAdam")
 KINDS = {"matrix products": ("bmm", "baddbmm"), "stacking and copying back": ("cat", "copy", "_foreach_copy")}
@@ -40,7 +41,7 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def shares(step: Callable[[], object], repeats: int) -> dict[str, float]:
-    """Share of the time of a step by kind of operation, from the profiler."""
+    """Share of a step's time by kind of operation, from the profiler."""
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         for _ in range(repeats):
             step()
@@ -53,13 +54,15 @@ def shares(step: Callable[[], object], repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="one step of GrassmannAdam against geoopt's RiemannianAdam")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=768)
-    parser.add_argument("--rank", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=30, help="timed steps of each optimiser")
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser = argparse.ArgumentParser(
+        description="Time one step of GrassmannAdam and of geoopt's RiemannianAdam."
+    )
+    parser.add_argument("--layers", type=int, default=6, help="layers, one parameter each")
+    parser.add_argument("--experts", type=int, default=8, help="frames per layer")
+    parser.add_argument("--dim", type=int, default=768, help="rows of a frame")
+    parser.add_argument("--rank", type=int, default=48, help="columns of a frame")
+    parser.add_argument("--rounds", type=int, default=30, help="timed steps per optimiser")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
 
     generator = torch.Generator().manual_seed(0)
@@ -67,7 +70,7 @@ def main() -> None:
     ours: list[Tensor] = [nn.Parameter(layer.clone()) for layer in frames]
     manifold = geoopt.EuclideanStiefel()
     theirs: list[Tensor] = [geoopt.ManifoldParameter(layer.clone(), manifold=manifold) for layer in frames]
-    # A fixed gradient: its values do not change the work, and computing it is not part of a step.
+    # The gradient is fixed: its values do not change the work, and computing it is not part of a step.
     for p in (*ours, *theirs):
         p.grad = torch.randn(p.shape, generator=generator)
     steps: tuple[Callable[[], object], ...] = (
@@ -82,20 +85,22 @@ def main() -> None:
         for who in (0, 1) if turn % 2 == 0 else (1, 0):
             times[who].append(milliseconds(steps[who]))
 
-    # Taken round by round: the two steps of a round ran within a fraction of a second.
+    # The ratio is taken round by round, because the two steps of a round ran within a fraction of a second.
     ratio = quartiles([slow / fast for fast, slow in zip(*times, strict=True)])
     rows = {name: quartiles(values) for name, values in zip(NAMES, times, strict=True)}
     drift = [float(orthonormality_error(torch.stack(ps).detach().double())) for ps in (ours, theirs)]
     threads = torch.get_num_threads()
     print(f"torch {torch.__version__}, geoopt {geoopt.__version__}, {threads} threads, fp32")
-    print(f"{args.layers} layers × {args.experts} frames of {args.dim}×{args.rank}, {args.rounds} rounds\n")
-    print(f"{'one step':<24}{'median ms':>10}{'quartiles':>18}{'max|UᵀU−I|':>13}")
+    title = f"{args.layers} layers × {args.experts} frames of {args.dim}×{args.rank}, {args.rounds} rounds"
+    table = Table(title, ["one step", "median ms", "quartiles", "max|UᵀU−I|"])
     for (name, (low, median, high)), error in zip(rows.items(), drift, strict=True):
-        print(f"{name:<24}{median:>10.2f}{f'{low:.2f} – {high:.2f}':>18}{error:>13.1e}")
-    print(f"\nGrassmannAdam is {ratio[1]:.2f}× faster (quartiles {ratio[0]:.2f} – {ratio[2]:.2f})\n")
+        table.add(name, f"{median:.2f}", f"{low:.2f} – {high:.2f}", f"{error:.1e}")
     where = shares(steps[0], 10)
+    parts = Table("A GrassmannAdam step", ["operations", "share of the time"])
     for kind, share in where.items():
-        print(f"{kind:<26}{share:>6.1%} of a GrassmannAdam step")
+        parts.add(kind, f"{share:.1%}")
+    faster = f"GrassmannAdam is {ratio[1]:.2f}× faster (quartiles {ratio[0]:.2f} – {ratio[2]:.2f})"
+    say_all([table, faster, parts])
     if args.json is not None:
         result = {
             "torch": torch.__version__,

@@ -1,21 +1,156 @@
-"""Files and folders are written whole or not at all."""
+"""Files and folders are whole or not there, whatever fails on the way."""
 
 from __future__ import annotations
 
-import contextlib
+import errno
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
-from grmoe.files import replace_folder
+import pytest
+
+from grmoe import files
+from grmoe.files import PARTIAL, replace_folder, write_file
 
 
-def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    for content in (b"first", memoryview(b"second")):
+        write_file(path, content)
+        assert path.read_bytes() == bytes(content)
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "results.json"
+    write_file(path, b"old")
+    monkeypatch.setattr(files.os, call, full)
+    with pytest.raises(OSError, match=f"cannot write {path}: No space left on device"):
+        write_file(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]  # nothing half-written stays
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "log.jsonl"
+    with pytest.raises(OSError, match=f"cannot write {path}: No such file or directory"):
+        write_file(path, b"x")
+
+
+class At:
+    """Calls through to `real` until the call number `last`, which does something else."""
+
+    def __init__(self, real: Callable[..., Any], last: int, instead: Callable[..., Any]) -> None:
+        self.real, self.left, self.instead = real, last, instead
+
+    def __call__(self, *args: Any) -> Any:
+        self.left -= 1
+        return self.instead() if self.left == 0 else self.real(*args)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed_at(call: str, number: int, work: Callable[[Path], None], path: Path) -> None:
+    setattr(files.os, call, At(getattr(os, call), number, _die))
+    work(path)
+
+
+def _write_new(path: Path) -> None:
+    write_file(path, b"new" * 1000)
+
+
+def _replace(path: Path, error: BaseException | None = None) -> None:
+    with replace_folder(path) as new:
+        (new / "model").write_text("new")
+        if error is not None:
+            raise error
+
+
+def killed(call: str, number: int, work: Callable[[Path], None], path: Path) -> None:
+    """SIGKILL in place of a call: the first, second … of its name."""
+    process = get_context("fork").Process(target=_killed_at, args=(call, number, work, path))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_crash_leaves_the_old_file_and_the_next_write_works(call: str, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    write_file(path, b"old")
+    killed(call, 1, _write_new, path)
+    assert path.read_bytes() == b"old"
+    write_file(path, b"newer")
+    assert path.read_bytes() == b"newer"
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     out = tmp_path / "model"
-    for content in ("first", "second"):
-        with replace_folder(out) as writing:
-            assert writing.name == out.name
-            (writing / "config.json").write_text(content)
-    with contextlib.suppress(KeyboardInterrupt), replace_folder(out) as writing:
-        (writing / "config.json").write_text("third")
-        raise KeyboardInterrupt
-    assert [p.name for p in tmp_path.iterdir()] == ["model"]
-    assert (out / "config.json").read_text() == "second"
+    with replace_folder(out) as new:
+        assert new.name == out.name  # a model card begins with it
+        assert not out.exists()
+        (new / "model").write_text("old")
+        (new / "licence").write_text("old")
+    return out
+
+
+def content(out: Path) -> dict[str, str]:
+    return {p.name: p.read_text() for p in out.iterdir()}
+
+
+def test_a_folder_is_replaced_as_a_whole(folder: Path) -> None:
+    _replace(folder)
+    assert content(folder) == {"model": "new"}
+    assert [p.name for p in folder.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyError("bug"), KeyboardInterrupt()])
+def test_an_error_on_the_way_leaves_the_old_folder(error: BaseException, folder: Path) -> None:
+    with pytest.raises(type(error)):
+        _replace(folder, error)
+    assert content(folder) == {"model": "old", "licence": "old"}
+    assert [p.name for p in folder.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_folder_that_cannot_be_moved_leaves_the_old_one(
+    number: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files.os, "rename", At(os.rename, number, full))
+    with pytest.raises(OSError, match="No space left"):
+        _replace(folder)
+    assert content(folder) == {"model": "old", "licence": "old"}
+    assert [p.name for p in folder.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_crash_while_folders_are_moved_loses_nothing(number: int, folder: Path) -> None:
+    killed("rename", number, _replace, folder)
+    assert folder.exists() is (number == 1)  # between the two, the old one lies next to it …
+    with pytest.raises(KeyError):
+        _replace(folder, KeyError())
+    assert content(folder) == {"model": "old", "licence": "old"}  # … and the next call puts it back
+    _replace(folder)
+    assert content(folder) == {"model": "new"}
+    assert [p.name for p in folder.parent.iterdir()] == ["model"]
+
+
+def test_what_a_crash_left_is_not_taken_over(folder: Path) -> None:
+    left = folder.with_name(folder.name + PARTIAL) / folder.name
+    left.mkdir(parents=True)
+    (left / "stale").write_text("half")
+    _replace(folder)
+    assert content(folder) == {"model": "new"}
+    assert not left.parent.exists()

@@ -44,16 +44,25 @@ def sync_folder(folder: Path) -> None:
 def replace_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder of the same name; at the end it replaces `out`. An error leaves `out` as it was.
 
-    The name is the same because a model card begins with the folder's name.
+    The name is the same because a model card begins with the folder's name. A crash between the two renames leaves the
+    old folder next to `out`; the next call puts it back first.
     """
     place = out.with_name(out.name + PARTIAL)
+    new, old = place / out.name, place / f"{out.name}.old"
+    _put_back(old, out)
     shutil.rmtree(place, ignore_errors=True)
-    new = place / out.name
     new.mkdir(parents=True)
     try:
         yield new
-        shutil.rmtree(out, ignore_errors=True)
+        if out.exists():
+            os.rename(out, old)
         os.rename(new, out)
         sync_folder(out.parent)
     finally:
+        _put_back(old, out)
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _put_back(old: Path, out: Path) -> None:
+    if old.exists() and not out.exists():
+        os.rename(old, out)

@@ -180,7 +180,7 @@ def test_it_is_deterministic_and_leaves_the_model_alone(make: Any, texts: list[P
     first = analyze(loaded, texts, 400)
     assert analyze(loaded, texts, 400) == first
     assert all(metrics.tokens == 0 for metrics in loaded.model.routing_metrics())
-    assert all(router.record and not router._forward_hooks for router in routers(loaded.model))
+    assert all(not router.counter.paused and not router._forward_hooks for router in routers(loaded.model))
 
 
 def test_geometry_is_that_of_the_frames(make: Any, texts: list[Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from small_corpus import folder_bytes
 from typer.testing import CliRunner
 
 from grmoe.cli import app
+from grmoe.data.prepare import Progress
+from grmoe.data.report import Reporter
 
 pytest.importorskip("tokenizers")
 
@@ -48,3 +51,31 @@ def test_without_a_validation_document_it_says_so(tmp_path: Path) -> None:
     code, output = run(tmp_path / "one.txt", "--out", tmp_path / "out", "--tokenizer", "bpe:257")
     assert code == 0
     assert "No document is held out for validation" in output
+
+
+def test_progress_names_each_phase_and_now_and_then_the_tokens() -> None:
+    """Without a terminal each new label is a line: a phase must not fill the log."""
+    seen: list[tuple[str, int, int]] = []
+    now = 0.0
+    report = Reporter(lambda *shown: seen.append(shown), clock=lambda: now)
+    for second in range(25):
+        for tenth in range(100):
+            now = second + tenth / 100
+            report(Progress("tokenising", 10 * second, None, tokens=second * 10**6))
+    report(Progress("writing the index", 250, 250))
+    assert [*dict.fromkeys(label for label, _, _ in seen)] == [
+        "tokenising", "tokenising, 10.0 M tokens", "tokenising, 20.0 M tokens", "writing the index",
+    ]  # fmt: skip
+    assert len(seen) < 260  # ten per second at most
+    assert seen[0] == ("tokenising", 0, 0)
+    assert seen[-1] == ("writing the index", 250, 250)
+
+
+def test_ctrl_c_says_how_to_continue(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["grmoe.data.prepare"], "prepare", interrupted)
+    code, output = run(corpus, "--out", tmp_path / "out")
+    assert code == 130
+    assert "interrupted; run the same command again to continue" in output

@@ -219,7 +219,7 @@ def count_waits(step: Callable[[], object]) -> int:
 
 
 def too_large(shape: ModelShape, contenders: int, device: torch.device) -> bool:
-    """Whether this many models and their optimizers leave too little memory for a step."""
+    """Whether this many models and their optimisers leave too little memory for a step."""
     if device.type != "cuda":
         return False
     held = STATE_BYTES * count(shape.config("grassmann")).total * contenders

@@ -1,4 +1,4 @@
-"""A training step of the layer alone: forward, backward, optimizer. Ours next to Hugging Face's block."""
+"""A training step of the layer alone: forward, backward, optimiser. Ours next to Hugging Face's block."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def contenders(
 
 
 def optimizers(module: nn.Module) -> list[Optimizer]:
-    """Fused AdamW, and our optimizer for frames if there are any."""
+    """Fused AdamW, and our optimiser for frames if there are any."""
     split = split_parameters(module)
     groups: list[dict[str, Any]] = [{"params": split.rest}, {"params": split.kappa, "weight_decay": 0.0}]
     adam = AdamW([g for g in groups if g["params"]], lr=RATE, fused=True)
@@ -66,7 +66,7 @@ def step_runs(setting: Setting, block: Block) -> Runs:
         module.zero_grad(set_to_none=True)
         setting.x_TD.grad = None
 
-    step()  # creates the optimizers' state, which is counted here
+    step()  # creates the optimisers' state, which is counted here
     state = [t for o in steppers for s in o.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
     held = sum(t.numel() * t.element_size() for t in [*module.parameters(), *state])
     return Runs({STEP: step}, block.errors, {"held MB": held / 1e6})

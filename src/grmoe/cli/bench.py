@@ -126,7 +126,7 @@ dial = _layer_command(
 )
 train_step = _layer_command(
     "train-step",
-    """Measure a training step of the layer alone, optimizers included, next to Hugging Face's block.
+    """Measure a training step of the layer alone, optimisers included, next to Hugging Face's block.
 
     Example, with tokens,dim,experts,width,top_k: [bold]grmoe bench train-step --shape 2048,256,8,256,2[/]
     """,

@@ -64,7 +64,7 @@ def prepare(
 ) -> None:
     """Turn text into token files to train on.
 
-    A row is a document: a line of .jsonl, a row of .parquet, a whole .txt file. Each document is tokenized, closed by
+    A row is a document: a line of .jsonl, a row of .parquet, a whole .txt file. Each document is tokenised, closed by
     the end-of-text token, and written to files that training maps into memory. Whole documents are held out for
     validation. A document stays on its side when you add others. Rows without text, invalid JSON and undecodable
     bytes are skipped and counted.

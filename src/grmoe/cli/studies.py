@@ -103,7 +103,7 @@ def normalizer(
         Path | None, typer.Option("--json", help="Also write the rows to this file.")
     ] = None,
 ) -> None:
-    """Validate the Bingham normalizer: contour integral, Kume-Wood and Monte Carlo side by side.
+    """Validate the Bingham normaliser: contour integral, Kume-Wood and Monte Carlo side by side.
 
     Example: [bold]grmoe normalizer --dim 768 --rank 48 --kappa 0.4 --kappa 4.2[/]
     """

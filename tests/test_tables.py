@@ -1,0 +1,97 @@
+"""One table type: the terminal and Markdown show the same cells."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from grmoe.tables import Table, percent, span, with_error
+
+
+def printed(table: Table, width: int = 200) -> str:
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
+
+
+def terminal_cells(table: Table) -> list[list[str]]:
+    """The cells of each row between the vertical lines, headings first."""
+    lines = [re.split("[│┃]", line)[1:-1] for line in printed(table).splitlines() if line[:1] in "│┃"]
+    return [[cell.strip() for cell in line] for line in lines]
+
+
+def markdown_cells(table: Table) -> list[list[str]]:
+    heading, _, *rows = table.markdown().splitlines()
+    split = [re.split(r"(?<!\\)\|", line)[1:-1] for line in (heading, *rows)]
+    return [[cell.strip().replace("\\|", "|") for cell in line] for line in split]
+
+
+# Text that fits one line: what rich would wrap, or a control character, is another matter.
+text = st.text(st.characters(categories=["L", "N", "P", "S"], max_codepoint=0x24F), max_size=8)
+
+
+@given(st.integers(1, 4).flatmap(lambda n: st.lists(st.lists(text, min_size=n, max_size=n), min_size=1)))
+def test_terminal_and_markdown_have_the_same_cells(rows: list[list[str]]) -> None:
+    headings = [f"column {i}" for i in range(len(rows[0]))]
+    table = Table("title", headings)
+    for row in rows:
+        table.add(*row)
+    assert terminal_cells(table) == [headings, *rows]
+    # A backslash before | is ambiguous in Markdown as it is on GitHub.
+    if not any("\\" in cell for row in rows for cell in row):
+        assert markdown_cells(table) == [headings, *rows]
+
+
+def test_brackets_are_not_markup() -> None:
+    table = Table("[red]title[/]", ["[bold]name[/]"])
+    table.add("[/nothing] [0, 1]")
+    shown = printed(table)
+    for part in ("[red]title[/]", "[bold]name[/]", "[/nothing] [0, 1]"):
+        assert part in shown
+
+
+def test_a_pipe_is_escaped_in_markdown_only() -> None:
+    table = Table("", ["max|Δp|", "value"])
+    table.add("a|b", "1")
+    assert table.markdown() == "| max\\|Δp\\| | value |\n|---|---|\n| a\\|b | 1 |"
+    assert "a|b" in printed(table)
+
+
+@pytest.mark.parametrize("cells", [(), ("a",), ("a", "b", "c")])
+def test_a_row_with_the_wrong_number_of_cells_is_refused(cells: tuple[str, ...]) -> None:
+    table = Table("", ["name", "value"])
+    with pytest.raises(ValueError, match=f"a row must have 2 cells, got {len(cells)}"):
+        table.add(*cells)
+    assert table.rows == []
+
+
+def test_columns_are_aligned_left_right_and_left() -> None:
+    table = Table("", ["what", "amount", "note"], notes=True)
+    table.add("weights", "1 GB", "fp32")
+    table.add("x", "12 GB", "a longer note")
+    assert "│ weights │   1 GB │ fp32          │" in printed(table)
+    assert "│ x       │  12 GB │ a longer note │" in printed(table)
+
+
+def test_sections_are_lines_in_the_terminal() -> None:
+    table = Table("", ["", ""])
+    table.end_section()  # before any row there is nothing to end
+    table.add("a", "1")
+    table.end_section()
+    table.add("b", "2")
+    assert table.rows == [("a", "1"), ("b", "2")]
+    assert printed(table).count("├") == 1
+    assert "┃" not in printed(table)  # no headings, no line for them
+
+
+def test_numbers() -> None:
+    assert percent(0.0073) == "+0.73 %"
+    assert span((0.891, 1.114)) == "0.89 to 1.11"
+    assert with_error(0.43121, 0.0104) == "0.4312 ± 0.01"
+    assert with_error(0.43121, "N/A") == "0.4312"
