@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import TopPLogitsWarper
 
 # Of gate probabilities, and of logits as a share of the largest one. In fp32 a batch moves both by about 1e-6
-# (benchmarks/rounding.py, docs/serve.md): far more than that is safe, and still rare enough to compute twice.
+# (benchmarks/rounding.py, docs/explanation/serving.md). This margin is far larger, and still rare enough to compute
+# such rows twice.
 MARGIN = 3e-5
 
 
