@@ -239,12 +239,13 @@ def describe_fields(cls: type) -> dict[str, tuple[str, Any, str]]:
     """{dotted key: (type, default, meaning)}: from attribute docstrings, or from the class docstring's list."""
     from grmoe import config
 
-    # Without `describe_fields` the source is read here; delete `_fields_from_source` once it is there.
-    read = getattr(config, "describe_fields", _fields_from_source)
+    try:
+        found = config.describe_fields(cls)  # type: ignore[attr-defined]
+    except (AttributeError, NameError):
+        # No such function yet; or the annotations of Hugging Face's base class cannot be evaluated at run time.
+        found = _fields_from_source(cls)
     listed = _listed_in_docstring(inspect.getdoc(cls) or "")
-    return {
-        key: (kind, default, doc or listed.get(key, "")) for key, (kind, default, doc) in read(cls).items()
-    }
+    return {key: (kind, default, doc or listed.get(key, "")) for key, (kind, default, doc) in found.items()}
 
 
 def _field_row(key: str, field: tuple[str, Any, str]) -> str:

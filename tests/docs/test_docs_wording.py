@@ -27,7 +27,7 @@ BANNED = [
     r"\bin which no tag can begin\b",
     r"\bmakes more of it\b",
     r"\bso many\b",
-    r"\bof which\b",
+    r", of which (?!model)|\bof which (it|there|he|they)\b",
     r"\bunless said\b|\bas said\b",
     r"\bas good as none\b|\bcounts as none\b",
     r"\bwhat (?:\w+ ){1,3}(?:is|was|are|were|has to be) told\b",
