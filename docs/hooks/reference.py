@@ -6,8 +6,10 @@ Nothing here is committed as a page. `pages()` returns {path inside docs: Markdo
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import importlib.util
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,43 +214,53 @@ def configuration_page() -> str:
             f"## {title} {{#{group or 'run'}}}",
             "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows]),
         ]
-    rows = [_field_row(f"model.{key}", field) for key, field in describe_fields(GrmoeConfig).items()]
+    fields = describe_fields(GrmoeConfig)
+    own = [
+        _field_row(f"model.{key}", field)
+        for key, field in fields.items()
+        if key in GrmoeConfig.__annotations__
+    ]
+    inherited = [
+        f"`model.{f.name}`"
+        for f in dataclasses.fields(GrmoeConfig)
+        if f.name not in GrmoeConfig.__annotations__
+    ]
     parts += [
         "## The model: `model` {#model-fields}",
         "Besides `model.preset`, every field of `grmoe.model.GrmoeConfig` is a key. The same names stand in the "
         "`config.json` of a saved model.",
-        "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows]),
+        "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *own]),
+        f"Every Hugging Face configuration has these as well: {', '.join(inherited)}.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def describe_fields(cls: type) -> dict[str, tuple[str, Any, str]]:
-    """{dotted key: (type, default, meaning)} of a configuration class."""
+    """{dotted key: (type, default, meaning)}: from attribute docstrings, or from the class docstring's list."""
     from grmoe import config
 
-    if hasattr(config, "describe_fields"):
-        found: dict[str, tuple[str, Any, str]] = config.describe_fields(cls)
-        if found:
-            return found
-    return _fields_from_source(cls)
+    try:
+        found = config.describe_fields(cls)  # type: ignore[attr-defined]
+    except (AttributeError, NameError):
+        # No such function yet; or the annotations of Hugging Face's base class cannot be evaluated at run time.
+        found = _fields_from_source(cls)
+    listed = _listed_in_docstring(inspect.getdoc(cls) or "")
+    return {key: (kind, default, doc or listed.get(key, "")) for key, (kind, default, doc) in found.items()}
 
 
 def _field_row(key: str, field: tuple[str, Any, str]) -> str:
     kind, default, meaning = field
     shown = "" if default is None or default == {} else f"`{default}`"
-    kind = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+    if default is dataclasses.MISSING:
+        shown = "required"
     return f"| `{key}` | `{kind}` | {shown} | {_cell(meaning)} |"
 
 
 def _fields_from_source(cls: type, prefix: str = "") -> dict[str, tuple[str, Any, str]]:
-    """Until every configuration class has attribute docstrings: those, or the comment behind a field."""
-    import inspect
-
     source = inspect.getsource(cls)
     lines = source.splitlines()
     (tree,) = ast.parse(source).body
     assert isinstance(tree, ast.ClassDef)
-    listed = _listed_in_docstring(inspect.getdoc(cls) or "")
     found: dict[str, tuple[str, Any, str]] = {}
     for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
@@ -261,7 +273,7 @@ def _fields_from_source(cls: type, prefix: str = "") -> dict[str, tuple[str, Any
             found |= _fields_from_source(inner, f"{prefix}{name}.")
             continue
         default = ast.literal_eval(node.value) if _is_literal(node.value) else {}
-        text = lines[node.end_lineno - 1].partition("  # ")[2] or listed.get(name, "")
+        text = lines[node.end_lineno - 1].partition("  # ")[2]
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             text = inspect.cleandoc(str(after.value.value))
         found[prefix + name] = (kind, default, text)
