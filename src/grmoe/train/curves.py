@@ -116,7 +116,6 @@ def _over_fair(load: list[float], extreme: Callable[[list[float]], float]) -> fl
     return extreme(load) * len(load) / (sum(load) or 1.0)
 
 
-
 def _loss_range(logs: dict[str, list[dict[str, Any]]], unigram: float | None) -> tuple[float, float]:
     losses = [line["loss"] for lines in logs.values() for line in lines if math.isfinite(line["loss"])]
     losses += [math.log(unigram)] if unigram else []
