@@ -54,7 +54,7 @@ def show(summary: Summary) -> Iterator[str]:
         each = ", ".join(f"{name} {math.exp(loss):.2f}" for name, loss in summary.domains.items())
         yield f"Validation perplexity {summary.perplexity:.2f} ({each}); unigram model {summary.unigram:.1f}"
     if not summary.has_log:
-        yield f"{folder / LOG} has lost its lines: there is nothing to draw."
+        yield f"{folder / LOG} has no lines to draw."
 
 
 def save(summary: Summary) -> dict[str, Path]:
