@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -31,16 +32,24 @@ def test_positive_int(value: int, at_least: int) -> None:
             checks.positive_int("n", value, at_least=at_least)
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.0, True, "3", None, torch.tensor(3)])
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "3", None, torch.tensor(3.0), torch.tensor([3, 3])])
 def test_not_a_positive_int(value: object) -> None:
     with pytest.raises(ValueError, match=re.escape(f"n must be an integer >= 1, got {value!r}")):
         checks.positive_int("n", value)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF, "1", None, True, 1j, torch.tensor(1.0)])
+@pytest.mark.parametrize("value", [NAN, INF, -INF, "1", None, True, 1j, torch.tensor(NAN), torch.ones(2)])
 def test_not_a_finite_number(value: object) -> None:
     with pytest.raises(ValueError, match=re.escape(f"rate must be a finite number, got {value!r}")):
         checks.finite("rate", value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("three", [3, np.int64(3), torch.tensor(3), torch.tensor([3])])
+def test_numbers_of_any_library_become_python_s(three: object) -> None:
+    assert type(checks.positive_int("n", three)) is int
+    assert checks.positive_int("n", three) == 3
+    assert checks.finite("rate", three) == 3.0
+    assert type(checks.finite("rate", three)) is float
 
 
 def test_finite_and_its_limits() -> None:

@@ -20,7 +20,7 @@ from grmoe.parallel.memory import block_activations, memory
 from grmoe.parallel.report import Machine, seconds
 from grmoe.parallel.world import ParallelConfig
 
-PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "results" / "parallel.md").read_text()
 
 # Vocabularies that no number of processes divides: shards are padded.
 Model = tuple[str, dict[str, Any]]
@@ -160,7 +160,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_the_tables_of_the_page_are_what_the_command_prints() -> None:
-    sections = re.findall(r"^### `(\S+?)`\n(.*?)(?=^##)", PAGE, re.MULTILINE | re.DOTALL)
+    sections = re.findall(r"^## `(\S+?)`\n(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL)
     assert [name for name, _ in sections] == ["350m", "1.3b", "2.7b"]
     for name, text in sections:
         commands = re.findall(rf"^    grmoe info {re.escape(name)} (.*)$", text, re.MULTILINE)

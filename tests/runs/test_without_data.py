@@ -69,7 +69,7 @@ def test_what_needs_text_asks_for_it_and_takes_it(run: Path, data: Path, tmp_pat
     for command in ("dial", "analyze", "eval"):
         status, said = call(command, run, "--out", tmp_path / command)
         assert status == 2
-        assert f"{run} comes without held-out text ({data}/index.json is missing" in said
+        assert f"{run} has no held-out text ({data}/index.json is missing" in said
         assert "give --text FILE" in said
     (tmp_path / "text.txt").write_text(TEXT)
     for command in ("dial", "analyze", "eval"):

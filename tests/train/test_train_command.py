@@ -115,7 +115,7 @@ def test_a_run_that_loses_its_log_on_the_way_still_says_how_good_it_is(
         (["data.batch_size=100000"], "less than one batch"),
         (["parallel.expert=2"], "torchrun --nproc-per-node"),
         (["device=gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
-        (["device=cuda:99"], "device cuda:99 must be there"),
+        (["device=cuda:99"], "device must exist, got cuda:99"),
         (["model.num_key_value_heads=3"], "num_key_value_heads must divide num_attention_heads"),
     ],
 )
