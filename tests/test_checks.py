@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -31,13 +33,13 @@ def test_positive_int(value: int, at_least: int) -> None:
             checks.positive_int("n", value, at_least=at_least)
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.0, True, "3", None, torch.tensor(3)])
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "3", None, torch.tensor(3.0)])
 def test_not_a_positive_int(value: object) -> None:
     with pytest.raises(ValueError, match=re.escape(f"n must be an integer >= 1, got {value!r}")):
         checks.positive_int("n", value)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF, "1", None, True, 1j, torch.tensor(1.0)])
+@pytest.mark.parametrize("value", [NAN, INF, -INF, "1", None, True, 1j, torch.tensor(NAN)])
 def test_not_a_finite_number(value: object) -> None:
     with pytest.raises(ValueError, match=re.escape(f"rate must be a finite number, got {value!r}")):
         checks.finite("rate", value)  # type: ignore[arg-type]
@@ -129,3 +131,28 @@ def test_all_finite() -> None:
     value[1] = torch.tensor([INF, 1.0, -INF])
     with pytest.raises(ValueError, match="x holds 3 non-finite values of 6"):
         checks.all_finite("x", value)
+
+
+@pytest.mark.parametrize("value", [2, np.int64(2), np.array(2), torch.tensor(2), torch.tensor([2])], ids=repr)
+def test_numbers_of_any_kind_become_python_numbers(value: Any) -> None:
+    assert type(checks.positive_int("n", value)) is int
+    assert type(checks.finite("n", value)) is float
+    assert checks.alphas("alpha", [value, 3.0]) == [2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "value", ["2", None, True, np.bool_(True), 2j, [2], torch.ones(2), np.ones(0)], ids=repr
+)
+def test_what_is_no_number_is_refused(value: Any) -> None:
+    for check in (checks.finite, checks.fraction, checks.positive_int, checks.alpha):
+        with pytest.raises(ValueError, match=r"^n must be"):
+            check("n", value)
+
+
+def test_alphas_are_one_or_several() -> None:
+    assert checks.alphas("alpha", torch.tensor(2.0)) == 2.0
+    assert checks.alphas("alpha", torch.tensor([2.0])) == [2.0]
+    assert checks.alphas("alpha", (a for a in (0, 1e30))) == [0.0, 1e30]
+    for wrong in (1.0000001e30, -1e-9, float("nan"), [1.0, float("inf")], "12", torch.ones(1, 1)):
+        with pytest.raises(ValueError, match="alpha must be"):
+            checks.alphas("alpha", wrong)

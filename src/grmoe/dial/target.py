@@ -26,6 +26,9 @@ class Target:
     kind: Literal["experts", "perplexity", "throughput"]
     value: float
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", checks.finite(f"target for {self.kind}", self.value, above=0))
+
     def __str__(self) -> str:
         if self.kind == "perplexity":
             return f"perplexity at most {100 * self.value:g} % above the trained setting's"

@@ -43,6 +43,6 @@ def parse_range(text: str) -> tuple[float, float]:
         found = (float(low), float(high)) if colon else None
     except ValueError:
         found = None
-    if found is None or not 0 <= found[0] <= found[1] < float("inf"):
+    if found is None or not 0 <= found[0] <= found[1] <= checks.LARGEST_ALPHA:
         raise ValueError(f"alpha-range must be LOW:HIGH with 0 <= LOW <= HIGH, such as 0.5:5, got {text!r}")
     return found
