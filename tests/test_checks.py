@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,3 +139,28 @@ def test_all_finite() -> None:
     value[1] = torch.tensor([INF, 1.0, -INF])
     with pytest.raises(ValueError, match="x holds 3 non-finite values of 6"):
         checks.all_finite("x", value)
+
+
+@pytest.mark.parametrize("value", [2, np.int64(2), np.array(2), torch.tensor(2), torch.tensor([2])], ids=repr)
+def test_numbers_of_any_kind_become_python_numbers(value: Any) -> None:
+    assert type(checks.positive_int("n", value)) is int
+    assert type(checks.finite("n", value)) is float
+    assert checks.alphas("alpha", [value, 3.0]) == [2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "value", ["2", None, True, np.bool_(True), 2j, [2], torch.ones(2), np.ones(0)], ids=repr
+)
+def test_what_is_no_number_is_refused(value: Any) -> None:
+    for check in (checks.finite, checks.fraction, checks.positive_int, checks.alpha):
+        with pytest.raises(ValueError, match=r"^n must be"):
+            check("n", value)
+
+
+def test_alphas_are_one_or_several() -> None:
+    assert checks.alphas("alpha", torch.tensor(2.0)) == 2.0
+    assert checks.alphas("alpha", torch.tensor([2.0])) == [2.0]
+    assert checks.alphas("alpha", (a for a in (0, 1e30))) == [0.0, 1e30]
+    for wrong in (1.0000001e30, -1e-9, float("nan"), [1.0, float("inf")], "12", torch.ones(1, 1)):
+        with pytest.raises(ValueError, match="alpha must be"):
+            checks.alphas("alpha", wrong)

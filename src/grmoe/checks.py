@@ -101,6 +101,12 @@ def last_dim(name: str, value: Tensor, size: int) -> Tensor:
     return value
 
 
+def shape(name: str, value: Tensor, want: Sequence[int]) -> Tensor:
+    ok = tuple(value.shape) == tuple(want)
+    require(ok, f"{name} must have shape {tuple(want)}, got {tuple(value.shape)}")
+    return value
+
+
 def frames(name: str, value: Tensor) -> Tensor:
     """A floating tensor of shape (..., d, k) with k <= d. Orthonormality is not checked."""
     floating(name, value)

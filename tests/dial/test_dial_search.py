@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -161,3 +162,11 @@ def test_the_way_between_two_settings() -> None:
 def test_one_expert_per_token_leaves_nothing_to_choose(searched: Searched) -> None:
     with pytest.raises(ValueError, match="cap must be at least 2, got 1"):
         search(searched[0], 1)
+
+
+def test_budgets_are_any_number() -> None:
+    for value in (np.float32(1.5), torch.tensor(1.5), np.array(1.5)):
+        assert Target("experts", value) == Target("experts", 1.5)
+    for wrong in (float("nan"), np.float32("inf"), 0, -1.0, "1.5"):
+        with pytest.raises(ValueError, match="target for experts must be a finite number > 0"):
+            Target("experts", wrong)  # type: ignore[arg-type]

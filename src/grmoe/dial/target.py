@@ -33,9 +33,10 @@ class Target:
     def __post_init__(self) -> None:
         checks.one_of("kind", self.kind, ("experts", "perplexity", "throughput"))
         if self.kind == "experts":
-            checks.finite("target-experts", self.value, at_least=1)
+            value = checks.finite("target-experts", self.value, at_least=1)
         else:
-            checks.finite(self.kind, self.value, above=0)
+            value = checks.finite(self.kind, self.value, above=0)
+        object.__setattr__(self, "value", value)
 
     def __str__(self) -> str:
         if self.kind == "perplexity":

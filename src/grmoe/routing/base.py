@@ -9,17 +9,17 @@ Legend: N experts, D model width; `...` any leading dimensions of the input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from grmoe import checks
-from grmoe.kernels.runtime import INTERPRETED, attempt
+from grmoe.kernels.runtime import INTERPRETED
 from grmoe.routing.counting import LoadCounter
-from grmoe.routing.fused import GateOperands, fused_gate, fuses
+from grmoe.routing.fused import GateOperands, try_fused
 from grmoe.routing.metrics import RoutingMetrics
 from grmoe.routing.packed import PackedCopy
 from grmoe.routing.prior import next_log_prior
@@ -58,13 +58,11 @@ class Router(nn.Module):
         self.dim = checks.positive_int("dim", dim)
         self.num_experts = checks.positive_int("num_experts", num_experts, at_least=2)
         self.selection: Selection = Dense() if selection is None else selection
-        kind = type(self).__name__
-        checks.require(
-            self.reads_prior or not balance,
-            f"balance must be False for {kind}: its gate has no prior to learn",
-        )
-        self.balance = balance
-        self.checked = checked
+        if balance and not self.reads_prior:
+            raise ValueError(
+                f"balance must be False for {type(self).__name__}: its gate has no prior to learn"
+            )
+        self.balance, self.checked = balance, checked
         self.backend: Literal["auto", "reference", "triton"] = "auto"
         self.register_buffer("alpha_value", torch.tensor(checks.alpha("alpha", alpha)))
         self.register_buffer("log_prior", torch.zeros(num_experts))
@@ -112,9 +110,8 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Routing:
         checks.last_dim("x", x, self.dim)
-        if token_ids is not None and token_ids.shape != x.shape[:-1]:
-            want, got = tuple(x.shape[:-1]), tuple(token_ids.shape)
-            raise ValueError(f"token_ids must have shape {want}, got {got}")
+        if token_ids is not None:
+            checks.shape("token_ids", token_ids, x.shape[:-1])
         if self.checked:
             checks.all_finite("x", x)
         # Autocast would turn the projections into bf16, where near ties route differently in serving.
@@ -125,26 +122,18 @@ class Router(nn.Module):
 
     def _forward(self, x: Tensor, token_ids: Tensor | None) -> Routing:
         kernels = self.backend == "triton" or (self.backend == "auto" and not INTERPRETED)
-        routing = self._fused(x) if kernels and self._fusable else None
+        routing: Routing | None = None
+        if kernels and self._fusable:
+            pack = None if self.training else self._packed.get
+            routing = try_fused(
+                x, self.gate_operands, self.alpha_value, self.selection, self.num_experts, pack
+            )
         if routing is None:
             routing = self.route(x if x.dtype == torch.float64 else x.float(), token_ids)
         routing.aux_loss = self.losses(routing)
         prior = self.balance and self.training
         self.counter.add(routing, prior=prior, dense=self.selection.dense, kernels=kernels)
         return routing
-
-    def _fused(self, x: Tensor) -> Routing | None:
-        """Gate and selection by one kernel; None where that is not possible."""
-        # The kernel knows one α for all tokens. A router in fp64 computes in fp64, whatever the tokens are.
-        if self.alpha_value.ndim or not fuses(x, self.selection, self.num_experts):
-            return None
-        operands = self.gate_operands()
-        if operands is None or operands.matrix.dtype == torch.float64:
-            return None
-        packed = None if self.training else self._packed.get(operands, x)
-        return attempt(
-            "gate", lambda: fused_gate(x, operands, self.alpha_value, self.selection, packed), lambda: None
-        )
 
     def route(self, x: Tensor, token_ids: Tensor | None) -> Routing:
         """The same step by step, in PyTorch: gate, softmax, selection, combine weights."""
@@ -157,14 +146,9 @@ class Router(nn.Module):
         zero = logits.new_zeros(())
         return Routing(logits=logits, probs=probs, selected=selected, weights=weights, aux_loss=zero)
 
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Inside, forward passes leave metrics and prior sums unchanged."""
-        before, self.counter.paused = self.counter.paused, True
-        try:
-            yield
-        finally:
-            self.counter.paused = before
+    def uncounted(self) -> AbstractContextManager[None]:
+        """A context in which forward passes leave metrics and prior sums unchanged."""
+        return self.counter.pause()
 
     @torch.no_grad()
     def update_prior(self, rate: float) -> None:

@@ -6,7 +6,8 @@ Legend: N experts, T tokens (all leading dimensions together).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,15 @@ class LoadCounter(nn.Module):
         # fp64, because a count in fp32 stops growing at 2^24 tokens.
         self.register_buffer("sums", torch.zeros(3 * num_experts + 4, dtype=torch.float64), persistent=False)
         self.register_buffer("prior_sums", torch.zeros(num_experts + 1), persistent=False)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, nothing is counted. May be nested."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
 
     @torch.no_grad()
     def add(

@@ -8,6 +8,7 @@ Legend: T tokens, D model width, N experts, K rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +71,25 @@ def pack_operands(operands: GateOperands, dtype: torch.dtype) -> Tensor:
     from grmoe.kernels.gate import pack
 
     return pack(operands.matrix.detach(), dtype, operands.log_kappa is not None)
+
+
+def try_fused(
+    x: Tensor,
+    operands_of: Callable[[], GateOperands | None],
+    alpha: Tensor,
+    selection: Selection,
+    num_experts: int,
+    pack: Callable[[GateOperands, Tensor], Tensor | None] | None,
+) -> Routing | None:
+    """`fused_gate`, or None where that is not possible. pack: returns a packed copy that is kept between calls."""
+    # The kernel takes one α for all tokens. A router in fp64 computes in fp64, whatever the tokens are.
+    if alpha.ndim or not fuses(x, selection, num_experts):
+        return None
+    operands = operands_of()
+    if operands is None or operands.matrix.dtype == torch.float64:
+        return None
+    packed = None if pack is None else pack(operands, x)
+    return runtime.attempt("gate", lambda: fused_gate(x, operands, alpha, selection, packed), lambda: None)
 
 
 def fused_gate(
