@@ -164,7 +164,7 @@ def _first_line(command: Any) -> str:
 
 def _spelling(param: Any) -> str:
     if param.param_type_name == "argument":
-        return f"`{(param.metavar or param.name).strip('[]')}`"
+        return f"`{param.metavar or param.name}`"
     names = ", ".join(f"`{name}`" for name in (*param.opts, *param.secondary_opts))
     return names + (" \\*" if param.multiple else "")
 
