@@ -47,8 +47,12 @@ class Options:
 
     def __post_init__(self) -> None:
         low, high = self.alpha_range
-        if not 0 <= low <= high < float("inf"):
-            raise ValueError(f"alpha_range must be finite with 0 <= low <= high, got {low:g}, {high:g}")
+        from grmoe.checks import LARGEST_ALPHA  # late: it imports torch, and `--help` reads this class
+
+        if not 0 <= low <= high <= LARGEST_ALPHA:
+            raise ValueError(
+                f"alpha_range must have 0 <= low <= high <= {LARGEST_ALPHA:g}, got {low:g}, {high:g}"
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.alpha is not None:
