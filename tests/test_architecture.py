@@ -117,6 +117,18 @@ def test_this_test_finds_what_it_looks_for(tmp_path: Path, file: str, line: str,
     assert violations(rows, package) == ([] if said is None else [said])
 
 
+def test_the_walks_name_files_that_exist_and_none_twice() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.split("## Two walks through the code", 1)[1].split("\n## ", 1)[0]
+    walks = section.split("\n**")[1:]
+    assert len(walks) == 2
+    for walk in walks:
+        files = re.findall(r"`([\w/]+\.py)`", walk)
+        assert len(files) > 20
+        assert [name for name in files if not (PACKAGE / name).is_file()] == []
+        assert len(files) == len(set(files))
+
+
 def test_tests_mirror_the_rooms() -> None:
     rooms = {module for module, files in modules_of(PACKAGE).items() if files[0].parent != PACKAGE}
     folders = {p.name for p in (ROOT / "tests").iterdir() if p.is_dir() and any(p.glob("test_*.py"))}
