@@ -19,6 +19,7 @@ from grmoe.geometry import chordal_distance, haar_frames, orthonormality_error, 
 from grmoe.optim import GrassmannAdam, Manifold, split_parameters
 from grmoe.optim.polar import inverse_sqrt_minus_one
 from grmoe.optim.reference import reference_step
+from grmoe.optim.stacks import existing_stack
 
 MANIFOLDS: tuple[Manifold, ...] = ("grassmann", "stiefel")
 
@@ -125,7 +126,7 @@ def test_no_drift_over_ten_thousand_steps() -> None:
 
 
 @pytest.mark.parametrize("manifold", MANIFOLDS)
-@pytest.mark.parametrize("lr", [0.0, 1e-6, 1e-3, 0.02, 0.3])
+@pytest.mark.parametrize("lr", [0.0, 1e-6, (12 * torch.finfo(torch.float32).eps) ** 0.5, 0.02, 0.3])
 def test_the_stored_inner_product_is_that_of_frame_and_momentum(lr: float, manifold: Manifold) -> None:
     """It follows from YᵀY − I, which has few correct digits in fp32 if steps are short."""
     (p,) = frame_params((2, 96, 12), dtype=torch.float32)
@@ -312,6 +313,15 @@ def test_buckets_equal_separate_optimisers() -> None:
             single.step()
     for a, b in zip(together, apart, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+
+
+def test_a_stack_is_recognised_by_its_slices() -> None:
+    one, other = torch.zeros(4, 3, 2), torch.zeros(4, 3, 2)
+    assert existing_stack([one[:1], one[1:]]) is one
+    assert existing_stack([one[:1], other[1:]]) is None  # a slice of another stack
+    assert existing_stack([one[:1], one[2:]]) is None  # a gap
+    assert existing_stack([one[:1], one[1:3]]) is None  # not all of it
+    assert existing_stack([one, other]) is None  # no slices
 
 
 def test_parameters_without_gradient_are_skipped_and_may_join_later() -> None:
