@@ -69,7 +69,9 @@ def _leaves(node: object) -> list[str]:
 def test_tests_and_benchmarks_that_a_page_names_exist(name: str) -> None:
     for path in re.findall(r"(?:pytest|python) ((?:tests|benchmarks)[\w/.]*)", all_pages()[name]):
         assert (ROOT / path).exists(), f"{name} names {path}"
-    for path in re.findall(r"`(?:tests/)?((?:\w+/)?test_\w+\.py)`", all_pages()[name]):  # the mathematics: below tests/
+    for path in re.findall(
+        r"`(?:tests/)?((?:\w+/)?test_\w+\.py)`", all_pages()[name]
+    ):  # the mathematics: below tests/
         assert (ROOT / "tests" / path).is_file(), f"{name} names tests/{path}"
 
 
