@@ -65,6 +65,16 @@ def _leaves(node: object) -> list[str]:
     return [leaf for child in children for leaf in _leaves(child)]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_tests_and_benchmarks_that_a_page_names_exist(name: str) -> None:
+    for path in re.findall(r"(?:pytest|python) ((?:tests|benchmarks)[\w/.]*)", all_pages()[name]):
+        assert (ROOT / path).exists(), f"{name} names {path}"
+    for path in re.findall(
+        r"`(?:tests/)?((?:\w+/)?test_\w+\.py)`", all_pages()[name]
+    ):  # the mathematics: below tests/
+        assert (ROOT / "tests" / path).is_file(), f"{name} names tests/{path}"
+
+
 def test_the_source_names_pages_that_exist() -> None:
     for folder in ("src", "tests", "benchmarks", "configs"):
         for file in (ROOT / folder).rglob("*"):

@@ -29,11 +29,7 @@ def test_every_command_and_option_is_listed() -> None:
         section = found[f"grmoe {name}"]
         for param in command.params:
             if param.name != "help" and not param.hidden:
-                spelled = (
-                    param.opts
-                    if param.param_type_name == "option"
-                    else [(param.metavar or param.name).strip("[]")]
-                )
+                spelled = param.opts if param.param_type_name == "option" else [param.metavar or param.name]
                 for option in (*spelled, *param.secondary_opts):
                     assert f"`{option}`" in section, f"grmoe {name} {option}"
                 assert param.help in ("", None) or param.help.split()[0].replace("<", "&lt;") in section
