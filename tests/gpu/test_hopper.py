@@ -138,7 +138,7 @@ def test_another_number_of_tokens_is_no_new_kernel_and_changes_no_token() -> Non
     x = torch.randn(700, 512, device=DEVICE, dtype=torch.bfloat16)
     frames = torch.linalg.qr(torch.randn(16, 512, 64, device=DEVICE))[0].contiguous()
     zeros, alpha = torch.zeros(16, device=DEVICE), torch.tensor(1.0, device=DEVICE)
-    options = {"mode": runtime.LARGEST, "most": 2, "renormalize": True}
+    options = {"mode": runtime.LARGEST, "max_experts": 2, "renormalize": True}
     whole = gate(x, frames, zeros, zeros, alpha, **options)
     known = len(gate_module.launch.__globals__["_compiled"])
     for T in (1, 16, 127, 128, 129, 700):
