@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from grmoe.kernels import runtime
 
 IGNORED = -100  # PyTorch's target that does not count
-TOKENS = 16384  # tokens whose logits exist at once: 1.6 GB in bf16 with 50257 words
+TOKENS = 16384  # logits exist for this many tokens at once: 1.6 GB in bf16 with 50257 words
 
 
 def next_token_loss(x_TD: Tensor, weight_VD: Tensor, target_T: Tensor, count: Tensor) -> Tensor:

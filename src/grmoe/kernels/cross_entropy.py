@@ -125,7 +125,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """As `grmoe.head.next_token_loss_reference`; differentiable once, by x and W. W may be wider than x.
 
-    ignored: the target that does not count. at_once: tokens whose logits exist together.
+    ignored: the target that does not count. at_once: the number of tokens with logits in memory.
     """
     gradient = torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad)
     scale = 1.0 / count.to(torch.float32)

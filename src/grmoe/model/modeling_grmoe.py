@@ -162,7 +162,7 @@ def config_router(config: GrmoeConfig, number: int) -> Router:
 
 
 def _layer_seed(seed: Any, number: int, layers: int) -> Any:
-    """Hash routing: a seed for each MoE layer, because with one for all every layer would split the tokens alike."""
+    """Hash routing: one seed per MoE layer. With a common seed every layer would group the tokens in the same way."""
     if not isinstance(seed, list | tuple):
         return seed + number if isinstance(seed, int) else seed  # the router refuses what is no number
     if len(seed) != layers:

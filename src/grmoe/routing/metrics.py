@@ -110,7 +110,7 @@ def summarize(sums: Tensor, num_experts: int) -> RoutingMetrics:
     def per_token(total: float) -> float:
         return total / tokens if tokens else math.nan
 
-    # CV and collapse come from the counts: whole numbers, whose equality no rounding hides.
+    # CV and collapse come from the counts, because equal whole numbers stay equal under rounding.
     return RoutingMetrics(
         tokens=int(tokens),
         nonfinite_tokens=int(bad),

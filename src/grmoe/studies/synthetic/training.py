@@ -1,4 +1,4 @@
-"""All seeds of a method as one tensor program: real routers, their parameters stacked, `vmap` over seeds.
+"""All seeds of a method as one tensor program: real routers with stacked parameters, and `vmap` over seeds.
 
 Legend: S seeds, B tokens, N experts, D width, O target width.
 """
