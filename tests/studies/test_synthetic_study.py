@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 from grmoe.cli import app, main
 from grmoe.studies.synthetic import study
+from grmoe.studies.synthetic.evaluation import SeedScore
 from grmoe.studies.synthetic.figure import draw
 from grmoe.studies.synthetic.methods import find_methods
 from grmoe.studies.synthetic.saving import save
-from grmoe.studies.synthetic.study import Config, Plan, Result, SettingResult
+from grmoe.studies.synthetic.study import Config, MethodResult, Plan, Result, SettingResult
 from grmoe.studies.synthetic.tables import HEADINGS, Row, show, table
 from grmoe.studies.synthetic.task import EASY, HARD, Setting
 from grmoe.studies.synthetic.training import Training
@@ -227,3 +228,18 @@ def test_version_and_help() -> None:
     text = CliRunner().invoke(app, ["synthetic", "--help"]).output
     assert "Example" in text
     assert "--quick" in text
+
+
+@pytest.mark.parametrize("name", ["easy", "hard"])
+def test_the_page_shows_the_stored_results(name: str) -> None:
+    root = Path(__file__).parents[2]
+    (stored,) = json.loads((root / "results" / f"synthetic-{name}.json").read_text())["settings"]
+    rows = stored.pop("rows")
+    stored["methods"] = [
+        MethodResult(**m | {"scores": [SeedScore(**s) for s in m["scores"]]}) for m in stored["methods"]
+    ]
+    result = SettingResult(**stored | {"setting": Setting(**stored["setting"])})
+    found = [asdict(Row.of(m, result.num_experts)) for m in result.methods]
+    assert found == [pytest.approx(row) for row in rows]
+    shown = table(result)
+    assert f"{shown.title}\n\n{shown.markdown()}\n" in (root / "docs/results/synthetic.md").read_text()
