@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "grmoe"
 # Folders of tests that mirror no room: what several rooms share.
 SHARED_TESTS = {"docs", "gpu"}
+OPEN_MODEL = r"open_model\("
 # A rule and the files that may hold it: a second home is a copy.
 ONE_HOME = {
     r"\brich\.table\b": {"tables.py"},
@@ -21,10 +22,10 @@ ONE_HOME = {
     r"encode_special_tokens": {"data/encoding.py"},
     r"os\.replace\(": {"files.py"},
     r"Reader\(units|Reader\(\[": {"probe/text.py", "data/prepare.py"},
-    r"open_model\(": {
-        "runs/open.py",
-        *(f"{room}" for room in ("runs/export.py", "cli/model.py", "dial/run.py", "prune/run.py")),
-        *("evaluate/run.py", "analyze/run.py", "report/collect.py", "serve/service.py"),
+    # Each room opens its model once.
+    OPEN_MODEL: {
+        *("runs/open.py", "runs/export.py", "cli/model.py", "dial/calibration.py", "prune/surgery.py"),
+        *("evaluate/run.py", "analyze/study.py", "report/content.py", "serve/server.py"),
     },
     r"\.data\.sequence_length or": {"runs/open.py", "train/setup.py"},
 }
@@ -136,13 +137,22 @@ def test_tests_mirror_the_rooms() -> None:
 
 
 def test_a_rule_has_one_home() -> None:
-    copies = []
+    copies, unused = [], {(rule, home) for rule, homes in ONE_HOME.items() for home in homes}
     for rule, homes in ONE_HOME.items():
         for path in sorted(PACKAGE.rglob("*.py")):
             name = path.relative_to(PACKAGE).as_posix()
-            if name not in homes and re.search(rule, path.read_text(encoding="utf-8")):
+            found = re.search(rule, path.read_text(encoding="utf-8"))
+            unused -= {(rule, name)} if found else set()
+            if found and name not in homes:
                 copies.append(f"{name}: {rule}")
     assert copies == []
+    assert unused == set()  # a home that has moved
+
+
+def test_each_room_opens_its_model_once() -> None:
+    for name in ONE_HOME[OPEN_MODEL]:
+        text = (PACKAGE / name).read_text(encoding="utf-8")
+        assert len(re.findall(OPEN_MODEL, text)) == 1, name
 
 
 def test_a_long_file_says_why() -> None:

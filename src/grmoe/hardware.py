@@ -43,6 +43,14 @@ def find_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     return device
 
 
+def use_device(name: str = "auto", local_rank: int = 0) -> torch.device:
+    """`find_device`, and make a GPU the current device."""
+    device = find_device(name, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
 def device_name(device: torch.device) -> str:
     """Name of the GPU, or "CPU"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

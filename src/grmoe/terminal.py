@@ -86,6 +86,6 @@ def say_all(parts: Iterable[object]) -> None:
 
 def say_written(**places: Path) -> None:
     """List what was written, one line per file."""
-    width = max(map(len, places)) + 2
+    width = max(map(len, places), default=0) + 2
     for name, path in places.items():
         console.print(f"{name + ':':<{width}}[bold]{escape(str(path))}[/]", highlight=False, soft_wrap=True)

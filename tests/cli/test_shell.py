@@ -14,8 +14,9 @@ import typer
 from typer.testing import CliRunner
 
 from grmoe.cli import app
-from grmoe.cli.shell import EXTRAS, fail, need, shell
+from grmoe.cli.shell import EXTRAS, fail, need, run_plan, shell
 from grmoe.runs.checkpoint import CheckpointError
+from grmoe.terminal import Progress
 
 PYPROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
 
@@ -150,3 +151,22 @@ def test_help_explains_the_command_and_every_option(name: tuple[str, ...], comma
         assert parameter.help, (name, parameter.name)
     shown = CliRunner().invoke(app, [*name, "--help"])
     assert shown.exit_code == 0
+
+
+def test_a_plan_is_run_shown_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[object] = []
+
+    def run(plan: str, progress: Progress) -> int:
+        progress("counting", 0, 2)
+        calls.append(plan)
+        return len(plan)
+
+    def save(result: int) -> dict[str, Path]:
+        calls.append(result)
+        return {"Numbers": tmp_path / "n.json", "Figure": tmp_path / "f.png"}
+
+    assert run_plan("four", run, lambda result: [f"[{result}]"], save) == 4
+    assert calls == ["four", 4]
+    shown = capsys.readouterr()
+    assert shown.out == f"[4]\nNumbers: {tmp_path}/n.json\nFigure:  {tmp_path}/f.png\n"
+    assert shown.err == "counting (0% done)\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +11,13 @@ from typer.testing import CliRunner
 
 from grmoe.cli import app, main
 from grmoe.studies.synthetic import study
+from grmoe.studies.synthetic.evaluation import SeedScore
 from grmoe.studies.synthetic.figure import draw
 from grmoe.studies.synthetic.methods import find_methods
-from grmoe.studies.synthetic.report import HEADER, Row, markdown_table, write_results
-from grmoe.studies.synthetic.study import Config, SettingResult, run_setting
-from grmoe.studies.synthetic.task import EASY, HARD
+from grmoe.studies.synthetic.saving import save
+from grmoe.studies.synthetic.study import Config, MethodResult, Plan, Result, SettingResult
+from grmoe.studies.synthetic.tables import HEADINGS, Row, show, table
+from grmoe.studies.synthetic.task import EASY, HARD, Setting
 from grmoe.studies.synthetic.training import Training
 
 TINY = Config(
@@ -29,8 +31,15 @@ TINY = Config(
 )
 
 
-def run(out: Path, config: Config = TINY, keys: tuple[str, ...] = ("softmax_top1", "grmoe")) -> SettingResult:
-    return run_setting(EASY, find_methods(list(keys)), config, out)
+def run(
+    out: Path,
+    config: Config = TINY,
+    keys: tuple[str, ...] = ("softmax_top1", "grmoe"),
+    setting: Setting = EASY,
+) -> SettingResult:
+    plan = Plan(out=out, config=config, settings=(setting,), methods=find_methods(keys))
+    (result,) = study.run(plan).settings
+    return result
 
 
 def test_results_survive_and_are_not_computed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,13 +79,15 @@ def test_table_and_json_hold_the_scores(tmp_path: Path) -> None:
     assert row.accuracy == pytest.approx(sum(s.accuracy for s in scores) / 2)
     assert row.seeds == 2
     assert row.collapsed == sum(s.collapsed for s in scores)
-    table = markdown_table(result)
-    line = next(line for line in table.splitlines() if line.startswith("| GrMoE"))
-    cells = [c.strip() for c in line.strip("|").split("|")]
-    assert len(cells) == len(HEADER)
-    assert cells[1].startswith(f"{100 * row.accuracy:.1f}")
-    assert "91.7 / 0.058 / 0 % / 1.52" in line  # the paper stands beside it
-    saved = json.loads(write_results([result], TINY, tmp_path).read_text())
+    cells = next(cells for cells in table(result).rows if cells[0] == "GrMoE")
+    assert len(cells) == len(HEADINGS)
+    assert cells[1].startswith(f"{100 * row.accuracy:.1f} ± ")
+    assert cells[-1] == "91.7 / 0.058 / 0 % / 1.52"  # the paper stands beside it
+    written = save(Result(TINY, [result]), tmp_path / "saved")
+    assert list(written) == ["Numbers", "Table", "Figure, easy"]
+    text = written["Table"].read_text()
+    assert all(part in text for part in (table(result).title, table(result).markdown()))
+    saved = json.loads(written["Numbers"].read_text())
     assert saved["settings"][0]["rows"][1]["accuracy"] == pytest.approx(row.accuracy)
     assert saved["config"]["training"]["steps"] == 3
     assert result.overlap_mean == pytest.approx(0.1, abs=1e-3)
@@ -85,7 +96,7 @@ def test_table_and_json_hold_the_scores(tmp_path: Path) -> None:
 def test_load_is_of_received_tokens_and_of_leaders_where_all_are_computed(tmp_path: Path) -> None:
     result = run(tmp_path, keys=("softmax_top2", "expert_choice", "soft_moe", "vmf", "grmoe"))
     rows = {m.method: Row.of(m, 4) for m in result.methods}
-    cells = {m.method: dict(zip(HEADER, rows[m.method].cells(None), strict=True)) for m in result.methods}
+    cells = {m.method: dict(zip(HEADINGS, rows[m.method].cells(None), strict=True)) for m in result.methods}
     assert (rows["expert_choice"].load_cv, rows["expert_choice"].collapsed) == (
         0.0,
         0,
@@ -107,10 +118,36 @@ def test_load_is_of_received_tokens_and_of_leaders_where_all_are_computed(tmp_pa
 
 
 def test_the_papers_hard_numbers_stand_beside_ours(tmp_path: Path) -> None:
-    result = run_setting(HARD, find_methods(["softmax_top1", "switch", "vmf", "grmoe"]), TINY, tmp_path)
-    lines = markdown_table(result).splitlines()[-4:]
-    shown = [line.strip("| ").split("|")[-1].strip() for line in lines]
-    assert shown == ["68.1 / – / 62 % / –", "–", "72.4 / – / – / –", "78.3 / – / 0 % / –"]
+    result = run(tmp_path, keys=("softmax_top1", "switch", "vmf", "grmoe"), setting=HARD)
+    assert [cells[-1] for cells in table(result).rows] == [
+        "68.1 / – / 62 % / –",
+        "–",
+        "72.4 / – / – / –",
+        "78.3 / – / 0 % / –",
+    ]
+
+
+def test_progress_counts_the_steps_of_all_methods_and_settings(tmp_path: Path) -> None:
+    reports: list[tuple[str, int, int]] = []
+    plan = Plan(out=tmp_path, config=TINY, methods=find_methods(["hash", "grmoe"]))
+    result = study.run(plan, lambda *report: reports.append(report))
+    assert [done for _, done, _ in reports] == list(range(1, 13))  # 2 settings, 2 methods, 3 steps
+    assert {total for _, _, total in reports} == {12}
+    assert reports[-1][0] == "hard: GrMoE"
+    first, second, notes = show(result)
+    assert [first.title[:5], second.title[:5]] == ["easy:", "hard:"]
+    assert notes.startswith("load CV:")
+    reports.clear()
+    study.run(plan, lambda *report: reports.append(report))  # read back: one report per method
+    assert [done for _, done, _ in reports] == [3, 6, 9, 12]
+
+
+def test_one_seed_has_no_interval(tmp_path: Path) -> None:
+    result = run(tmp_path, replace(TINY, seeds=1), keys=("hash",))
+    (cells,) = table(result).rows
+    assert "±" not in cells[1]
+    written = save(Result(TINY, [result]), tmp_path)
+    assert "NaN" not in written["Numbers"].read_text()
 
 
 def test_figure_shows_both_dials(tmp_path: Path) -> None:
@@ -143,7 +180,7 @@ def test_command_line_runs_the_study(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["synthetic", "--setting", "medium"], "setting must be one of easy, hard, got medium"),
+        (["synthetic", "--setting", "medium"], "setting must be one of 'easy', 'hard', got 'medium'"),
         (["synthetic", "--method", "magic"], "method must be one of"),
         (["synthetic", "--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["normalizer", "--dim", "8"], "one --rank for each --dim"),
@@ -191,3 +228,18 @@ def test_version_and_help() -> None:
     text = CliRunner().invoke(app, ["synthetic", "--help"]).output
     assert "Example" in text
     assert "--quick" in text
+
+
+@pytest.mark.parametrize("name", ["easy", "hard"])
+def test_the_page_shows_the_stored_results(name: str) -> None:
+    root = Path(__file__).parents[2]
+    (stored,) = json.loads((root / "results" / f"synthetic-{name}.json").read_text())["settings"]
+    rows = stored.pop("rows")
+    stored["methods"] = [
+        MethodResult(**m | {"scores": [SeedScore(**s) for s in m["scores"]]}) for m in stored["methods"]
+    ]
+    result = SettingResult(**stored | {"setting": Setting(**stored["setting"])})
+    found = [asdict(Row.of(m, result.num_experts)) for m in result.methods]
+    assert found == [pytest.approx(row) for row in rows]
+    shown = table(result)
+    assert f"{shown.title}\n\n{shown.markdown()}\n" in (root / "docs/results/synthetic.md").read_text()

@@ -7,15 +7,14 @@ import torch
 
 from grmoe.routing import ROUTERS, GrassmannRouter, Router, SoftmaxRouter, build_router
 from grmoe.routing.metrics import summarize
+from grmoe.studies.intervals import out_of, plus_minus, student, wilson
 from grmoe.studies.synthetic.evaluation import (
     best_matching,
     confusion,
     frame_recovery,
     matched_accuracy,
-    mean_interval,
     score,
     sweep_dial,
-    wilson,
 )
 from grmoe.studies.synthetic.methods import METHODS, find_methods
 from grmoe.studies.synthetic.task import Setting, Task
@@ -159,8 +158,11 @@ def test_intervals_match_known_values() -> None:
     assert wilson(5, 50) == pytest.approx((0.04348, 0.21360), abs=1e-4)
     assert wilson(50, 50)[1] == pytest.approx(1.0)
     assert wilson(0, 0) == (0.0, 1.0)
-    mean, half = mean_interval([1.0, 2.0, 3.0])
-    assert (mean, half) == (2.0, pytest.approx(1.96 / 3**0.5))
+    # t of one degree of freedom at 97.5 % is 12.706; the deviation of (1, 3) over √2 is 1.
+    assert student([1.0, 3.0]) == pytest.approx(12.706, rel=1e-4)
+    assert student([1.0]) is None
+    assert (plus_minus(2.0, 0.25, 2), plus_minus(2.0, None, 1, "+")) == ("2.00 ± 0.25", "+2.0")
+    assert out_of(3, 50) == "3/50 (2–16 %)"
 
 
 def test_methods_are_the_papers_rows_and_ours() -> None:
@@ -168,7 +170,7 @@ def test_methods_are_the_papers_rows_and_ours() -> None:
     assert len(with_paper) == 8
     assert {m.router for m in METHODS} == set(ROUTERS)
     assert [m.key for m in find_methods(["grmoe", "switch"])] == ["switch", "grmoe"]
-    with pytest.raises(ValueError, match=r"method must be one of .*, got banana"):
+    with pytest.raises(ValueError, match=r"method must be one of 'softmax_top1', .*, got 'banana'"):
         find_methods(["banana"])
     for method in METHODS:
         router = method.builder(32, 4, 6, 64)(3)

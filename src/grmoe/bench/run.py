@@ -14,7 +14,6 @@ from grmoe.bench.measure import Contender, Result, Row, measure, parts, pick
 from grmoe.bench.plot import bars
 from grmoe.bench.report import describe_machine, ratio_table, row_table, write_json
 from grmoe.bench.shapes import Shape
-from grmoe.hardware import find_device
 from grmoe.tables import Table
 from grmoe.terminal import Progress, Steps, silent
 
@@ -104,14 +103,6 @@ def save(plan: Plan[S], results: list[Result]) -> dict[str, Path]:
     name = plan.benchmark.name
     figure = plan.benchmark.draw(results, plan.out / f"{name}.png", plan.title)
     return {"Numbers": plan.numbers, "Figure": figure}
-
-
-def use_device(name: str | None) -> torch.device:
-    """The named device, or the GPU where there is one. Makes a GPU the current device."""
-    device = find_device(name or "auto")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
 
 
 def find_dtype(name: str | None, device: torch.device) -> torch.dtype:

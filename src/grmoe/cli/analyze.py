@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from grmoe.cli.options import Checkpoint, RoutedText
-from grmoe.cli.shell import shell
-from grmoe.terminal import console, say, say_written, show_progress
+from grmoe.cli.options import Alpha, Checkpoint, ModelFolder, RoutedText, beside_model
+from grmoe.cli.shell import run_plan, shell
 
 
 def analyze(
-    model: Annotated[Path, typer.Argument(help="Folder of `grmoe train` or `grmoe export`.")],
+    model: ModelFolder,
     text: RoutedText = None,
     tokens: Annotated[
         int, typer.Option(min=1, help="Tokens to route, rounded up to whole windows.")
     ] = 50_000,
-    alpha: Annotated[
-        float | None, typer.Option(help="Setting of the dial.", show_default="as saved with the model")
-    ] = None,
+    alpha: Alpha = None,
     checkpoint: Checkpoint = "best",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            file_okay=False,
-            help="Folder for results.json, analysis.md and the figures.",
-            show_default="MODEL/analysis of a run, MODEL-analysis",
-        ),
-    ] = None,
+    out: Annotated[Path | None, beside_model("results.json, analysis.md and the figures", "analysis")] = None,
 ) -> None:
     """Show what each expert does: token types, domains, entropy, concentration, overlap, load over training.
 
@@ -42,10 +33,4 @@ def analyze(
         from grmoe.runs.results import results_folder
 
         plan = Plan(model=model, texts=text or [], tokens=tokens, alpha=alpha, checkpoint=checkpoint)
-        with show_progress() as progress:
-            result = run(plan, progress)
-            progress("drawing", 0, 1)
-            written = save(result, out or results_folder(model, "analysis"))
-        for part in show(result):
-            say(part) if isinstance(part, str) else console.print(part)
-        say_written(**written)
+        run_plan(plan, run, show, partial(save, out=out or results_folder(model, "analysis")))

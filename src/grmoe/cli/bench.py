@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from grmoe.cli.shell import shell
-from grmoe.terminal import say_all, say_written, show_progress
+from grmoe.cli.options import Device
+from grmoe.cli.shell import run_plan, shell
 
 if TYPE_CHECKING:  # they need torch
     from grmoe.bench.measure import Result
@@ -32,9 +33,6 @@ Rank = Annotated[
     ),
 ]
 Dtype = Annotated[str | None, typer.Option(help="bf16 or fp32.", show_default="bf16 on a GPU, fp32 on a CPU")]
-Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="a GPU if there is one")
-]
 Rounds = Annotated[
     int, typer.Option(min=1, help="Turns of each contender: ten calls on a GPU, one on a CPU.")
 ]
@@ -62,7 +60,7 @@ def _layer_command(name: str, text: str) -> Callable[..., None]:
         shape: Shapes = None,
         rank: Rank = None,
         dtype: Dtype = None,
-        device: Device = None,
+        device: Device = "auto",
         rounds: Rounds = 10,
         contender: Contenders = None,
         out: Out = Path("runs/bench") / name,
@@ -70,8 +68,9 @@ def _layer_command(name: str, text: str) -> Callable[..., None]:
         with shell("studies"):
             from importlib import import_module
 
-            from grmoe.bench.run import Benchmark, Plan, find_dtype, use_device
+            from grmoe.bench.run import Benchmark, Plan, find_dtype
             from grmoe.bench.shapes import parse_shape
+            from grmoe.hardware import use_device
 
             benchmark: Benchmark[Any] = import_module(f"grmoe.bench.{name.replace('-', '_')}").BENCHMARK
             where = use_device(device)
@@ -97,10 +96,7 @@ def _finish(plan: Plan[Any], run: Callable[..., list[Result]] | None = None) -> 
     """Measure, print, draw. `run`: in place of the usual one."""
     from grmoe.bench import run as room
 
-    with show_progress() as progress:
-        results = (run or room.run)(plan, progress=progress)
-    say_all(room.show(plan, results))
-    say_written(**room.save(plan, results))
+    run_plan(plan, run or room.run, partial(room.show, plan), partial(room.save, plan))
 
 
 gate = _layer_command(
@@ -158,7 +154,7 @@ def train_model(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps per turn.")] = 10,
     dtype: Dtype = None,
-    device: Device = None,
+    device: Device = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 5,
     contender: Contenders = None,
     out: Out = Path("runs/bench/train-model"),
@@ -168,14 +164,12 @@ def train_model(
     Example: [bold]grmoe bench train-model --preset 350m --batch 16 --length 1024[/]
     """
     with shell("lm", "studies"):
-        from functools import partial
-
         import torch
 
         from grmoe.bench import train_model as bench
         from grmoe.bench.models import FORMS, ModelShape
-        from grmoe.bench.run import Plan, find_dtype, use_device
-        from grmoe.hardware import peak_flops
+        from grmoe.bench.run import Plan, find_dtype
+        from grmoe.hardware import peak_flops, use_device
 
         where = use_device(device)
         precision = find_dtype(dtype, where)
@@ -205,7 +199,7 @@ def prefill(
         ),
     ] = None,
     dtype: Dtype = None,
-    device: Device = None,
+    device: Device = "auto",
     rounds: Rounds = 10,
     out: Out = Path("runs/bench/prefill"),
 ) -> None:
@@ -216,7 +210,8 @@ def prefill(
     with shell("lm", "studies"):
         from grmoe.bench import prefill as bench
         from grmoe.bench.models import ModelShape
-        from grmoe.bench.run import Plan, find_dtype, use_device
+        from grmoe.bench.run import Plan, find_dtype
+        from grmoe.hardware import use_device
 
         where = use_device(device)
         plan = Plan(

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from grmoe.cli.options import CalibrationText, Checkpoint, TextTokens, Window, parse_number, parse_percent
-from grmoe.cli.shell import shell
-from grmoe.terminal import console, say, say_written, show_progress
+from grmoe.cli.options import (
+    CalibrationText,
+    CheckedTexts,
+    Checkpoint,
+    ModelFolder,
+    TextTokens,
+    Window,
+    beside_model,
+    parse_number,
+    parse_percent,
+)
+from grmoe.cli.shell import run_plan, shell
 
 if TYPE_CHECKING:
     from grmoe.dial import Target
 
 
 def dial(
-    model: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of `grmoe train`, or an exported model.")
-    ],
+    model: ModelFolder,
     target_experts: Annotated[
         float | None, typer.Option(help="Lowest perplexity with at most this many experts per token.")
     ] = None,
@@ -32,23 +40,14 @@ def dial(
         str | None, typer.Option(help="Lowest perplexity at this measured speed-up or more, e.g. 1.3x.")
     ] = None,
     text: CalibrationText = None,
-    check: Annotated[
-        list[str] | None, typer.Option(help="Another text to check the chosen setting on; repeatable.")
-    ] = None,
+    check: CheckedTexts = None,
     tokens: TextTokens = None,
     length: Window = None,
     cap: Annotated[
         int | None, typer.Option(min=1, help="The most experts per token.", show_default="as trained")
     ] = None,
     checkpoint: Checkpoint = "best",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            file_okay=False,
-            help="Folder for results.json and pareto.png.",
-            show_default="RUN/dial, MODEL-dial",
-        ),
-    ] = None,
+    out: Annotated[Path | None, beside_model("results.json and pareto.png", "dial")] = None,
     write: Annotated[
         bool, typer.Option("--write", help="Save the model with the chosen setting to OUT/model.")
     ] = False,
@@ -79,11 +78,7 @@ def dial(
         if write:
             check_place(model, out / "model")
             check_results(model, own="dial")
-        with show_progress() as progress:
-            result = run(plan, progress)
-        for item in show(result):
-            say(item) if isinstance(item, str) else console.print(item)
-        say_written(**save(result, out, write))
+        run_plan(plan, run, show, partial(save, out=out, write=write))
 
 
 def _target(experts: float | None, max_ppl_increase: str | None, throughput: str | None) -> Target:
@@ -96,7 +91,4 @@ def _target(experts: float | None, max_ppl_increase: str | None, throughput: str
         return Target("experts", experts)
     if throughput is not None:
         return Target("throughput", parse_number("throughput", throughput, "x", "1.3x"))
-    return Target(
-        "perplexity",
-        parse_percent("max-ppl-increase", max_ppl_increase),
-    )
+    return Target("perplexity", parse_percent("max-ppl-increase", max_ppl_increase))

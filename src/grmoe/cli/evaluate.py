@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from grmoe.cli.options import Checkpoint
-from grmoe.cli.shell import shell
-from grmoe.terminal import console, say_written, show_progress
+from grmoe.cli.options import Checkpoint, ModelFolder, beside_model
+from grmoe.cli.shell import run_plan, shell
 
 
 def evaluate(
-    folder: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="Folder of `grmoe train` or `grmoe export`.")
-    ],
+    model: ModelFolder,
     text: Annotated[
         list[str] | None,
         typer.Option(
@@ -63,14 +61,7 @@ def evaluate(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Windows, or sequences of a task, per forward pass.")] = 8,
     checkpoint: Checkpoint = "best",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            file_okay=False,
-            help="Folder for results.json and the task files made.",
-            show_default="MODEL/eval of a run, MODEL-eval",
-        ),
-    ] = None,
+    out: Annotated[Path | None, beside_model("results.json and the task files made", "eval")] = None,
 ) -> None:
     """Measure perplexity on texts and lm-evaluation-harness tasks, at one or several settings of the dial.
 
@@ -79,18 +70,13 @@ def evaluate(
 
     Example: [bold]grmoe eval my-model --text heldout/ --tasks-from evals/ --alpha 0.5 --alpha 1 --alpha 2[/]
     """
-    extras = ["lm", "eval"] if task or tasks_from else ["lm"]
-    with shell(*extras):
+    with shell("lm", *(["eval"] if task or tasks_from else [])):
         from grmoe.evaluate import Plan, run, save, show
         from grmoe.runs.results import results_folder
 
         plan = Plan(
-            model=folder, texts=text or [], tasks=task or [], tasks_from=tasks_from, alphas=alpha or [], shots=shots,
+            model=model, texts=text or [], tasks=task or [], tasks_from=tasks_from, alphas=alpha or [], shots=shots,
             limit=limit, tokens=tokens, length=length, stride=stride, batch=batch, checkpoint=checkpoint,
-            out=out or results_folder(folder, "eval"),
+            out=out or results_folder(model, "eval"),
         )  # fmt: skip
-        with show_progress() as progress:
-            result = run(plan, progress)
-        for part in show(result):
-            console.print(part)
-        say_written(**save(result, plan.out))
+        run_plan(plan, run, show, partial(save, out=plan.out))

@@ -28,6 +28,9 @@ CalibrationText = Annotated[
         show_default="the run's validation split",
     ),
 ]
+CheckedTexts = Annotated[
+    list[str] | None, typer.Option(help="Another text to check the result on. Repeatable.")
+]
 TextTokens = Annotated[
     int | None,
     typer.Option(min=1, help="Tokens to read of each text.", show_default="8192; 131072 on a GPU"),
@@ -46,13 +49,13 @@ Settings = Annotated[
         metavar="[CONFIG.yaml] [key=value]...", help="A YAML file, then single settings that override it."
     ),
 ]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto: a GPU if there is one.")]
 
 
-def results_folder(files: str, kind: str) -> Any:
-    """The option `--out` of a command that writes `files` next to a model."""
-    return typer.Option(
-        file_okay=False, help=f"Folder for {files}.", show_default=f"RUN/{kind}, or MODEL-{kind}"
-    )
+def beside_model(files: str, kind: str) -> Any:
+    """The option `--out` of a command that writes `files` to the folder of a run or next to an exported model."""
+    place = f"MODEL/{kind} of a run, MODEL-{kind} of an exported model"
+    return typer.Option(file_okay=False, help=f"Folder for {files}.", show_default=place)
 
 
 def parse_number(name: str, text: str, unit: str, example: str) -> float:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from grmoe.cli.options import CalibrationText, Checkpoint, TextTokens, Window, parse_percent
-from grmoe.cli.shell import shell
-from grmoe.terminal import console, say, say_written, show_progress
+from grmoe.cli.options import (
+    CalibrationText,
+    CheckedTexts,
+    Checkpoint,
+    ModelFolder,
+    TextTokens,
+    Window,
+    beside_model,
+    parse_percent,
+)
+from grmoe.cli.shell import run_plan, shell
 
 
 def prune(
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="Folder of `grmoe train`, or an exported model.")
-    ],
+    model: ModelFolder,
     experts: Annotated[int | None, typer.Option(help="Number of experts in every layer.")] = None,
     max_ppl_increase: Annotated[
         str | None,
@@ -24,18 +31,11 @@ def prune(
         ),
     ] = None,
     text: CalibrationText = None,
-    check: Annotated[list[str] | None, typer.Option(help="Another text to measure on; repeatable.")] = None,
+    check: CheckedTexts = None,
     tokens: TextTokens = None,
     length: Window = None,
     checkpoint: Checkpoint = "best",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            file_okay=False,
-            help="Folder for results.json and prune.png.",
-            show_default="RUN/prune, MODEL-prune",
-        ),
-    ] = None,
+    out: Annotated[Path | None, beside_model("results.json and prune.png", "prune")] = None,
     write: Annotated[bool, typer.Option("--write", help="Save the pruned model to OUT/model.")] = False,
 ) -> None:
     """Remove experts from a trained model: merge or drop them, the same number in every layer.
@@ -65,11 +65,7 @@ def prune(
         out = out or results_folder(model, "prune")
         if write:
             check_place(model, out / "model")
-        with show_progress() as progress:
-            result = run(plan, progress)
-        for item in show(result):
-            say(item) if isinstance(item, str) else console.print(item)
-        say_written(**save(result, out, write))
+        result = run_plan(plan, run, show, partial(save, out=out, write=write))
         if write and result.body.chosen is None:
             raise ValueError(
                 f"no model written: with one expert fewer, no method keeps perplexity within "

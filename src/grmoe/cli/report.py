@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from grmoe.cli.options import Checkpoint, RoutedText
-from grmoe.cli.shell import shell
-from grmoe.terminal import say, say_written, show_progress
+from grmoe.cli.shell import run_plan, shell
 
 
 def report(
@@ -42,8 +42,4 @@ def report(
         from grmoe.report import Plan, default_path, run, save, show
 
         plan = Plan(models=models, analyse=analyze, texts=text or [], tokens=tokens, checkpoint=checkpoint)
-        with show_progress() as progress:
-            result = run(plan, progress)
-        say_written(**save(result, out or default_path(models)))
-        for line in show(result):
-            say(line)
+        run_plan(plan, run, show, partial(save, out=out or default_path(models)))

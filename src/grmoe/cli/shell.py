@@ -1,8 +1,9 @@
 """What every command does around its work: check extras, quiet libraries, turn errors into one line.
 
 with shell("lm", "studies"):
-    from grmoe.dial import Plan, run      # heavy imports happen in here
-    ...
+    from grmoe.analyze import Plan, run, save, show      # heavy imports happen in here
+
+    run_plan(Plan(...), run, show, partial(save, out=out))
 
 Exit status: 0 for success, 2 for the caller's mistake, 1 for the machine's trouble, 128 + signal after a signal.
 """
@@ -11,13 +12,19 @@ from __future__ import annotations
 
 import importlib.util
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from pathlib import Path
+from typing import NoReturn, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+from grmoe.terminal import Progress, say_all, say_written, show_progress
+
+P = TypeVar("P")
+R = TypeVar("R")
 
 # What each extra of pyproject.toml brings, as modules to look for.
 EXTRAS = {
@@ -69,6 +76,20 @@ def shell(*extras: str, continues: bool = False) -> Iterator[None]:
     except KeyboardInterrupt:
         advice = "; run the same command again to continue" if continues else ""
         fail(f"interrupted{advice}", status=128 + signal.SIGINT)
+
+
+def run_plan(
+    plan: P,
+    run: Callable[[P, Progress], R],
+    show: Callable[[R], Iterable[object]],
+    save: Callable[[R], dict[str, Path]],
+) -> R:
+    """Run a plan under a progress bar, print what it shows, write what it saves and say where."""
+    with show_progress() as progress:
+        result = run(plan, progress)
+    say_all(show(result))
+    say_written(**save(result))
+    return result
 
 
 def _expected(error: RuntimeError) -> bool:

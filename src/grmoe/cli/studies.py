@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from grmoe.cli.shell import shell
-from grmoe.terminal import console, say, say_all, say_written, show_progress
+from grmoe.cli.options import Device
+from grmoe.cli.shell import run_plan, shell
 
 
 def synthetic(
@@ -37,9 +38,9 @@ def synthetic(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Training steps.", show_default="the study's own")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
+    device: Device = "auto",
 ) -> None:
-    """Run the paper's synthetic routing study: nine methods, the Bayes oracle, and the dial.
+    """Run the paper's synthetic routing study: its eight methods and three more, the Bayes oracle, and the dial.
 
     Tokens of 8 classes lie near 8 subspaces of R^128. The target of each class is its own linear map. Routers and
     experts train end to end on the regression loss. No method sees a label, except the one named supervised.
@@ -49,41 +50,25 @@ def synthetic(
     Example: [bold]grmoe synthetic --setting easy --method grmoe --method softmax_top1 --seeds 10[/]
     """
     with shell("studies", continues=True):
-        from grmoe.hardware import find_device
-        from grmoe.studies.synthetic.figure import draw
-        from grmoe.studies.synthetic.methods import find_methods
-        from grmoe.studies.synthetic.report import NOTES, rich_table, write_results
-        from grmoe.studies.synthetic.study import QUICK_METHODS, SETTINGS, Config, run_setting
+        from grmoe import checks
+        from grmoe.hardware import use_device
+        from grmoe.studies.synthetic import Config, Plan, run, save, show
+        from grmoe.studies.synthetic.methods import METHODS, find_methods
+        from grmoe.studies.synthetic.study import QUICK_METHODS, SETTINGS
 
-        config = replace(Config.quick() if quick else Config(), device=find_device(device).type)
+        config = replace(Config.quick() if quick else Config(), device=use_device(device).type)
         if seeds is not None:
             config = replace(config, seeds=seeds)
         if steps is not None:
             config = replace(config, training=replace(config.training, steps=steps))
         names = setting or (["easy"] if quick else list(SETTINGS))
-        if unknown := [n for n in names if n not in SETTINGS]:
-            raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {', '.join(unknown)}")
-        methods = find_methods(method or (QUICK_METHODS if quick else None))
-        total = len(names) * len(methods) * config.training.steps
-        finished = 0
-        results = []
-        with show_progress() as progress:
-
-            def report(stage: str, step: int, steps: int) -> None:
-                """A method reports its own steps. The bar counts those of all methods."""
-                nonlocal finished
-                progress(stage, finished + step, total)
-                finished += steps if step == steps else 0
-
-            for name in names:
-                results.append(run_setting(SETTINGS[name], methods, config, out, report))
-        figures = [draw(result, out / f"synthetic-{result.setting.name}.png") for result in results]
-        for result in results:
-            console.print(rich_table(result))
-        say(NOTES)
-        say_written(Numbers=write_results(results, config, out))
-        for figure in figures:
-            say_written(Figure=figure)
+        plan = Plan(
+            out=out,
+            config=config,
+            settings=tuple(SETTINGS[checks.one_of("setting", name, tuple(SETTINGS))] for name in names),
+            methods=find_methods(method or (QUICK_METHODS if quick else [m.key for m in METHODS])),
+        )
+        run_plan(plan, run, show, partial(save, out=out))
 
 
 def normalizer(
@@ -115,8 +100,4 @@ def normalizer(
             raise ValueError(f"give one --rank for each --dim, got {len(ranks)} for {len(dims)}")
         shapes = tuple(zip(dims, ranks, strict=True)) or SHAPES
         plan = Plan(samples=samples, shapes=shapes, kappas=tuple(kappa or KAPPAS))
-        with show_progress() as progress:
-            rows = run(plan, progress)
-        say_all(show(rows, samples))
-        if json_path is not None:
-            say_written(**save(rows, json_path))
+        run_plan(plan, run, partial(show, samples=samples), partial(save, path=json_path))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from grmoe.cli.options import Settings
-from grmoe.cli.shell import fail, shell
-from grmoe.terminal import console, note, say, say_written
+from grmoe.cli.shell import run_plan, shell
+from grmoe.terminal import console, note, say, say_all, say_written
 
 
 def _split(settings: list[str] | None) -> tuple[Path | None, list[str]]:
@@ -72,8 +73,7 @@ def train(
             raise typer.Exit(stopped.status) from stopped
         if speaks:
             summary = summarize(config, outcome)
-            for line in show_summary(summary):
-                say(line)
+            say_all(show_summary(summary))
             say_written(**save(summary))
             say(f"Next: grmoe export {config.out}")
 
@@ -122,20 +122,8 @@ def quality(
     with shell("lm", "studies", continues=True):
         from grmoe.config import load
         from grmoe.runs.config import TrainConfig
-        from grmoe.studies import quality as study
-        from grmoe.train.curves import draw_curves
+        from grmoe.studies.quality import DEFAULT, Plan, run, save, show
 
-        path, given = _split(settings)
-        methods = method or list(study.DEFAULT)
-        if unknown := [m for m in methods if m not in study.METHODS]:
-            raise ValueError(f"method must be one of {', '.join(study.METHODS)}, got {', '.join(unknown)}")
-        base = load(TrainConfig, path, given)
-        try:
-            runs = study.study(base, methods, seeds, out, at_once, note)
-        except RuntimeError as error:  # a run failed, with its last lines
-            fail(str(error))
-        console.print(study.rich_table(study.rows(runs)))
-        numbers = study.write_results(runs, base, out)
-        figure = draw_curves([out / f"{name}-0" for name in methods], out / "curves.png")
-        say_written(Numbers=numbers, Figure=figure)
-        say("The figure shows the first seed.")
+        base = load(TrainConfig, *_split(settings))
+        plan = Plan(base=base, out=out, methods=tuple(method or DEFAULT), seeds=seeds, at_once=at_once)
+        run_plan(plan, run, show, partial(save, out=out))

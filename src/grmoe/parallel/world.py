@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from grmoe import checks
-from grmoe.hardware import find_device
+from grmoe.hardware import use_device
 
 DIMS = ("replicate", "fsdp", "expert")
 
@@ -61,9 +61,7 @@ def start(config: ParallelConfig, device: str = "auto") -> World:
     """
     rank, size, local_rank = (int(os.environ.get(k, d)) for k, d in _ENVIRONMENT.items())
     shape = _shape(config, size)
-    place = find_device(device, local_rank)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    place = use_device(device, local_rank)
     if size == 1:
         return World(rank, size, local_rank, place, None)
     # gloo too, because flags, counts and the plans of checkpoints are on the CPU.

@@ -122,7 +122,10 @@ def show(rows: list[NormalizerRow], samples: int) -> Iterator[Table]:
     yield table
 
 
-def save(rows: list[NormalizerRow], path: Path) -> dict[str, Path]:
+def save(rows: list[NormalizerRow], path: Path | None) -> dict[str, Path]:
+    """Write the rows as JSON. Without a path nothing is written."""
+    if path is None:
+        return {}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps([asdict(row) for row in rows], indent=1).encode())
     return {"Numbers": path}

@@ -1,30 +1,35 @@
 """The paper's main comparison at an affordable size: routers on the same text, with the same tokens and experts per
 token.
 
-Every run is its own `grmoe train`, several at a time. An interrupted one continues when the study is started again.
-Intervals are Student's over seeds; those of counts are Wilson's.
+Every run is its own `grmoe train`, several at a time. An interrupted run continues when the study is started again.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
+from grmoe import checks
 from grmoe.config import to_yaml
+from grmoe.files import write_file
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import read_log
-from grmoe.studies.synthetic.evaluation import wilson
+from grmoe.studies.intervals import out_of, plus_minus, student
+from grmoe.tables import Table
+from grmoe.terminal import Progress, Steps, silent
+from grmoe.train.curves import draw_curves
+
+
+class StudyError(RuntimeError):
+    """A run of the study failed, or left nothing to read. The message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,29 @@ DEFAULT = ("grmoe", "grmoe_linear", "softmax_switch", "softmax_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Every method with every seed."""
+
+    base: TrainConfig
+    """What all runs share. Each method fills in the router, each run its seed and folder."""
+    out: Path
+    """Folder for the runs."""
+    methods: tuple[str, ...] = DEFAULT
+    """Keys of `METHODS`."""
+    seeds: int = 3
+    """Runs per method."""
+    at_once: int = 1
+    """Runs to train at the same time."""
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            checks.one_of("method", method, tuple(METHODS))
+
+    def folder(self, method: str, seed: int) -> Path:
+        return self.out / f"{method}-{seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """A run's last validation. Load is of the tokens an expert receives (`RoutingMetrics`)."""
 
@@ -71,81 +99,74 @@ class Run:
     """In some layer an expert receives less than 1 % of the tokens."""
     entropy: float
     """Mean entropy of the gate, in nats."""
-    experts: float
-    """Experts per token."""
+    experts_per_token: float
     tokens: int
     """Tokens trained on."""
 
 
-def study(
-    base: TrainConfig,
-    methods: list[str],
-    seeds: int,
-    out: Path,
-    at_once: int,
-    tell: Callable[[str], None] = lambda _: None,
-) -> list[Run]:
+@dataclass(frozen=True)
+class Result:
+    plan: Plan
+    runs: list[Run]
+
+
+def run(plan: Plan, progress: Progress = silent) -> Result:
     """Train every method with every seed. When a run fails, raise with its last lines and start no other."""
     failed = threading.Event()
-    out.mkdir(parents=True, exist_ok=True)
-    plan = [(method, seed) for seed in range(seeds) for method in dict.fromkeys(methods)]
+    plan.out.mkdir(parents=True, exist_ok=True)
+    jobs = [(method, seed) for seed in range(plan.seeds) for method in dict.fromkeys(plan.methods)]
 
     def one(job: tuple[str, int]) -> Run:
-        method, seed = job
         if failed.is_set():  # a thread may take its next job before the pool learns of a failure
-            raise RuntimeError("another run failed")
-        folder = out / f"{method}-{seed}"
-        model = base.model | METHODS[method].model
-        config = replace(base, model=model, seed=base.seed + seed, out=str(folder))
-        settings = out / f"{method}-{seed}.yaml"
-        settings.write_text(to_yaml(config))
-        command = [sys.executable, "-m", "grmoe", "train", str(settings), "--resume"]
-        with (out / f"{method}-{seed}.txt").open("w") as screen:
-            status = subprocess.run(command, stdout=screen, stderr=subprocess.STDOUT, check=False).returncode
-        if status:
+            raise StudyError("another run failed")
+        try:
+            return _train(plan, *job)
+        except StudyError:
             failed.set()
-            said = (out / f"{method}-{seed}.txt").read_text().splitlines()[-5:]
-            raise RuntimeError(f"{' '.join(command)} ended with status {status}:\n" + "\n".join(said))
-        run = read_run(folder, method, base.seed + seed)
-        tell(f"{METHODS[method].label}, seed {run.seed}: perplexity {run.perplexity:.2f}")
-        return run
+            raise
 
-    with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(one, plan))
+    steps = Steps(progress, len(jobs))
+    runs = []
+    with ThreadPoolExecutor(plan.at_once) as pool:
+        progress("training", 0, len(jobs))
+        for done in pool.map(one, jobs):
+            steps(f"{METHODS[done.method].label}, seed {done.seed}: perplexity {done.perplexity:.2f}")
+            runs.append(done)
+    return Result(plan, runs)
+
+
+def _train(plan: Plan, method: str, seed: int) -> Run:
+    """One run in its own process. Its screen goes to a text file next to its folder."""
+    folder, base = plan.folder(method, seed), plan.base
+    config = replace(base, model=base.model | METHODS[method].model, seed=base.seed + seed, out=str(folder))
+    settings, screen = folder.with_name(f"{folder.name}.yaml"), folder.with_name(f"{folder.name}.txt")
+    settings.write_text(to_yaml(config))
+    command = [sys.executable, "-m", "grmoe", "train", str(settings), "--resume"]
+    with screen.open("w") as file:
+        status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    if status:
+        last = "\n".join(screen.read_text().splitlines()[-5:])
+        raise StudyError(f"{' '.join(command)} ended with status {status}:\n{last}")
+    return read_run(folder, method, config.seed)
 
 
 def read_run(folder: Path, method: str, seed: int) -> Run:
     lines = read_log(folder)
     trained, held_out = ([line for line in lines if line["kind"] == kind] for kind in ("train", "validation"))
     if not trained or not held_out:
-        raise RuntimeError(f"{folder} has lost its log; remove it, and the study trains it again")
+        raise StudyError(f"{folder} has lost its log; remove it, and the study trains it again")
     last = held_out[-1]
     if "collapsed_layers_paper" not in last:
-        raise RuntimeError(
-            f"{folder} was logged by an older version; remove it, and the study trains it again"
-        )
+        raise StudyError(f"{folder} was logged by an older version; remove it, and the study trains it again")
+    same = ("loss", "perplexity", "load_cv", "min_load", "entropy", "experts_per_token")
     return Run(
         method=method,
         seed=seed,
-        loss=last["loss"],
-        perplexity=last["perplexity"],
-        load_cv=last["load_cv"],
-        min_load=last["min_load"],
         collapsed=last["collapsed_layers"] > 0,
         collapsed_paper=last["collapsed_layers_paper"] > 0,
-        entropy=last["entropy"],
-        experts=last["experts_per_token"],
         tokens=trained[-1]["tokens"],
+        **{name: last[name] for name in same},
     )
-
-
-def interval(values: list[float], level: float = 0.95) -> float | None:
-    """Half the width of Student's interval of the mean; None for a single value."""
-    if len(values) < 2:
-        return None
-    from scipy.stats import t
-
-    return float(t.ppf((1 + level) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values)))
 
 
 def rows(runs: list[Run]) -> list[dict[str, Any]]:
@@ -155,28 +176,19 @@ def rows(runs: list[Run]) -> list[dict[str, Any]]:
     for method in dict.fromkeys(r.method for r in runs):
         mine = [r for r in runs if r.method == method]
         paired = [r.loss - ours[r.seed] for r in mine if r.seed in ours]
-        losses = [r.loss for r in mine]
-        found.append(
-            {
-                "method": method,
-                "label": METHODS[method].label,
-                "seeds": len(mine),
-                "loss": statistics.mean(losses),
-                "loss_interval": interval(losses),
-                "perplexity": statistics.mean(r.perplexity for r in mine),
-                "perplexity_interval": interval([r.perplexity for r in mine]),
-                "over_grmoe": statistics.mean(paired) if paired else None,
-                "over_grmoe_interval": interval(paired) if paired else None,
-                "load_cv": statistics.mean(r.load_cv for r in mine),
-                "load_cv_interval": interval([r.load_cv for r in mine]),
-                "min_load": min(r.min_load for r in mine),
-                "collapsed": sum(r.collapsed for r in mine),
-                "collapsed_paper": sum(r.collapsed_paper for r in mine),
-                "entropy": statistics.mean(r.entropy for r in mine),
-                "experts": statistics.mean(r.experts for r in mine),
-                "tokens": mine[0].tokens,
-            }
-        )
+        row: dict[str, Any] = {"method": method, "label": METHODS[method].label, "seeds": len(mine)}
+        for name in ("loss", "perplexity", "load_cv"):
+            values = [getattr(r, name) for r in mine]
+            row |= {name: statistics.mean(values), f"{name}_interval": student(values)}
+        row["over_grmoe"] = statistics.mean(paired) if paired else None
+        row["over_grmoe_interval"] = student(paired)
+        row["min_load"] = min(r.min_load for r in mine)
+        row["collapsed"] = sum(r.collapsed for r in mine)
+        row["collapsed_paper"] = sum(r.collapsed_paper for r in mine)
+        row["entropy"] = statistics.mean(r.entropy for r in mine)
+        row["experts_per_token"] = statistics.mean(r.experts_per_token for r in mine)
+        row["tokens"] = mine[0].tokens
+        found.append(row)
     return found
 
 
@@ -186,51 +198,43 @@ HEADINGS = (
 )  # fmt: skip
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    def plus_minus(name: str, digits: int, sign: str = "") -> str:
-        if row[name] is None or (name == "over_grmoe" and row["method"] == "grmoe"):
-            return "–"
-        half = row[f"{name}_interval"]
-        return f"{row[name]:{sign}.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
-
-    low, high = wilson(row["collapsed"], row["seeds"])
-    return [
-        row["label"],
-        plus_minus("perplexity", 2),
-        plus_minus("loss", 4),
-        plus_minus("over_grmoe", 4, "+"),
-        plus_minus("load_cv", 3),
-        f"{row['min_load']:.3f}",
-        f"{row['collapsed']}/{row['seeds']} ({100 * low:.0f}–{100 * high:.0f} %)",
-        f"{row['collapsed_paper']}/{row['seeds']}",
-        f"{row['entropy']:.2f}",
-        f"{row['experts']:.2f}",
-    ]
-
-
-def rich_table(found: list[dict[str, Any]]) -> Table:
-    first = found[0]
-    table = Table(title=_title(first), title_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == "router" else "right")
-    for row in found:
-        table.add_row(*cells(row))
-    return table
-
-
-def write_results(runs: list[Run], base: TrainConfig, out: Path) -> Path:
-    """results.json with every run, table.md with the means."""
+def table(runs: list[Run]) -> Table:
     found = rows(runs)
-    numbers = out / "results.json"
-    config = to_yaml(base)
-    numbers.write_text(
-        json.dumps({"config": config, "rows": found, "runs": [asdict(r) for r in runs]}, indent=1)
-    )
-    lines = [_title(found[0]), "", f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
-    lines += [f"| {' | '.join(cells(row))} |" for row in found]
-    (out / "table.md").write_text("\n".join(lines) + "\n")
-    return numbers
+    tokens, seeds = found[0]["tokens"] / 1e6, found[0]["seeds"]
+    shown = Table(f"{tokens:.1f} M tokens, {seeds} seeds; ±: 95 % interval of the mean", HEADINGS)
+    for row in found:
+        difference = None if row["method"] == "grmoe" else row["over_grmoe"]
+        shown.add(
+            row["label"],
+            plus_minus(row["perplexity"], row["perplexity_interval"], 2),
+            plus_minus(row["loss"], row["loss_interval"], 4),
+            "–" if difference is None else plus_minus(difference, row["over_grmoe_interval"], 4, "+"),
+            plus_minus(row["load_cv"], row["load_cv_interval"], 3),
+            f"{row['min_load']:.3f}",
+            out_of(row["collapsed"], row["seeds"]),
+            f"{row['collapsed_paper']}/{row['seeds']}",
+            f"{row['entropy']:.2f}",
+            f"{row['experts_per_token']:.2f}",
+        )
+    return shown
 
 
-def _title(row: dict[str, Any]) -> str:
-    return f"{row['tokens'] / 1e6:.1f} M tokens, {row['seeds']} seeds; ±: 95 % interval of the mean"
+def show(result: Result) -> Iterator[Table | str]:
+    yield table(result.runs)
+    yield "The figure shows the first seed."
+
+
+def save(result: Result, out: Path) -> dict[str, Path]:
+    """results.json with every run, table.md with the means, curves.png with the first seed of each method."""
+    plan, shown = result.plan, table(result.runs)
+    content = {
+        "config": to_yaml(plan.base),
+        "rows": rows(result.runs),
+        "runs": [asdict(r) for r in result.runs],
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    written = {"Numbers": out / "results.json", "Table": out / "table.md"}
+    write_file(written["Numbers"], json.dumps(content, indent=1).encode())
+    write_file(written["Table"], f"{shown.title}\n\n{shown.markdown()}\n".encode())
+    first = [plan.folder(method, 0) for method in dict.fromkeys(plan.methods)]
+    return {**written, "Figure": draw_curves(first, out / "curves.png")}

@@ -1,1 +1,13 @@
-"""The paper's synthetic routing study (`grmoe synthetic`)."""
+"""The paper's synthetic routing study (`grmoe synthetic`).
+
+from grmoe.studies.synthetic import Config, Plan, run, save, show
+
+result = run(Plan(out=Path("runs/synthetic"), config=Config.quick()))
+save(result, Path("runs/synthetic"))
+"""
+
+from grmoe.studies.synthetic.saving import save
+from grmoe.studies.synthetic.study import Config, Plan, Result, run
+from grmoe.studies.synthetic.tables import show
+
+__all__ = ["Config", "Plan", "Result", "run", "save", "show"]

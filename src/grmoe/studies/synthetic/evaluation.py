@@ -5,7 +5,6 @@ Legend: S seeds, B tokens, N experts, A dial settings.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -112,7 +111,7 @@ def matched_accuracy(expert_B: Tensor, label_B: Tensor, num: int) -> float:
 
 def best_matching(gain_NN: Tensor) -> tuple[Tensor, Tensor]:
     """Rows and columns of the one-to-one matching of largest total gain (Hungarian method)."""
-    from scipy.optimize import linear_sum_assignment  # an extra: the CLI names it when it is missing
+    from scipy.optimize import linear_sum_assignment  # an extra: the command line names it when it is missing
 
     rows, columns = linear_sum_assignment(gain_NN.cpu().numpy(), maximize=True)
     return torch.as_tensor(rows), torch.as_tensor(columns)
@@ -158,23 +157,3 @@ def frame_recovery(task: Task, routers: StackedRouters) -> list[list[float]] | N
     experts, classes = best_matching(cross)
     rows: list[list[float]] = cross[experts[classes.argsort()]].tolist()
     return rows
-
-
-def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval for a proportion. At 0 of n, where the usual interval has length zero, it does not."""
-    if trials == 0:
-        return 0.0, 1.0
-    p, scale = successes / trials, 1 + z * z / trials
-    centre = (p + z * z / (2 * trials)) / scale
-    half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials)) / scale
-    return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def mean_interval(values: list[float], z: float = 1.96) -> tuple[float, float]:
-    """Mean and the half width of its normal 95 % interval over seeds."""
-    n = len(values)
-    mean = sum(values) / n
-    if n < 2:
-        return mean, math.nan
-    variance = sum((v - mean) ** 2 for v in values) / (n - 1)
-    return mean, z * math.sqrt(variance / n)

@@ -8,23 +8,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from grmoe.pictures import COLORS, GREY, INK, picture
 from grmoe.studies.synthetic.evaluation import SeedScore
-from grmoe.studies.synthetic.report import Row, caption
 from grmoe.studies.synthetic.study import MethodResult, SettingResult
+from grmoe.studies.synthetic.tables import Row, caption
 
-OURS, OTHERS, RIVAL, RIVAL_DIAL, INK = "#1b6ca8", "#9aa5b1", "#d1495b", "#e07a1f", "#22303c"
+OURS, RIVAL, RIVAL_DIAL = COLORS[:3]
+OTHERS = GREY
 
 
 def draw(result: SettingResult, path: Path) -> Path:
     """One PNG per setting."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    style: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK}
-    with plt.rc_context(style):
-        figure = plt.figure(figsize=(13.5, 8.6), layout="constrained")
+    with picture(path, 13.5, 8.6, font_size=10) as figure:
         grid = figure.add_gridspec(2, 2, width_ratios=[1.25, 1], height_ratios=[1, 1])
         _accuracy(figure.add_subplot(grid[0, 0]), result)
         dialed = [m for m in result.methods if m.dial is not None]
@@ -33,16 +28,8 @@ def draw(result: SettingResult, path: Path) -> Path:
         lower = grid[1, 0].subgridspec(1, 2, width_ratios=[1.2, 1])
         _load(figure.add_subplot(lower[0]), result)
         _recovery(figure, figure.add_subplot(lower[1]), result)
-        seeds = len(result.methods[0].scores)
-        figure.suptitle(
-            f"Synthetic routing task, {seeds} seeds per method\n{caption(result)}",
-            fontsize=11,
-            x=0.01,
-            ha="left",
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
+        title = f"Synthetic routing task, {len(result.methods[0].scores)} seeds per method\n{caption(result)}"
+        figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     return path
 
 

@@ -5,14 +5,14 @@ Every method has the same experts, tokens, steps, schedule and learning rates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from grmoe import checks
 from grmoe.routing import Router, build_router
-from grmoe.studies.synthetic.training import Training
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,6 @@ class Method:
     """Name in `grmoe.routing.ROUTERS`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the router."""
-    training: dict[str, Any] = field(default_factory=dict)
-    """Differences to the common `Training`."""
     supervised: bool = False
     """Train the gate on the labels."""
     paper: dict[str, PaperRow] = field(default_factory=dict)
@@ -62,9 +60,6 @@ class Method:
             return build_router(self.router, dim, num_experts, generator=generator, **options)
 
         return build
-
-    def configure(self, base: Training) -> Training:
-        return replace(base, **self.training)
 
 
 _GRASSMANN = {"kappa": 1.0}
@@ -127,10 +122,9 @@ METHODS = (
 )
 
 
-def find_methods(keys: list[str] | None) -> list[Method]:
-    """Methods by key, in table order; all of them for None."""
-    known = {m.key: m for m in METHODS}
-    unknown = [k for k in keys or [] if k not in known]
-    if unknown:
-        raise ValueError(f"method must be one of {', '.join(known)}, got {', '.join(unknown)}")
-    return [m for m in METHODS if keys is None or m.key in keys]
+def find_methods(keys: Sequence[str]) -> tuple[Method, ...]:
+    """Methods by key, in table order."""
+    known = tuple(m.key for m in METHODS)
+    for key in keys:
+        checks.one_of("method", key, known)
+    return tuple(m for m in METHODS if m.key in keys)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ import torch
 
 from grmoe.files import write_file
 from grmoe.studies.synthetic.evaluation import SeedScore, frame_recovery, score, sweep_dial
-from grmoe.studies.synthetic.methods import Method
+from grmoe.studies.synthetic.methods import METHODS, Method
 from grmoe.studies.synthetic.task import EASY, HARD, Setting, Task
 from grmoe.studies.synthetic.training import Training, train
+from grmoe.terminal import Progress, Steps, silent
 
 SETTINGS = {s.name: s for s in (EASY, HARD)}
 QUICK_METHODS = ["softmax_top1", "switch", "expert_choice", "soft_moe", "vmf", "grmoe", "supervised"]
@@ -58,6 +58,17 @@ class Config:
         return cls(seeds=6, eval_tokens=2048, training=Training(steps=600))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Every method on every setting."""
+
+    out: Path
+    """Folder where each finished method is kept, SETTING/METHOD.json."""
+    config: Config = field(default_factory=Config)
+    settings: tuple[Setting, ...] = (EASY, HARD)
+    methods: tuple[Method, ...] = METHODS
+
+
 @dataclass(kw_only=True)
 class MethodResult:
     """One method on one setting."""
@@ -87,13 +98,20 @@ class SettingResult:
     methods: list[MethodResult]
 
 
-Progress = Callable[[str, int, int], None]  # (what, step, steps)
+@dataclass(frozen=True)
+class Result:
+    config: Config
+    settings: list[SettingResult]
 
 
-def run_setting(
-    setting: Setting, methods: list[Method], config: Config, out: Path, progress: Progress | None = None
-) -> SettingResult:
-    """Train and score `methods` on one setting; finished methods are read back from `out`."""
+def run(plan: Plan, progress: Progress = silent) -> Result:
+    """Train and score every method on every setting. Finished methods are read back from `plan.out`."""
+    steps = Steps(progress, len(plan.settings) * len(plan.methods) * plan.config.training.steps)
+    return Result(plan.config, [_run_setting(setting, plan, steps) for setting in plan.settings])
+
+
+def _run_setting(setting: Setting, plan: Plan, steps: Steps) -> SettingResult:
+    config = plan.config
     task = Task(
         setting,
         config.seeds,
@@ -109,15 +127,15 @@ def run_setting(
     x_SBD, label_SB = task.tokens(config.eval_tokens, held_out)
     oracle = float((task.oracle(x_SBD) == label_SB).double().mean())
     results = []
-    for method in methods:
-        path = out / setting.name / f"{method.key}.json"
+    for method in plan.methods:
+        path = plan.out / setting.name / f"{method.key}.json"
         fingerprint = {"config": asdict(config), "setting": asdict(setting), "method": _plain(asdict(method))}
         result = _load(path, fingerprint)
         if result is None:
-            result = _run_method(task, method, config, x_SBD, label_SB, oracle, progress)
+            result = _run_method(task, method, config, x_SBD, label_SB, oracle, steps)
             _save(path, {"fingerprint": fingerprint, "result": asdict(result)})
-        elif progress is not None:
-            progress(f"{setting.name}: {method.title}", config.training.steps, config.training.steps)
+        else:
+            steps(f"{setting.name}: {method.title}", config.training.steps)
         results.append(result)
     return SettingResult(
         setting=setting,
@@ -137,9 +155,9 @@ def _run_method(
     x_SBD: torch.Tensor,
     label_SB: torch.Tensor,
     oracle: float,
-    progress: Progress | None,
+    steps: Steps,
 ) -> MethodResult:
-    training = method.configure(config.training)
+    training = config.training
     label = f"{task.setting.name}: {method.title}"
     started = time.perf_counter()
     # Every method sees the same training tokens.
@@ -150,7 +168,7 @@ def _run_method(
         training,
         seed=config.task_seed + 29,
         supervised=method.supervised,
-        on_step=None if progress is None else lambda step: progress(label, step + 1, training.steps),
+        on_step=lambda: steps(label),
     )
     scores = score(task, trained, x_SBD, label_SB, group=training.batch)
     dial = None

@@ -97,7 +97,7 @@ def train(
     *,
     seed: int = 0,
     supervised: bool = False,
-    on_step: Callable[[int], None] | None = None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> Trained:
     """Train one router and N linear experts per seed on the task loss alone (with `supervised`, on the labels)."""
     torch.manual_seed(seed)  # routers' noise under vmap draws from the global generator
@@ -130,8 +130,7 @@ def train(
             schedule.step()
         if routers.template.balance:
             routers.update_prior(config.prior_rate * _cosine(step, config.steps))
-        if on_step is not None:
-            on_step(step)
+        on_step()
     return Trained(routers, maps_SNDO.detach())
 
 

@@ -1,0 +1,36 @@
+"""Intervals over seeds: Student's for means, Wilson's for counts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+
+def student(values: list[float], level: float = 0.95) -> float | None:
+    """Half the width of Student's interval of the mean; None for a single value."""
+    if len(values) < 2:
+        return None
+    from scipy.stats import t  # an extra: the command line names it when it is missing
+
+    return float(t.ppf((1 + level) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values)))
+
+
+def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's score interval for a proportion. At 0 of n, where the usual interval has length zero, it does not."""
+    if trials == 0:
+        return 0.0, 1.0
+    p, scale = successes / trials, 1 + z * z / trials
+    centre = (p + z * z / (2 * trials)) / scale
+    half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials)) / scale
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def plus_minus(mean: float, half: float | None, digits: int, sign: str = "") -> str:
+    """26.7 ± 0.3; the mean alone where one seed gives no interval."""
+    return f"{mean:{sign}.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+
+
+def out_of(count: int, seeds: int) -> str:
+    """3/50 (2–16 %): a number of seeds with Wilson's interval."""
+    low, high = wilson(count, seeds)
+    return f"{count}/{seeds} ({100 * low:.0f}–{100 * high:.0f} %)"

@@ -1,0 +1,110 @@
+"""The synthetic study as tables: one per setting, one row per method, the paper's figures in the last column."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import mean
+
+from grmoe.studies.intervals import out_of, plus_minus, student
+from grmoe.studies.synthetic.methods import METHODS, PaperRow
+from grmoe.studies.synthetic.study import MethodResult, Result, SettingResult
+from grmoe.tables import Table
+
+PAPER = {m.key: m.paper for m in METHODS}
+HEADINGS = (
+    "method", "accuracy %", "% of oracle", "load CV", "collapsed (95 %)", "< 1 %", "leading CV", "no lead (95 %)", "H",
+    "experts", "loss", "paper: acc / CV / coll. / H",
+)  # fmt: skip
+NOTES = """\
+load CV: standard deviation over mean of the tokens each expert receives. collapsed: seeds in which some expert receives
+less than a tenth of its fair share; < 1 %: the paper's rule, less than 1 % of the tokens. leading CV, no lead: the same
+two figures for the tokens in which an expert has the largest weight. –: every expert computes every token, so all
+receive the same; there only the leading expert tells them apart. ± is Student's interval, (…) Wilson's, over seeds."""
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One row of the table, over all seeds. Counts are numbers of seeds; everything else is a mean."""
+
+    title: str
+    seeds: int
+    accuracy: float
+    accuracy_interval: float | None
+    """Half the width of the 95 % interval of the mean. None for one seed."""
+    share: float
+    dense: bool
+    """Every expert computes every token."""
+    load_cv: float
+    collapsed: int
+    collapsed_paper: int
+    leading_cv: float
+    leading_collapsed: int
+    entropy: float
+    experts_per_token: float
+    loss: float
+
+    @classmethod
+    def of(cls, result: MethodResult, num_experts: int) -> Row:
+        scores = result.scores
+        means = ("accuracy", "share", "load_cv", "leading_cv", "entropy", "experts_per_token", "loss")
+        counts = ("collapsed", "collapsed_paper", "leading_collapsed")
+        return cls(
+            title=result.title,
+            seeds=len(scores),
+            accuracy_interval=student([s.accuracy for s in scores]),
+            dense=all(s.is_dense(num_experts) for s in scores),
+            **{name: mean(getattr(s, name) for s in scores) for name in means},
+            **{name: sum(getattr(s, name) for s in scores) for name in counts},
+        )
+
+    def cells(self, paper: PaperRow | None) -> list[str]:
+        half = self.accuracy_interval
+        received = (
+            f"{self.load_cv:.3f}",
+            out_of(self.collapsed, self.seeds),
+            f"{self.collapsed_paper}/{self.seeds}",
+        )
+        return [
+            self.title,
+            plus_minus(100 * self.accuracy, None if half is None else 100 * half, 1),
+            f"{100 * self.share:.1f}",
+            *(("–", "–", "–") if self.dense else received),
+            f"{self.leading_cv:.3f}",
+            out_of(self.leading_collapsed, self.seeds),
+            f"{self.entropy:.2f}",
+            f"{self.experts_per_token:.1f}",
+            f"{self.loss:.3f}",
+            _paper_cell(paper),
+        ]
+
+
+def _paper_cell(paper: PaperRow | None) -> str:
+    if paper is None:
+        return "–"
+    cv = "–" if paper.cv is None else f"{paper.cv:.3f}"
+    collapse = "–" if paper.collapse is None else f"{paper.collapse:.0f} %"
+    entropy = "–" if paper.entropy is None else f"{paper.entropy:.2f}"
+    return f"{paper.accuracy:.1f} / {cv} / {collapse} / {entropy}"
+
+
+def caption(result: SettingResult) -> str:
+    s = result.setting
+    return (
+        f"{s.name}: wanted overlap ρ* = {s.rho:g}, achieved {result.overlap_mean:.3f} "
+        f"({result.overlap_min:.3f}–{result.overlap_max:.3f}); σ² = {s.sigma2:g}; "
+        f"Bayes oracle {100 * result.oracle_accuracy:.2f} %"
+    )
+
+
+def table(result: SettingResult) -> Table:
+    shown = Table(caption(result), HEADINGS)
+    for method in result.methods:
+        paper = PAPER[method.method].get(result.setting.name)
+        shown.add(*Row.of(method, result.num_experts).cells(paper))
+    return shown
+
+
+def show(result: Result) -> Iterator[Table | str]:
+    yield from map(table, result.settings)
+    yield NOTES
