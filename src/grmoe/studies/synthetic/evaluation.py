@@ -103,7 +103,7 @@ def confusion(expert_B: Tensor, label_B: Tensor, num: int) -> Tensor:
 
 
 def matched_accuracy(expert_B: Tensor, label_B: Tensor, num: int) -> float:
-    """Share of tokens whose expert is the one matched to their class, under the best one-to-one matching."""
+    """Share of tokens that go to the expert matched to their class, under the best one-to-one matching."""
     counts = confusion(expert_B, label_B, num).cpu()
     experts, classes = best_matching(counts)
     return float(counts[experts, classes].sum()) / len(label_B)
