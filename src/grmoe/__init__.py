@@ -1,6 +1,6 @@
 """Grassmannian Mixture-of-Experts: experts own subspaces, one dial sets the sparsity after training.
 
-What is listed below is imported when it is first used: `grmoe --help` need not wait for torch.
+Names are imported when they are first used, so that `grmoe --help` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from grmoe.optim import GrassmannAdam, split_parameters
     from grmoe.regularizers import overlap_penalty
     from grmoe.routing import GrassmannRouter, build_router, routers, set_alpha
+    from grmoe.runs.open import open_model
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "build_router",
     "certificates",
     "geometry",
+    "open_model",
     "overlap_penalty",
     "routers",
     "routing",
@@ -39,6 +41,7 @@ _HOME = {
     "GrassmannRouter": "routing",
     "MoE": "layer",
     "build_router": "routing",
+    "open_model": "runs.open",
     "overlap_penalty": "regularizers",
     "routers": "routing",
     "set_alpha": "routing",

@@ -168,5 +168,5 @@ def test_budgets_are_any_number() -> None:
     for value in (np.float32(1.5), torch.tensor(1.5), np.array(1.5)):
         assert Target("experts", value) == Target("experts", 1.5)
     for wrong in (float("nan"), np.float32("inf"), 0, -1.0, "1.5"):
-        with pytest.raises(ValueError, match="target for experts must be a finite number > 0"):
+        with pytest.raises(ValueError, match="target-experts must be a finite number >= 1"):
             Target("experts", wrong)  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ def run(plan: Plan[S], progress: Progress = silent) -> list[Result]:
     steps = Steps(progress, sum(parts(each, plan.rounds) for each in contenders))
     results: list[Result] = []
     for shape in plan.shapes:
-        torch.compiler.reset()  # each shape compiles anew; together they would hit Dynamo's limit
+        torch.compiler.reset()  # each shape compiles again: together they would hit Dynamo's limit
         # Contenders hold the tensors of their shape: they must not outlive it.
         rows = measure(contenders.pop(0), plan.device, plan.rounds, steps, shape.text)
         results.append(plan.benchmark.compare(shape, rows))

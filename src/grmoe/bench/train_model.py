@@ -53,7 +53,9 @@ def benchmark(forms: tuple[str, ...], peak: float | None) -> Benchmark[ModelShap
     )
 
 
-def run(plan: Plan[ModelShape], steps: int, apart: bool | None, progress: Progress = silent) -> list[Result]:
+def run(
+    plan: Plan[ModelShape], progress: Progress = silent, *, steps: int, apart: bool | None
+) -> list[Result]:
     """Measure round by round; results.json is written after each. `apart`: see `measure`. None: what fits."""
     (shape,) = plan.shapes
     listed = plan.contenders(shape)

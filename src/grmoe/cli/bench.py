@@ -15,6 +15,7 @@ from grmoe.cli.shell import run_plan, shell
 if TYPE_CHECKING:  # they need torch
     from grmoe.bench.measure import Result
     from grmoe.bench.run import Plan
+    from grmoe.terminal import Progress
 
 Shapes = Annotated[
     list[str] | None,
@@ -92,7 +93,7 @@ def _layer_command(name: str, text: str) -> Callable[..., None]:
     return command
 
 
-def _finish(plan: Plan[Any], run: Callable[..., list[Result]] | None = None) -> None:
+def _finish(plan: Plan[Any], run: Callable[[Plan[Any], Progress], list[Result]] | None = None) -> None:
     """Measure, print, draw. `run`: in place of the usual one."""
     from grmoe.bench import run as room
 

@@ -1,7 +1,7 @@
 """A decoder language model with GrMoE layers for Hugging Face transformers.
 
 Attention, RoPE, norms, masks, caches, generation and checkpointing are transformers' own. The router, the experts'
-backends and the dial are ours. It is one file, because it is copied beside every exported model.
+backends and the dial are ours. One file, because it is copied beside every exported model.
 
 Legend: B batch, S sequence, T = B·S tokens, H model width, N experts, K most experts per token.
 """

@@ -173,7 +173,6 @@ def traffic(model: GrmoeForCausalLM, plan: Plan) -> list[Traffic]:
     parts = groups(model, plan)
     own = routers(model)
     config = model.config
-    assert config.num_experts_per_tok is not None
     forwards = 2 if plan.checkpointing else 1
     layers = len(config.moe_layers)
     found = []
@@ -191,7 +190,7 @@ def traffic(model: GrmoeForCausalLM, plan: Plan) -> list[Traffic]:
                 FP32 * sum(g.shard for g in members), hidden=True,
             ),
         ]  # fmt: skip
-    rows = plan.tokens * config.num_experts_per_tok * config.hidden_size * c
+    rows = round(plan.tokens * own[0].experts_per_token(plan.length)) * config.hidden_size * c
     counts = 8 * config.num_experts * plan.micro_batches
     exchanges = 2 * forwards + 2
     weights = sum(p.numel() for router in own for p in router.parameters())

@@ -57,7 +57,8 @@ def memory(model: GrmoeForCausalLM, plan: Plan) -> Memory:
     busy = max(root * FP32, max(_blocks(parts)) * (3 * c + FP32))
     waiting = FP32 * whole if plan.micro_batches > 1 else 0
     tokens = plan.tokens // plan.micro_batches
-    each = [block_activations(model.config, i, plan) for i in range(model.config.num_hidden_layers)]
+    per_token = routers(model)[0].experts_per_token(plan.length)
+    each = [block_activations(model.config, i, plan, per_token) for i in range(model.config.num_hidden_layers)]
     kept = len(each) * model.config.hidden_size * c + max(each) if plan.checkpointing else sum(each)
     return Memory(
         weights=FP32 * shard,
@@ -71,17 +72,16 @@ def memory(model: GrmoeForCausalLM, plan: Plan) -> Memory:
     )
 
 
-def block_activations(config: GrmoeConfig, index: int, plan: Plan) -> int:
+def block_activations(config: GrmoeConfig, index: int, plan: Plan, experts_per_token: float) -> int:
     """Estimate of the bytes per token that block `index` keeps for its backward.
 
     In numbers of c bytes: the residual stream and its normalised form, twice (4D); queries, attention outputs, keys and
     values; the inner width three times for SwiGLU (gate, up, product) and twice for GELU. A MoE layer has the inner
-    width for K rows, and the rows before and after (with divided experts also the rows that came back). In fp32 the
+    width for K rows (`experts_per_token`), and the rows before and after (with divided experts also the rows that came back). In fp32 the
     logits, gate and weights of the router. Fused norms and activations keep this much; eager PyTorch up to twice.
     """
     assert config.head_dim is not None
     assert config.num_key_value_heads is not None
-    assert config.num_experts_per_tok is not None
     D, inner = config.hidden_size, 3 if config.activation == "swiglu" else 2
     numbers = 4 * D + 2 * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
     if index not in config.moe_layers:
@@ -90,8 +90,8 @@ def block_activations(config: GrmoeConfig, index: int, plan: Plan) -> int:
     assert config.moe_intermediate_size is not None
     rows = (3 if plan.expert > 1 else 2) * D
     each = rows + inner * config.moe_intermediate_size
-    many = config.num_experts_per_tok * each + inner * config.shared_experts * config.moe_intermediate_size
-    return plan.compute_bytes * (numbers + many) + 3 * FP32 * config.num_experts
+    many = experts_per_token * each + inner * config.shared_experts * config.moe_intermediate_size
+    return round(plan.compute_bytes * (numbers + many)) + 3 * FP32 * config.num_experts
 
 
 def _start(model: GrmoeForCausalLM, plan: Plan) -> int:

@@ -133,7 +133,7 @@ def _add_frontier(content: Content, folder: Path, loaded: LoadedModel | None) ->
 
 
 def _add_experts(content: Content, loaded: LoadedModel, plan: Plan, progress: Progress) -> None:
-    """The analysis and the sample of gates. An analysis that does not fit this model and text is made anew."""
+    """The analysis and the sample of gates. An analysis that does not fit this model and text is made again."""
     found, problem = _find(content, "analysis")
     if problem is not None:
         content.notes.append(Note("experts", problem, remake(loaded.path, "analysis")))

@@ -1,6 +1,6 @@
-"""One training a folder: two would write each other's log and remove each other's checkpoints.
+"""One training per folder: two would write into each other's log and remove each other's checkpoints.
 
-The lock is the kernel's, on an open file: whoever dies, by kill -9 too, has let go of it, and none is ever stale.
+The lock is the kernel's, on an open file. A process that dies, even by kill -9, releases it, so a lock is never stale.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def student(values: list[float], level: float = 0.95) -> float | None:
 
 
 def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval for a proportion. At 0 of n, where the usual interval has length zero, it does not."""
+    """Wilson's score interval for a proportion. Unlike the usual one it keeps a length at 0 of n."""
     if trials == 0:
         return 0.0, 1.0
     p, scale = successes / trials, 1 + z * z / trials
