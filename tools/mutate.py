@@ -36,9 +36,9 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("routing", "optim", "regularizers", "train", "dial", "evaluate")
 # Tests of the rooms, and of the rooms that use them most.
 TESTS = (
-    "tests/routing", "tests/test_layer.py", "tests/optim", "tests/test_regularizers.py",
-    "tests/train", "tests/runs", "tests/model/test_model.py", "tests/studies", "tests/probe", "tests/dial", "tests/kernels/test_fused_router.py",
-    "tests/evaluate",
+    "tests/routing", "tests/test_layer.py", "tests/optim", "tests/test_regularizers.py", "tests/train", "tests/runs",
+    "tests/model/test_model.py", "tests/studies", "tests/probe", "tests/dial", "tests/evaluate",
+    "tests/kernels/test_fused_router.py",
 )  # fmt: skip
 TIME_LIMIT = 300  # seconds per mutant; the tests of one line take far less
 

@@ -34,8 +34,8 @@ __all__ = [
     "truncation_error_bound",
 ]
 
-FINITE = "the logits are finite"
-SEPARATED = "alpha >= 0 is finite, the gap Δ is finite and > 0, every D_i leads its rivals by Δ"
+_FINITE = "the logits are finite"
+_SEPARATED = "alpha >= 0 is finite, the gap Δ is finite and > 0, every D_i leads its rivals by Δ"
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ def entropy_bounds(logits_N: Tensor, method: Literal["sharp", "paper"] = "sharp"
         integral = -torch.expm1(-r) - r * torch.exp(-r)  # r² ∫₀¹ s e^{−sr} ds
         upper = torch.minimum(_highest_entropy(r, N), log_N - variance * integral).clamp(max=log_N)
     return EntropyBounds(
-        Certificate(torch.where(holds, lower, 0.0), holds, FINITE),
-        Certificate(torch.where(holds, upper, log_N), holds, FINITE),
+        Certificate(torch.where(holds, lower, 0.0), holds, _FINITE),
+        Certificate(torch.where(holds, upper, log_N), holds, _FINITE),
     )
 
 
@@ -246,7 +246,7 @@ def load_cv_bound(
         m = torch.arange(N + 1, dtype=t.dtype, device=t.device)
         c = m * (N - m) * t.unsqueeze(-1) / (1 + m * t.unsqueeze(-1))
         bound = c.diff(dim=-1).square().mean(-1).sqrt().clamp(max=most)
-    return Certificate(torch.where(holds, bound, most), holds, f"{SEPARATED}, the mixture is balanced")
+    return Certificate(torch.where(holds, bound, most), holds, f"{_SEPARATED}, the mixture is balanced")
 
 
 def min_load_bounds(
@@ -263,7 +263,7 @@ def min_load_bounds(
     holds = holds & simplex
     lower = weights_N / (1 + (weights_N.shape[-1] - 1) * t)
     upper = weights_N + (1 - weights_N) * (t / (1 + t))
-    hypothesis = f"{SEPARATED}, the weights are >= 0 and sum to 1"
+    hypothesis = f"{_SEPARATED}, the weights are >= 0 and sum to 1"
     return (
         Certificate(torch.where(holds, lower, 0.0), holds, hypothesis),
         Certificate(torch.where(holds, upper, 1.0), holds, hypothesis),
@@ -281,7 +281,7 @@ def amortized_tv_bound(base_logits_N: Tensor, amortized_logits_N: Tensor) -> Cer
     checks.require(same, f"base_logits and amortized_logits must share N, got {shapes}")
     r = _range(amortized - base)
     holds = torch.isfinite(r)
-    return Certificate(torch.where(holds, torch.tanh(r / 4), 1.0), holds, FINITE)
+    return Certificate(torch.where(holds, torch.tanh(r / 4), 1.0), holds, _FINITE)
 
 
 def truncation_error_bound(

@@ -26,7 +26,7 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def plain_number(value: Any) -> int | float | None:
+def _plain_number(value: Any) -> int | float | None:
     """The Python number in `value`, from a NumPy scalar or a one-element tensor too; None if it is no real number."""
     if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1:
         value = value.item()
@@ -34,7 +34,7 @@ def plain_number(value: Any) -> int | float | None:
 
 
 def positive_int(name: str, value: Any, at_least: int = 1) -> int:
-    number = plain_number(value)
+    number = _plain_number(value)
     ok = isinstance(number, int) and number >= at_least
     require(ok, f"{name} must be an integer >= {at_least}, got {value!r}")
     return operator.index(number)  # type: ignore[arg-type]
@@ -42,7 +42,7 @@ def positive_int(name: str, value: Any, at_least: int = 1) -> int:
 
 def finite(name: str, value: Any, *, at_least: float = -math.inf, above: float = -math.inf) -> float:
     """A finite number, optionally `>= at_least` and `> above`."""
-    number = plain_number(value)
+    number = _plain_number(value)
     limit = f" > {above:g}" if above > -math.inf else f" >= {at_least:g}" if at_least > -math.inf else ""
     message = f"{name} must be a finite number{limit}, got {value!r}"
     if number is None or not math.isfinite(number) or number < at_least or number <= above:

@@ -23,13 +23,13 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-        sync_folder(path.parent)
+        _sync_folder(path.parent)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise OSError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Flush a folder to disk. A rename is durable only after this."""
     if os.name == "nt":  # Windows cannot open folders
         return
@@ -57,7 +57,7 @@ def replace_folder(out: Path) -> Iterator[Path]:
         if out.exists():
             os.rename(out, old)
         os.rename(new, out)
-        sync_folder(out.parent)
+        _sync_folder(out.parent)
     finally:
         _put_back(old, out)
         shutil.rmtree(place, ignore_errors=True)

@@ -8,7 +8,7 @@ from grmoe import checks
 
 # Dense bf16 FLOP/s from NVIDIA's data sheets. The first entry that is part of the device's name counts, so slower
 # variants ("H100 PCIe") come before the plain name ("H100").
-PEAK_FLOPS = {
+_PEAK_FLOPS = {
     "B200": 2250e12,
     "H200 NVL": 835e12,
     "H200": 989e12,
@@ -25,7 +25,7 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
+    return next((peak for known, peak in _PEAK_FLOPS.items() if known in name), None)
 
 
 def find_device(name: str = "auto", local_rank: int = 0) -> torch.device:

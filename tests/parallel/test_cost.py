@@ -121,7 +121,10 @@ def test_activations_are_what_eager_keeps_or_half_of_it(model: Model) -> None:
         built.model(input_ids=torch.randint(config.vocab_size, (1, tokens)), use_cache=False)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     plan = Plan(fsdp=2, bf16=False)
-    estimate = tokens * sum(block_activations(config, i, plan, config.num_experts_per_tok) for i in range(config.num_hidden_layers))
+    estimate = tokens * sum(
+        block_activations(config, i, plan, config.num_experts_per_tok)
+        for i in range(config.num_hidden_layers)
+    )
     assert 1 < measured / estimate < 2
 
 

@@ -16,7 +16,7 @@ from grmoe.analyze.results import Analysis, Layer
 from grmoe.analyze.statistics import Correlation
 from grmoe.pictures import INK, picture
 
-MAX_LABELLED = 32  # experts; with more, rows are too thin for numbers
+_MAX_LABELLED = 32  # experts; with more, rows are too thin for numbers
 
 
 def draw(analysis: Analysis, folder: Path) -> dict[str, Path]:
@@ -102,7 +102,7 @@ def _types(analysis: Analysis, path: Path) -> None:
             )
             for ax, (table, title, top) in zip(row, panels, strict=True):
                 _heat(ax, table, title, top)
-                if N <= MAX_LABELLED:
+                if N <= _MAX_LABELLED:
                     _write_percent(ax, table, top)
                     ax.set_yticks(range(N))
                 names = [name.replace(" ", "\n") for name in analysis.types]
@@ -168,7 +168,7 @@ def _domains(analysis: Analysis, path: Path) -> None:
             _heat(ax, table, f"layer {layer.layer}: experts of a domain's tokens, % of the row", top)
             ax.set_yticks(range(len(present)), [analysis.domains[i] for i in present])
             ax.set_xlabel("expert")
-            if N <= MAX_LABELLED:
+            if N <= _MAX_LABELLED:
                 _write_percent(ax, table, top)
                 ax.set_xticks(range(N))
 
@@ -196,7 +196,7 @@ def _overlap(analysis: Analysis, path: Path) -> None:
                         color = "white" if gram[i, j] > 0.6 * top else INK
                         ax.text(j, i, f"{angle:.0f}°", ha="center", va="center", fontsize=6.5, color=color)
             ax.set(xlabel="expert", ylabel="expert")
-            if len(gram) <= MAX_LABELLED:
+            if len(gram) <= _MAX_LABELLED:
                 ax.set_xticks(range(len(gram)))
                 ax.set_yticks(range(len(gram)))
                 ax.tick_params(labelsize=8 if few else 6)

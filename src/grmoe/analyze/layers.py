@@ -33,7 +33,7 @@ def concentrations(router: Router) -> Array | None:
 
 
 @torch.no_grad()
-def expert_geometry(router: Router) -> Geometry | None:
+def _expert_geometry(router: Router) -> Geometry | None:
     """Overlap and principal angles of frames, or cosines of directions. None for a router with neither."""
     frames = getattr(router, "frames", None)
     if isinstance(frames, torch.Tensor):
@@ -115,6 +115,6 @@ def describe_layer(
         domain_information=information(
             domains.led_GN.T, by_token_id(domains_T, len(domains.tokens_G)), generator
         ),
-        geometry=expert_geometry(router),
+        geometry=_expert_geometry(router),
         **plain(shown),  # NaN becomes None
     )

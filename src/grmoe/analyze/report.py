@@ -14,7 +14,7 @@ from grmoe.tables import Table
 
 DIGITS = 6  # significant, of every number in results.json
 
-CAPTIONS = {
+_CAPTIONS = {
     "types": "Experts and types: of an expert's tokens (left), of a type's tokens (right).",
     "entropy": "Entropy of the gate over the tokens of each type.",
     "kappa": "κ of each expert against the entropy of its tokens' types.",
@@ -22,7 +22,7 @@ CAPTIONS = {
     "overlap": "How much experts share.",
     "training": "Load of each expert over training.",
 }
-NOTE = (
+_NOTE = (
     "Compare I(expert; type), in nats, with two baselines: types shuffled over tokens (chance), and a random expert "
     "for each distinct token (a router that tells tokens apart and knows nothing about types). Only what lies above "
     "the second is specialisation on types. p: share of the draws that reach the value."
@@ -32,12 +32,12 @@ NOTE = (
 def show(result: Result) -> Iterator[Table | str]:
     """What to print: one row per layer, the token types, and the correlation with κ."""
     analysis = result.analysis
-    yield layer_table(analysis)
+    yield _layer_table(analysis)
     layers = analysis.layers
     if len(layers) > 4:  # too wide for a terminal: analysis.md has the others
         layers = [layers[i] for i in (0, len(layers) // 2, -1)]
-    yield type_table(analysis, layers)
-    yield correlation_line(analysis)
+    yield _type_table(analysis, layers)
+    yield _correlation_line(analysis)
 
 
 def save(result: Result, out: Path) -> dict[str, Path]:
@@ -48,7 +48,7 @@ def save(result: Result, out: Path) -> dict[str, Path]:
     return {"Numbers": numbers, "Report": out / "analysis.md"}
 
 
-def layer_table(analysis: Analysis) -> Table:
+def _layer_table(analysis: Analysis) -> Table:
     """One row per layer."""
     headings = ["layer", "α", "H", "load min–max", "leading min–max", "experts per token", "κ min–max"]
     headings += ["I(expert; type)", "shuffled", "by token", "p by token", "r(κ, type entropy)"]
@@ -69,7 +69,7 @@ def layer_table(analysis: Analysis) -> Table:
     return table
 
 
-def type_table(analysis: Analysis, layers: Sequence[Layer]) -> Table:
+def _type_table(analysis: Analysis, layers: Sequence[Layer]) -> Table:
     """One row per type: its tokens, and for each layer the entropy of the gate and the expert that leads most."""
     headings = ["type", "tokens", "share"]
     for layer in layers:
@@ -84,7 +84,7 @@ def type_table(analysis: Analysis, layers: Sequence[Layer]) -> Table:
     return table
 
 
-def expert_table(analysis: Analysis, layer: Layer) -> Table:
+def _expert_table(analysis: Analysis, layer: Layer) -> Table:
     """One row per expert: κ, loads, the types of the tokens it leads and their entropy."""
     headings = ["expert", "κ", "load", "leading", "gate", "tokens led", *analysis.types, "type entropy"]
     table = Table(f"Layer {layer.layer}", headings)
@@ -102,7 +102,7 @@ def expert_table(analysis: Analysis, layer: Layer) -> Table:
     return table
 
 
-def correlation_line(analysis: Analysis) -> str:
+def _correlation_line(analysis: Analysis) -> str:
     """κ against the entropy of an expert's types, beside the paper's number."""
     if analysis.kappa_correlation is None:
         return f"The {analysis.router} router has no κ to compare with the entropy of an expert's types."
@@ -121,13 +121,13 @@ def markdown(result: Result, figures: dict[str, Path]) -> str:
         f"# What the experts of {loaded.path.name} do",
         f"Router {analysis.router}{step}; {analysis.tokens:,} tokens of {analysis.text} in windows of "
         f"{analysis.sequence_length}; {len(analysis.layers)} MoE layers with {analysis.experts} experts each.",
-        correlation_line(analysis),
-        NOTE,
+        _correlation_line(analysis),
+        _NOTE,
     ]
-    for table in (layer_table(analysis), type_table(analysis, analysis.layers)):
+    for table in (_layer_table(analysis), _type_table(analysis, analysis.layers)):
         parts += [f"## {table.title}", table.markdown()]
     for layer in analysis.layers:
-        table = expert_table(analysis, layer)
+        table = _expert_table(analysis, layer)
         parts += [f"## {table.title}", table.markdown()]
         if layer.domain_information is not None:
             value, shuffled, by_token, p = _information(layer.domain_information)
@@ -136,7 +136,7 @@ def markdown(result: Result, figures: dict[str, Path]) -> str:
             parts.append(f"{layer.dropped:,} tokens had no expert.")
     parts.append("## Figures")
     for name, figure in figures.items():
-        parts += [CAPTIONS[name], f"![{CAPTIONS[name]}]({figure.name})"]
+        parts += [_CAPTIONS[name], f"![{_CAPTIONS[name]}]({figure.name})"]
     return "\n\n".join(parts) + "\n"
 
 

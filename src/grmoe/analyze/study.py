@@ -85,7 +85,7 @@ def analyze(
         place, leading_T = model.config.moe_layers[number], np.concatenate(leading[number])
         layers.append(describe_layer(place, router, tally, leading_T, types_T, domains_T, ids_T, generator))
         progress("statistics", number + 1, len(found))
-    pooled, within = kappa_correlations(layers)
+    pooled, within = _kappa_correlations(layers)
     return Analysis(
         router=model.config.router,
         text=", ".join(map(str, texts)) or f"{loaded.held_out().folder} ({VALIDATION})",
@@ -100,11 +100,11 @@ def analyze(
         layers=layers,
         kappa_correlation=pooled,
         kappa_correlation_within=within,
-        training=over_training(loaded.path, len(found)),
+        training=_over_training(loaded.path, len(found)),
     )
 
 
-def kappa_correlations(layers: Sequence[Layer]) -> tuple[Correlation | None, Correlation | None]:
+def _kappa_correlations(layers: Sequence[Layer]) -> tuple[Correlation | None, Correlation | None]:
     """κ of each expert against the entropy of its types (appendix: r = −0.87): over all experts, and within layers.
 
     Layers differ in both, and that alone correlates them. Within layers that difference is taken off.
@@ -123,7 +123,7 @@ def kappa_correlations(layers: Sequence[Layer]) -> tuple[Correlation | None, Cor
     return pearson(kappa, spread), pearson(kappa, spread, place.astype(np.int64))
 
 
-def over_training(folder: Path, layers: int) -> Training | None:
+def _over_training(folder: Path, layers: int) -> Training | None:
     """Load, entropy and the range of κ at the logged steps of a run. None for an exported model."""
     lines = [line for line in read_log(folder) if line["kind"] == "train"]
     if not lines:

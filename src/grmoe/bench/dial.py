@@ -30,7 +30,7 @@ CUDA_SHAPES = (DialShape(16384, 2048, 16, 2752),)
 CPU_SHAPES = (DialShape(2048, 256, 8, 256),)
 
 TAU, CAP = 0.9, 4
-AVERAGES = tuple(1 + i / 4 for i in range(13))
+_AVERAGES = tuple(1 + i / 4 for i in range(13))
 ALPHAS = (0.5, 1.0, 2.0, 5.0)
 FORWARD, BOTH = "forward", "forward+backward"
 
@@ -48,12 +48,12 @@ def contenders(
     setting = cache(make)
 
     def given(average: float) -> Contender:
-        return Contender(f"{average:.2f} experts", lambda: given_runs(setting(), average))
+        return Contender(f"{average:.2f} experts", lambda: _given_runs(setting(), average))
 
     def own(alpha: float) -> Contender:
-        return Contender(f"own gate, α = {alpha:g}", lambda: own_runs(setting(), alpha))
+        return Contender(f"own gate, α = {alpha:g}", lambda: _own_runs(setting(), alpha))
 
-    return [*map(given, AVERAGES), *map(own, ALPHAS)]
+    return [*map(given, _AVERAGES), *map(own, ALPHAS)]
 
 
 def given_selection(tokens: int, experts: int, average: float, device: torch.device) -> Tensor:
@@ -70,7 +70,7 @@ def given_selection(tokens: int, experts: int, average: float, device: torch.dev
         return (seat_TN < count_T.unsqueeze(1))[:, torch.randperm(experts)]
 
 
-def given_runs(setting: Setting, average: float) -> Runs:
+def _given_runs(setting: Setting, average: float) -> Runs:
     """Gate, given selection, experts."""
     moe = setting.layer(setting.grassmann)
     selected_TN = given_selection(setting.shape.tokens, setting.shape.experts, average, setting.device)
@@ -88,7 +88,7 @@ def given_runs(setting: Setting, average: float) -> Runs:
     return _runs(block, setting.x_TD, setting.grad_TD, facts)
 
 
-def own_runs(setting: Setting, alpha: float) -> Runs:
+def _own_runs(setting: Setting, alpha: float) -> Runs:
     """The layer with its own selection, on tokens near its experts' subspaces."""
     router = copy.deepcopy(setting.grassmann)
     router.alpha = alpha
@@ -158,7 +158,7 @@ def compare(shape: DialShape, rows: list[Row]) -> Result:
     return result
 
 
-def fit_lines(result: Result) -> list[str]:
+def _fit_lines(result: Result) -> list[str]:
     return [
         f"{mode}: {f['offset_ms']:.3g} + {f['slope_ms']:.3g} · experts ms, R² = {f['r2']:.5f}"
         for mode, f in result.extra.get("fits", {}).items()
@@ -212,6 +212,6 @@ BENCHMARK = Benchmark(
     cuda_shapes=CUDA_SHAPES,
     cpu_shapes=CPU_SHAPES,
     facts=FACTS,
-    lines=fit_lines,
+    lines=_fit_lines,
     draw=draw,
 )

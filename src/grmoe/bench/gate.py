@@ -26,7 +26,7 @@ CPU_SHAPES = (GateShape(2048, 256, 8, 16), GateShape(2048, 768, 8, 48))
 OURS, METRICS, NAIVE = "ours", "ours, with metrics", "naive Grassmann gate"
 SOFTMAX, GEMM = "softmax gate as people write it", "one bare GEMM (three with backward)"
 FORWARD, BOTH = "forward", "forward+backward"
-TRAINING = "forward, training"  # packs the frames again, because they may have changed since the last call
+_TRAINING = "forward, training"  # packs the frames again, because they may have changed since the last call
 
 
 def contenders(shape: GateShape, device: torch.device, dtype: torch.dtype) -> list[Contender]:
@@ -76,7 +76,7 @@ class Gates:
         def errors() -> dict[str, float]:
             return self.errors(router, lambda x: router(x).probs, dict(router.named_parameters()))
 
-        return Runs({FORWARD: forward, TRAINING: training, BOTH: both}, errors)
+        return Runs({FORWARD: forward, _TRAINING: training, BOTH: both}, errors)
 
     def softmax(self) -> Runs:
         x_TD = self.x_TD

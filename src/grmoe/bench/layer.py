@@ -27,7 +27,7 @@ CPU_SHAPES = tuple(LayerShape(2048, 256, experts, 256, 2) for experts in (4, 8, 
 LOOP_EXPERTS, LOOP_ROUNDS = 64, 5
 
 OURS, SOFTMAX, COMPILED = "ours", "ours, softmax gate", "ours, compiled"
-SAME = "ours, softmax gate, same experts"
+_SAME = "ours, softmax gate, same experts"
 HUGGING_FACE, LIGER, SCATTER = "Hugging Face OLMoE block", "Liger fused MoE", "ScatterMoE"
 DENSE = "dense GEMMs, same FLOPs"
 FORWARD, BOTH = "forward", "forward+backward"
@@ -40,7 +40,7 @@ def contenders(
     setting = cache(lambda: Setting(shape, rank, device, dtype))
 
     def runs(block: Callable[[Setting], Block]) -> Callable[[], Runs]:
-        return lambda: block_runs(setting(), block(setting()))
+        return lambda: _block_runs(setting(), block(setting()))
 
     backends = [
         Contender(
@@ -55,24 +55,24 @@ def contenders(
         Contender(HUGGING_FACE, runs(Setting.hugging_face), "peer", "transformers"),
         Contender(LIGER, runs(Setting.liger), "peer", "liger_kernel"),
         Contender(SCATTER, runs(Setting.scattermoe), "peer", "scattermoe"),
-        Contender(DENSE, lambda: dense_runs(setting()), "ceiling", "torch"),
+        Contender(DENSE, lambda: _dense_runs(setting()), "ceiling", "torch"),
         *backends,
         Contender(OURS, runs(Setting.ours)),
         Contender(SOFTMAX, runs(lambda s: s.ours(router=s.softmax))),
-        Contender(SAME, lambda: same_experts_runs(setting())),
+        Contender(_SAME, lambda: _same_experts_runs(setting())),
     ]
     if device.type == "cuda":  # on a CPU, compiling takes longer than the whole benchmark
         listed.append(Contender(COMPILED, runs(lambda s: s.ours(compiled=True))))
     return listed
 
 
-def block_runs(setting: Setting, block: Block) -> Runs:
+def _block_runs(setting: Setting, block: Block) -> Runs:
     x_TD, grad_TD = setting.x_TD, setting.grad_TD
     timed = {FORWARD: lambda: block.forward(x_TD), BOTH: lambda: block.both(x_TD, grad_TD)}
     return Runs(timed, block.errors)
 
 
-def same_experts_runs(setting: Setting) -> Runs:
+def _same_experts_runs(setting: Setting) -> Runs:
     """Run the softmax gate, then the experts that the Grassmann gate chose, so that only the gates differ.
 
     Two similar loads can differ by a wave of tiles, which costs as much as a gate.
@@ -91,7 +91,7 @@ def same_experts_runs(setting: Setting) -> Runs:
     return Runs({FORWARD: forward})
 
 
-def dense_runs(setting: Setting) -> Runs:
+def _dense_runs(setting: Setting) -> Runs:
     """All T·K rows through one expert's matrices, nothing but GEMMs: an upper bound on the rate."""
     shape = setting.shape
     rows = shape.tokens * shape.top_k
@@ -116,7 +116,7 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
         ours = result.times(OURS, mode)
         if ours is None:
             continue
-        if (best := best_peer(peers, mode)) is not None:
+        if (best := _best_peer(peers, mode)) is not None:
             name = f"best peer ({best.name}) / {OURS}, {mode}"
             result.ratios.append(time_ratio(name, best.times[mode], ours))
         others: list[tuple[str, Times | None, bool]] = [
@@ -129,7 +129,7 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
         if (softmax := result.times(SOFTMAX, mode)) is not None:
             name = f"Grassmann gate over softmax gate, {mode}"
             result.ratios.append(time_ratio(name, ours, softmax, "excess"))
-        if (same := result.times(SAME, mode)) is not None:
+        if (same := result.times(_SAME, mode)) is not None:
             name = f"Grassmann gate over softmax gate, same experts, {mode}"
             result.ratios.append(time_ratio(name, ours, same, "excess"))
     row = result.row(OURS)
@@ -142,7 +142,7 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
     return result
 
 
-def best_peer(peers: list[Row], mode: str) -> Row | None:
+def _best_peer(peers: list[Row], mode: str) -> Row | None:
     timed = [peer for peer in peers if mode in peer.times]
     return min(timed, key=lambda peer: peer.times[mode].median, default=None)
 

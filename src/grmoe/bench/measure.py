@@ -15,7 +15,7 @@ from grmoe.probe.timing import Ratio, Timer, Times, peak_bytes
 
 SEED = 0
 WARM_UPS = {"cpu": 1, "cuda": 3}  # the first may compile or tune, the second may still allocate
-ERROR_LENGTH = 90
+_ERROR_LENGTH = 90
 
 Kind = Literal["ours", "peer", "ceiling"]
 Report = Callable[[str], None]  # called after each part of the work with its stage
@@ -126,7 +126,7 @@ def shorten(error: Exception) -> str:
         return f"not installed: {error.name}"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    return text if len(text) <= ERROR_LENGTH else text[: ERROR_LENGTH - 1] + "…"
+    return text if len(text) <= _ERROR_LENGTH else text[: _ERROR_LENGTH - 1] + "…"
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:

@@ -127,12 +127,12 @@ def compare(shape: ModelShape, rows: list[Row]) -> Result:
         spread = quantile(each, 0.1), quantile(each, 0.9)
         faster = full.median / own.median
         result.ratios.append(Ratio(f"{row.name}: speed-up (FLOPs allow {allowed:.3f})", faster, spread))
-        low, high = (saved_share(value, allowed) for value in spread)
+        low, high = (_saved_share(value, allowed) for value in spread)
         text = f"{row.name}: time saved / FLOPs saved"
-        result.ratios.append(Ratio(text, saved_share(faster, allowed), (low, high), "share"))
+        result.ratios.append(Ratio(text, _saved_share(faster, allowed), (low, high), "share"))
     return result
 
 
-def saved_share(faster: float, allowed: float) -> float:
+def _saved_share(faster: float, allowed: float) -> float:
     """(1 − 1/faster) / (1 − 1/allowed)."""
     return (1 - 1 / faster) / (1 - 1 / allowed)

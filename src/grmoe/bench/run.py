@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 S = TypeVar("S", bound=Shape)
 
 
-def no_lines(result: Result) -> list[str]:
+def _no_lines(result: Result) -> list[str]:
     return []
 
 
@@ -38,7 +38,7 @@ class Benchmark(Generic[S]):
     cpu_shapes: tuple[S, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
     """Facts of a row to show before its times, and how to format each."""
-    lines: Callable[[Result], list[str]] = no_lines
+    lines: Callable[[Result], list[str]] = _no_lines
     """Text below the table."""
     draw: Callable[[list[Result], Path, str], Path] = bars
 

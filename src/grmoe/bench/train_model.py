@@ -35,11 +35,11 @@ FACTS = {
     "M parameters": ".1f", "tokens/s": ",.0f", "MFU %": ".1f", "first loss": ".3f", "last loss": ".3f",
     "graphs": "g", "waits": "g",
 }  # fmt: skip
-CLIP = 1.0
+_CLIP = 1.0
 OVERLAP_WEIGHT, OVERLAP_RHO = 0.01, 0.5
-SETTLING = 2  # steps of a turn before its clock starts: memory is allocated, the queue is full
-STATE_BYTES = 16  # a parameter, its gradient and two moments, fp32
-HELD_SHARE = 0.4  # of the device, for what all contenders hold; the rest is for one contender's activations
+_SETTLING = 2  # steps of a turn before its clock starts: memory is allocated, the queue is full
+_STATE_BYTES = 16  # a parameter, its gradient and two moments, fp32
+_HELD_SHARE = 0.4  # of the device, for what all contenders hold; the rest is for one contender's activations
 
 
 def benchmark(forms: tuple[str, ...], peak: float | None) -> Benchmark[ModelShape]:
@@ -60,7 +60,7 @@ def run(
     (shape,) = plan.shapes
     listed = plan.contenders(shape)
     plan.out.mkdir(parents=True, exist_ok=True)
-    apart = too_large(shape, len(listed), plan.device) if apart is None else apart
+    apart = _too_large(shape, len(listed), plan.device) if apart is None else apart
     report = Steps(progress, plan.rounds * len(listed))
     results: list[Result] = []
     for rows in measure(listed, plan.device, plan.rounds, steps, apart, report):
@@ -80,7 +80,7 @@ def contenders(
     listed = []
     for form in forms:
         end, mode = FORMS[checks.one_of("form", form, tuple(FORMS))]
-        train = partial(train_runs, shape, device, dtype, mode)
+        train = partial(_train_runs, shape, device, dtype, mode)
         for name, attention in ((HUGGING_FACE, "sdpa"), (NO_MASK, "sdpa_no_mask")):
             build = partial(train, softmax, partial(olmoe, softmax, attention))
             listed.append(Contender(name + end, build, "peer", "transformers"))
@@ -89,7 +89,7 @@ def contenders(
     return listed
 
 
-def train_runs(
+def _train_runs(
     shape: ModelShape,
     device: torch.device,
     dtype: torch.dtype,
@@ -116,7 +116,7 @@ def train_runs(
             (loss + OVERLAP_WEIGHT * penalty).backward()
         else:
             loss.backward()
-        nn.utils.clip_grad_norm_(parameters, CLIP)
+        nn.utils.clip_grad_norm_(parameters, _CLIP)
         for optimizer in steppers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -149,7 +149,7 @@ def measure(
                 with row.catching():
                     if row.name not in held:
                         held[row.name] = start(row, contender, device)
-                    times, loss = step_times(held[row.name].timed[STEP], steps, device)
+                    times, loss = _step_times(held[row.name].timed[STEP], steps, device)
                     checks.require(math.isfinite(loss), f"loss must be finite, got {loss}")
                     row.facts["last loss"] = loss
                     row.times.setdefault(STEP, Times()).rounds.append(times)
@@ -178,7 +178,7 @@ def start(row: Row, contender: Contender, device: torch.device) -> Runs:
     if row.name.endswith(tuple(end for end, mode in FORMS.values() if mode)):
         row.facts["graphs"] = counters["stats"]["unique_graphs"]
     if cuda:
-        row.facts["waits"] = count_waits(step)
+        row.facts["waits"] = _count_waits(step)
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
@@ -186,7 +186,7 @@ def start(row: Row, contender: Contender, device: torch.device) -> Runs:
     return runs
 
 
-def step_times(step: Callable[[], object], steps: int, device: torch.device) -> tuple[list[float], float]:
+def _step_times(step: Callable[[], object], steps: int, device: torch.device) -> tuple[list[float], float]:
     """Milliseconds of each step of a loop, and the last loss.
 
     On a GPU the times are between events after each step, so idle time counts if the host is too slow.
@@ -197,7 +197,7 @@ def step_times(step: Callable[[], object], steps: int, device: torch.device) -> 
             loss = step()
             marks.append(perf_counter())
         return [1e3 * (b - a) for a, b in pairwise(marks)], _value(loss)
-    for _ in range(SETTLING):
+    for _ in range(_SETTLING):
         step()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     events[0].record()
@@ -208,7 +208,7 @@ def step_times(step: Callable[[], object], steps: int, device: torch.device) -> 
     return [a.elapsed_time(b) for a, b in pairwise(events)], _value(loss)
 
 
-def count_waits(step: Callable[[], object]) -> int:
+def _count_waits(step: Callable[[], object]) -> int:
     """How often the host waits for the device during a step."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -220,12 +220,12 @@ def count_waits(step: Callable[[], object]) -> int:
     return sum("synchronizing CUDA operation" in str(w.message) for w in caught)
 
 
-def too_large(shape: ModelShape, contenders: int, device: torch.device) -> bool:
+def _too_large(shape: ModelShape, contenders: int, device: torch.device) -> bool:
     """Whether this many models and their optimisers leave too little memory for a step."""
     if device.type != "cuda":
         return False
-    held = STATE_BYTES * count(shape.config("grassmann")).total * contenders
-    return held > HELD_SHARE * torch.cuda.get_device_properties(device).total_memory
+    held = _STATE_BYTES * count(shape.config("grassmann")).total * contenders
+    return held > _HELD_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 def _value(loss: object) -> float:

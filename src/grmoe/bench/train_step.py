@@ -33,7 +33,7 @@ def contenders(
         # Each contender has its own weights, because it changes them.
         def build() -> Runs:
             setting = Setting(shape, rank, device, dtype)
-            return step_runs(setting, block(setting))
+            return _step_runs(setting, block(setting))
 
         return build
 
@@ -52,7 +52,7 @@ def optimizers(module: nn.Module) -> list[Optimizer]:
     return [adam, GrassmannAdam(split.frame_groups, lr=RATE)] if split.frame_groups else [adam]
 
 
-def step_runs(setting: Setting, block: Block) -> Runs:
+def _step_runs(setting: Setting, block: Block) -> Runs:
     module = block.module
     assert module is not None
     steppers = optimizers(module)

@@ -17,7 +17,7 @@ from grmoe.checks import one_of, positive_int, require
 from grmoe.data.packing import SPLITS, Tokens
 from grmoe.data.shards import INDEX, VERSION, check_shard, read_pieces, token_dtype, verify_shard
 
-CHUNK = 2**20  # tokens read at once, because a document may have any length
+_CHUNK = 2**20  # tokens read at once, because a document may have any length
 
 
 class TokenDataset:
@@ -212,8 +212,8 @@ class TokenDataset:
             mine = np.flatnonzero(ids == self.index["domains"].index(domain))
             spans = [(int(starts[i]), int(starts[i + 1])) for i in mine]
         for start, stop in spans:
-            for at in range(start, stop, CHUNK):
-                yield self.read(at, min(stop, at + CHUNK))
+            for at in range(start, stop, _CHUNK):
+                yield self.read(at, min(stop, at + _CHUNK))
 
     def token_counts(self, domain: str | None = None) -> NDArray[np.int64]:
         """Number of occurrences of each token of the vocabulary."""

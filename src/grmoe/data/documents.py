@@ -15,8 +15,8 @@ from typing import IO, Any, NamedTuple
 from grmoe.data.sources import Unit, optional
 
 NO_TEXT, BAD_JSON, UNDECODABLE = "no text", "invalid JSON", "undecodable bytes"
-BUFFER = 2**20
-BOM = b"\xef\xbb\xbf"
+_BUFFER = 2**20
+_BOM = b"\xef\xbb\xbf"
 
 
 class Position(NamedTuple):
@@ -88,7 +88,7 @@ class Reader:
                         yield 0, _decode_text(stream.read(), unit.domain), unit.size
                     return
                 for line in stream:
-                    content = line.removeprefix(BOM) if row == 0 else line
+                    content = line.removeprefix(_BOM) if row == 0 else line
                     if row >= first and content.strip():  # a blank line is not a row
                         yield row, self._parse(unit, content), raw.tell()
                     row += 1
@@ -125,7 +125,7 @@ def held_out(raw: bytes, share: float) -> bool:
 
 
 def _decode_text(raw: bytes, domain: str) -> tuple[str, str, bytes] | Skipped:
-    raw = raw.removeprefix(BOM)
+    raw = raw.removeprefix(_BOM)
     try:
         text = raw.decode()
     except UnicodeDecodeError:
@@ -136,11 +136,11 @@ def _decode_text(raw: bytes, domain: str) -> tuple[str, str, bytes] | Skipped:
 def _decompress(raw: IO[bytes], unit: Unit) -> IO[bytes]:
     name = unit.location.lower()
     if name.endswith(".gz"):
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), buffer_size=BUFFER)
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), buffer_size=_BUFFER)
     if name.endswith(".xz"):
-        return io.BufferedReader(lzma.LZMAFile(raw), buffer_size=BUFFER)
+        return io.BufferedReader(lzma.LZMAFile(raw), buffer_size=_BUFFER)
     if name.endswith(".zst"):
-        return io.BufferedReader(_Zstd(raw), buffer_size=BUFFER)
+        return io.BufferedReader(_Zstd(raw), buffer_size=_BUFFER)
     return raw
 
 
@@ -157,7 +157,7 @@ class _Zstd(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self.ready:
-            compressed = self.raw.read(BUFFER)
+            compressed = self.raw.read(_BUFFER)
             if not compressed:
                 if self.frame is not None:
                     raise EOFError("it ends inside a compressed frame")

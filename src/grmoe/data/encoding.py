@@ -29,7 +29,7 @@ from grmoe.data.packing import Tokens
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BATCH_BYTES = 2**19  # large enough to hide the cost of moving a batch between processes
+_BATCH_BYTES = 2**19  # large enough to hide the cost of moving a batch between processes
 Row = Document | Skipped
 
 
@@ -127,7 +127,7 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
     for row in rows:
         batch.append(row)
         size += row.size if isinstance(row, Document) else 0
-        if size >= BATCH_BYTES:
+        if size >= _BATCH_BYTES:
             yield batch
             batch, size = [], 0
     if batch:

@@ -32,10 +32,10 @@ from grmoe.data.shards import (
 from grmoe.data.sources import STDLIB, Unit, find_units, fingerprints, is_compressed
 from grmoe.files import write_file
 
-SHARD_TOKENS = 2**25
+_SHARD_TOKENS = 2**25
 VALIDATION = 0.01
-FEW_DOCUMENTS_VALIDATION = 0.05  # the standard library has about 700 files, and every domain needs a few
-BYTES_PER_WORKER = 16 * 2**20  # of text: with less, a worker takes longer to start than it saves
+_FEW_DOCUMENTS_VALIDATION = 0.05  # the standard library has about 700 files, and every domain needs a few
+_BYTES_PER_WORKER = 16 * 2**20  # of text: with less, a worker takes longer to start than it saves
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def prepare(
     tokenizer: str = "bpe:4096",
     validation: float | None = None,
     validation_source: str | Path | None = None,
-    shard_tokens: int = SHARD_TOKENS,
+    shard_tokens: int = _SHARD_TOKENS,
     text_field: str = "text",
     domain_field: str = "domain",
     workers: int | None = None,
@@ -71,7 +71,7 @@ def prepare(
     standard library.
     """
     if validation is None:
-        validation = FEW_DOCUMENTS_VALIDATION if list(sources) == [STDLIB] else VALIDATION
+        validation = _FEW_DOCUMENTS_VALIDATION if list(sources) == [STDLIB] else VALIDATION
     finite("validation", validation, at_least=0)
     require(validation < 1, f"validation must be a share below 1, got {validation!r}")
     positive_int("shard_tokens", shard_tokens, at_least=2)
@@ -168,7 +168,7 @@ def _automatic_workers(units: Sequence[Unit]) -> int:
     text = sum(
         unit.size * (4 if is_compressed(unit) else 1) for unit in units
     )  # text compresses to about a quarter
-    return min(cores, text // BYTES_PER_WORKER + 1)
+    return min(cores, text // _BYTES_PER_WORKER + 1)
 
 
 class _Preparation:

@@ -10,8 +10,8 @@ from grmoe.data.prepare import Progress
 from grmoe.tables import Table
 from grmoe.terminal import Progress as Show
 
-SECONDS_BETWEEN_UPDATES = 0.1
-SECONDS_BETWEEN_COUNTS = 10.0  # without a terminal each new label is a line
+_SECONDS_BETWEEN_UPDATES = 0.1
+_SECONDS_BETWEEN_COUNTS = 10.0  # without a terminal each new label is a line
 
 
 class Reporter:
@@ -25,9 +25,9 @@ class Reporter:
     def __call__(self, now: Progress) -> None:
         clock = self.clock()
         begins = now.phase != self.phase
-        if not begins and clock < self.shown + SECONDS_BETWEEN_UPDATES:
+        if not begins and clock < self.shown + _SECONDS_BETWEEN_UPDATES:
             return
-        if begins or clock >= self.counted + SECONDS_BETWEEN_COUNTS:
+        if begins or clock >= self.counted + _SECONDS_BETWEEN_COUNTS:
             self.label = f"{now.phase}, {now.tokens / 1e6:.1f} M tokens" if now.tokens else now.phase
             self.counted = clock
         self.phase, self.shown = now.phase, clock

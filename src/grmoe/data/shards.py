@@ -24,7 +24,7 @@ from grmoe.files import PARTIAL, write_file
 VERSION = 1
 INDEX = "index.json"
 TOKENIZER = "tokenizer"
-MAGIC = int.from_bytes(b"grmoeidx", "little")
+_MAGIC = int.from_bytes(b"grmoeidx", "little")
 HEADER = 5  # int64 values
 
 
@@ -37,7 +37,7 @@ def write_shard(folder: Path, name: str, shard: Shard, dtype: np.dtype[np.unsign
     """Write both files. Returns the record of the shard for the journal and for index.json."""
     tokens = np.concatenate(shard.pieces).astype(dtype, copy=False)
     lengths = [len(piece) for piece in shard.pieces]
-    header = [MAGIC, VERSION, len(tokens), len(lengths), int(shard.continues)]
+    header = [_MAGIC, VERSION, len(tokens), len(lengths), int(shard.continues)]
     index = np.concatenate([header, [0], np.cumsum(lengths), shard.domains]).astype("<i8")
     record: dict[str, Any] = {
         "name": name,
@@ -53,7 +53,7 @@ def write_shard(folder: Path, name: str, shard: Shard, dtype: np.dtype[np.unsign
     return record
 
 
-def index_bytes(record: dict[str, Any]) -> int:
+def _index_bytes(record: dict[str, Any]) -> int:
     """Size of the .idx file of a shard."""
     return 8 * (HEADER + 2 * record["pieces"] + 1)
 
@@ -61,7 +61,7 @@ def index_bytes(record: dict[str, Any]) -> int:
 def check_shard(folder: Path, record: dict[str, Any], dtype: np.dtype[np.unsignedinteger]) -> None:
     """Raise if a shard is missing or truncated. Reads the sizes and one header, but not the tokens."""
     bin_bytes = record["tokens"] * dtype.itemsize
-    for suffix, wanted in ((".bin", bin_bytes), (".idx", index_bytes(record))):
+    for suffix, wanted in ((".bin", bin_bytes), (".idx", _index_bytes(record))):
         path = folder / (record["name"] + suffix)
         try:
             size = path.stat().st_size
@@ -70,7 +70,7 @@ def check_shard(folder: Path, record: dict[str, Any], dtype: np.dtype[np.unsigne
         if size != wanted:
             raise ValueError(f"{path} is damaged: {size} bytes, {wanted} expected")
     header = np.fromfile(path, dtype="<i8", count=HEADER)
-    if header[:4].tolist() != [MAGIC, VERSION, record["tokens"], record["pieces"]]:
+    if header[:4].tolist() != [_MAGIC, VERSION, record["tokens"], record["pieces"]]:
         raise ValueError(f"{path} is damaged: its header is not that of {record['name']}")
 
 

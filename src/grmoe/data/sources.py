@@ -20,18 +20,18 @@ from typing import Any, Literal
 from grmoe.checks import require
 
 STDLIB = "python-stdlib"
-HUB = "hf:"
+_HUB = "hf:"
 KINDS: dict[str, Literal["text", "jsonl", "parquet"]] = {
     ".txt": "text",
     ".jsonl": "jsonl",
     ".parquet": "parquet",
 }
-COMPRESSIONS = (".gz", ".xz", ".zst")
-READABLE = f"{', '.join(KINDS)} (the first two also with {', '.join(COMPRESSIONS)})"
+_COMPRESSIONS = (".gz", ".xz", ".zst")
+_READABLE = f"{', '.join(KINDS)} (the first two also with {', '.join(_COMPRESSIONS)})"
 
 # The standard library has about thirty packages, and most are too small to measure a loss on. So they are grouped into
 # a few domains. Modules of a single file form the domain "modules".
-STDLIB_GROUPS = {
+_STDLIB_GROUPS = {
     "concurrency": ("asyncio", "concurrent", "multiprocessing"),
     "encodings": ("encodings",),
     "interface": ("curses", "idlelib", "tkinter", "turtledemo"),
@@ -39,7 +39,7 @@ STDLIB_GROUPS = {
     "network": ("email", "http", "urllib", "wsgiref", "xmlrpc"),
     "tooling": ("distutils", "ensurepip", "importlib", "lib2to3", "pydoc_data", "unittest", "venv"),
 }
-STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def find_units(sources: Sequence[str | Path], held_out: bool = False) -> list[Un
 def _find(source: str, held_out: bool) -> list[Unit]:
     if source == STDLIB:
         return _standard_library(held_out)
-    if source.startswith(HUB):
-        name = source.removeprefix(HUB)
+    if source.startswith(_HUB):
+        name = source.removeprefix(_HUB)
         require(
             bool(name), f"source {source!r} names no dataset; write for example hf:Skylion007/openwebtext"
         )
@@ -97,33 +97,33 @@ def _find(source: str, held_out: bool) -> list[Unit]:
     path = Path(source)
     if path.is_dir():
         found = [
-            p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)) and kind_of(p)
+            p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)) and _kind_of(p)
         ]
-        require(bool(found), f"source {source} holds no file that can be read: {READABLE}")
+        require(bool(found), f"source {source} holds no file that can be read: {_READABLE}")
         return _files(path, found, held_out)
     if path.is_file():
-        require(kind_of(path) is not None, f"source {source} must end in {READABLE}")
+        require(_kind_of(path) is not None, f"source {source} must end in {_READABLE}")
         return _files(path.parent, [path], held_out)
     found = [Path(p) for p in glob.glob(source, recursive=True) if Path(p).is_file()]
     require(
         bool(found), f"source {source} is neither a file, nor a folder, nor a pattern that matches a file"
     )
     for p in found:
-        require(kind_of(p) is not None, f"source {source} matches {p}, which does not end in {READABLE}")
+        require(_kind_of(p) is not None, f"source {source} matches {p}, which does not end in {_READABLE}")
     return _files(Path(os.path.commonpath([p.parent for p in found])), found, held_out)
 
 
-def kind_of(path: Path) -> Literal["text", "jsonl", "parquet"] | None:
+def _kind_of(path: Path) -> Literal["text", "jsonl", "parquet"] | None:
     """The format of a file, by its name; None if it is not supported."""
     suffix = path.suffix.lower()
-    if suffix not in COMPRESSIONS:
+    if suffix not in _COMPRESSIONS:
         return KINDS.get(suffix)
     inner = KINDS.get(Path(path.stem).suffix.lower())
     return None if inner == "parquet" else inner  # parquet compresses its own columns
 
 
 def is_compressed(unit: Unit) -> bool:
-    return unit.kind == "parquet" or unit.location.lower().endswith(COMPRESSIONS)
+    return unit.kind == "parquet" or unit.location.lower().endswith(_COMPRESSIONS)
 
 
 def _hidden(relative: Path) -> bool:
@@ -134,10 +134,10 @@ def _files(root: Path, paths: list[Path], held_out: bool) -> list[Unit]:
     named = sorted((p.relative_to(root).as_posix(), p) for p in paths)
     units = []
     for name, path in named:
-        kind = kind_of(path)
+        kind = _kind_of(path)
         assert kind is not None
         stem = path.name
-        while Path(stem).suffix.lower() in (*COMPRESSIONS, *KINDS):
+        while Path(stem).suffix.lower() in (*_COMPRESSIONS, *KINDS):
             stem = Path(stem).stem
         units.append(Unit(name, str(path), kind, stem, held_out, path.stat().st_size))
     return units
@@ -145,13 +145,13 @@ def _files(root: Path, paths: list[Path], held_out: bool) -> list[Unit]:
 
 def _standard_library(held_out: bool) -> list[Unit]:
     root = Path(sysconfig.get_path("stdlib"))
-    group_of = {package: group for group, packages in STDLIB_GROUPS.items() for package in packages}
+    group_of = {package: group for group, packages in _STDLIB_GROUPS.items() for package in packages}
     units = []
     for path in root.rglob("*.py"):
         relative = path.relative_to(root)
         # Files that describe this build of Python differ between machines.
         of_this_build = relative.parts[0].startswith(("config-", "_sysconfigdata"))
-        if of_this_build or STDLIB_LEFT_OUT.intersection(relative.parts):
+        if of_this_build or _STDLIB_LEFT_OUT.intersection(relative.parts):
             continue
         group = group_of.get(relative.parts[0], "modules")
         size = path.stat().st_size
@@ -165,7 +165,7 @@ def fingerprint(unit: Unit) -> dict[str, Any]:
     """The content of a unit as a checksum. Hashing a file takes a hundredth of the time of tokenising it."""
     record: dict[str, Any] = {"name": unit.name, "held_out": unit.held_out}
     if unit.kind == "hub":
-        return record | {"revision": hub_revision(unit.location)}
+        return record | {"revision": _hub_revision(unit.location)}
     with open(unit.location, "rb") as file:
         return record | {"bytes": unit.size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -180,7 +180,7 @@ def fingerprints(units: Sequence[Unit], report: Callable[[int], None]) -> list[d
     return records
 
 
-def hub_revision(location: str) -> str:
+def _hub_revision(location: str) -> str:
     """The current commit of a hub dataset. Later reads use it, even if the dataset changes."""
     hub = optional("huggingface_hub")
     name = location.split(":")[0]

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 BPE = "bpe:"
-SMALLEST_BPE = 257  # all 256 bytes, and the end-of-text token
-SAMPLE_BYTES = 64 * 2**20  # more text hardly changes the merges
-GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+_SMALLEST_BPE = 257  # all 256 bytes, and the end-of-text token
+_SAMPLE_BYTES = 64 * 2**20  # more text hardly changes the merges
+_GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def bpe_size(name: str) -> int | None:
     if not name.startswith(BPE):
         return None
     size = name.removeprefix(BPE)
-    ok = size.isdecimal() and int(size) >= SMALLEST_BPE
-    require(ok, f"tokenizer must be bpe:N with N >= {SMALLEST_BPE}, got {name!r}")
+    ok = size.isdecimal() and int(size) >= _SMALLEST_BPE
+    require(ok, f"tokenizer must be bpe:N with N >= {_SMALLEST_BPE}, got {name!r}")
     return int(size)
 
 
@@ -63,10 +63,10 @@ def _tokenizer_files(folder: Path) -> list[Path]:
     if (folder / "tokenizer.json").exists():
         names = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
         return [folder / name for name in names if (folder / name).exists()]
-    for names in map(list, GPT2_FILES):
+    for names in map(list, _GPT2_FILES):
         if all((folder / name).exists() for name in names):
             return [folder / name for name in names]
-    pairs = " or ".join(" and ".join(pair) for pair in GPT2_FILES)
+    pairs = " or ".join(" and ".join(pair) for pair in _GPT2_FILES)
     raise ValueError(f"tokenizer folder {folder} holds neither tokenizer.json nor {pairs}")
 
 
@@ -151,7 +151,7 @@ def train(size: int, documents: Iterable[Document]) -> LoadedTokenizer:
     optional("tokenizers")
     from tokenizers import models, pre_tokenizers, trainers
 
-    texts = sample(documents, SAMPLE_BYTES)
+    texts = sample(documents, _SAMPLE_BYTES)
     require(bool(texts), "there is no document to train a tokenizer on")
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(

@@ -30,8 +30,8 @@ from grmoe.probe.windows import Text, read_texts
 from grmoe.runs.open import open_model
 from grmoe.terminal import Progress, Steps, silent
 
-TABLE_TAU = 0.9  # of the α table, where the chosen setting has no τ
-MAX_TIMED = 16  # frontier points that are timed
+_TABLE_TAU = 0.9  # of the α table, where the chosen setting has no τ
+_MAX_TIMED = 16  # frontier points that are timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +113,8 @@ def _points_to_time(points: list[Point], trained: Point) -> list[Point]:
     """The frontiers, thinned evenly, and every top-k."""
     best = dict.fromkeys([*frontier(dial_points(points)), *frontier(uniform_points(points))])
     ordered = sorted(best, key=lambda p: p.experts_per_token)
-    if len(ordered) > MAX_TIMED:
-        ordered = [ordered[i * (len(ordered) - 1) // (MAX_TIMED - 1)] for i in range(MAX_TIMED)]
+    if len(ordered) > _MAX_TIMED:
+        ordered = [ordered[i * (len(ordered) - 1) // (_MAX_TIMED - 1)] for i in range(_MAX_TIMED)]
     return [*ordered, *top_k_points(points, trained)]
 
 
@@ -122,7 +122,7 @@ def _alpha_rows(meter: Meter, chosen: Point, cap: int) -> dict[float, Point]:
     """What `set_alpha` does to the model with the chosen τ and cap."""
     tau = chosen.setting.tau if chosen.setting.selection == "mass" else None
     return {
-        alpha: meter.measure(mass((alpha,) * meter.layers, tau or TABLE_TAU, cap), "uniform")
+        alpha: meter.measure(mass((alpha,) * meter.layers, tau or _TABLE_TAU, cap), "uniform")
         for alpha in ALPHAS
     }
 

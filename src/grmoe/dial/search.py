@@ -16,10 +16,10 @@ from grmoe.dial.meter import Meter, Point
 from grmoe.dial.setting import Setting, mass, top_k
 
 ALPHAS = (0.5, 1.0, 2.0, 5.0)  # the paper's
-GRID = (0.08, 0.25, 0.45, 0.65, 0.85)  # experts per token, as a share of the way from 1 to K
-LEVELS = (0.1, 0.4, 0.7, 0.95)  # the same for a single layer
-BASES = 2  # uniform settings around which single layers are varied
-COMBINED = 8  # combinations of layers measured around each base
+_GRID = (0.08, 0.25, 0.45, 0.65, 0.85)  # experts per token, as a share of the way from 1 to K
+_LEVELS = (0.1, 0.4, 0.7, 0.95)  # the same for a single layer
+_BASES = 2  # uniform settings around which single layers are varied
+_COMBINED = 8  # combinations of layers measured around each base
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Sensitivity:
 
 def expected(layers: int, cap: int) -> int:
     """About how many settings `search` measures."""
-    return 1 + min(cap, 8) + len(ALPHAS) * (len(GRID) + 1) + BASES * (layers * len(LEVELS) + COMBINED)
+    return 1 + min(cap, 8) + len(ALPHAS) * (len(_GRID) + 1) + _BASES * (layers * len(_LEVELS) + _COMBINED)
 
 
 def search(meter: Meter, cap: int, experts: float | None = None) -> list[Sensitivity]:
@@ -59,7 +59,7 @@ def search(meter: Meter, cap: int, experts: float | None = None) -> list[Sensiti
     gates = Gates(meter.model, meter.text, cap)
     for k in _top_ks(cap):
         meter.measure(top_k(trained.alphas, k), "top-k")
-    counts = [1 + share * (cap - 1) for share in GRID] + ([experts] if experts else [])
+    counts = [1 + share * (cap - 1) for share in _GRID] + ([experts] if experts else [])
     for alpha in dict.fromkeys((*ALPHAS, *trained.alphas[:1])):
         for count in counts:
             if 1 < count < cap:
@@ -69,10 +69,10 @@ def search(meter: Meter, cap: int, experts: float | None = None) -> list[Sensiti
         return []
     found = []
     for base in _bases(meter, experts):
-        sensitivity = measure_layers(meter, gates, base)
+        sensitivity = _measure_layers(meter, gates, base)
         found.append(sensitivity)
         assert base.setting.tau is not None
-        for alphas in combine(sensitivity, COMBINED):
+        for alphas in combine(sensitivity, _COMBINED):
             meter.measure(mass(alphas, base.setting.tau, cap), "per layer")
     return found
 
@@ -86,18 +86,18 @@ def _bases(meter: Meter, experts: float | None) -> list[Point]:
     """Points of the uniform frontier to start from: those nearest to the target, or evenly spread."""
     points = frontier(p for p in meter.points.values() if p.family == "uniform")
     if experts is not None:
-        return sorted(points, key=lambda p: abs(p.experts_per_token - experts))[:BASES]
-    return [points[(2 * i + 1) * len(points) // (2 * BASES)] for i in range(min(BASES, len(points)))]
+        return sorted(points, key=lambda p: abs(p.experts_per_token - experts))[:_BASES]
+    return [points[(2 * i + 1) * len(points) // (2 * _BASES)] for i in range(min(_BASES, len(points)))]
 
 
-def measure_layers(meter: Meter, gates: Gates, base: Point) -> Sensitivity:
+def _measure_layers(meter: Meter, gates: Gates, base: Point) -> Sensitivity:
     """Vary the α of one layer at a time. All others stay at `base`."""
     setting = base.setting
     assert setting.tau is not None
     layers = []
     for i, own in enumerate(setting.alphas):
         options = [Option(own, 0.0, 0.0)]
-        for share in LEVELS:
+        for share in _LEVELS:
             alpha = gates.alpha_for(i, setting.tau, 1 + share * (setting.cap - 1))
             alphas = (*setting.alphas[:i], alpha, *setting.alphas[i + 1 :])
             point = meter.measure(mass(alphas, setting.tau, setting.cap), "per layer")

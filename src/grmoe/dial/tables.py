@@ -13,16 +13,16 @@ from grmoe.hardware import device_name
 from grmoe.probe.losses import verdict
 from grmoe.tables import Table, percent, span
 
-CARD_POINTS = 3  # of the frontier, in the model card
+_CARD_POINTS = 3  # of the frontier, in the model card
 
 
 def show(result: Result) -> Iterator[Table | str]:
     """What the terminal shows: three tables, then the choice in a few lines."""
     body = result.body
     timed = {name: [p for p in points if p.speed] for name, points in body.families.items()}
-    yield frontier_table(timed, body.chosen)
-    yield alpha_table(body)
-    yield certificate_table(body)
+    yield _frontier_table(timed, body.chosen)
+    yield _alpha_table(body)
+    yield _certificate_table(body)
     yield from _summary(body)
 
 
@@ -71,7 +71,7 @@ def check_line(target: Target, check: Check) -> str:
     )
 
 
-def frontier_table(families: Mapping[str, Sequence[PointResult]], chosen: PointResult) -> Table:
+def _frontier_table(families: Mapping[str, Sequence[PointResult]], chosen: PointResult) -> Table:
     """Points by family. An arrow marks the chosen one."""
     headings = ["family", "setting", "experts per token", "perplexity", "increase", "relative throughput"]
     table = Table("Frontiers on the calibration text", headings, left=2)
@@ -89,7 +89,7 @@ def frontier_table(families: Mapping[str, Sequence[PointResult]], chosen: PointR
     return table
 
 
-def alpha_table(body: DialResults) -> Table:
+def _alpha_table(body: DialResults) -> Table:
     """The paper's table: what α does, at the chosen τ and cap."""
     setting = body.table[0].setting
     tau, cap = setting["selection_tau"], setting["num_experts_per_tok"]
@@ -109,7 +109,7 @@ def alpha_table(body: DialResults) -> Table:
     return table
 
 
-def certificate_table(body: DialResults) -> Table:
+def _certificate_table(body: DialResults) -> Table:
     """What is proved about the chosen setting, layer by layer."""
     tokens = body.certificates[0].tokens
     title = (
@@ -138,10 +138,10 @@ def card_section(result: Result) -> str:
     chosen, trained, text = body.chosen, body.trained, body.calibration
     timed = [p for p in body.points if p.on_frontier and p.speed]
     few = timed
-    if len(timed) > CARD_POINTS:
-        few = [timed[i * (len(timed) - 1) // (CARD_POINTS - 1)] for i in range(CARD_POINTS)]
+    if len(timed) > _CARD_POINTS:
+        few = [timed[i * (len(timed) - 1) // (_CARD_POINTS - 1)] for i in range(_CARD_POINTS)]
     checks = "".join(f"- Checked on {check_line(body.target, c)}.\n" for c in body.checks)
-    alphas, certificates = alpha_table(body), certificate_table(body)
+    alphas, certificates = _alpha_table(body), _certificate_table(body)
     return f"""## The dial
 
 Measured with `grmoe dial` on {text.tokens:,} tokens of “{Path(text.text).name}”
@@ -158,7 +158,7 @@ Measured with `grmoe dial` on {text.tokens:,} tokens of “{Path(text.text).name
 
 Some points of the frontier, one α per layer allowed:
 
-{frontier_table({"frontier": few}, chosen).markdown()}
+{_frontier_table({"frontier": few}, chosen).markdown()}
 
 {certificates.title} (error: measured; bound: proved):
 

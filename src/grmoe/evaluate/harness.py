@@ -46,7 +46,7 @@ STOCK = {
     "lambada_openai": Stock("lambada/lambada_openai.yaml", None, None, "test"),
     "lambada_standard": Stock("lambada/lambada_standard.yaml", None, "validation", "test"),
 }
-ALIASES = {"lambada": "lambada_openai", "arc-easy": "arc_easy", "arc-challenge": "arc_challenge"}
+_ALIASES = {"lambada": "lambada_openai", "arc-easy": "arc_easy", "arc-challenge": "arc_challenge"}
 SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(
     ("val", "valid", "validation", "dev"), "validation"
 )
@@ -68,7 +68,7 @@ def find_files(folder: Path) -> dict[str, dict[str, Path]]:
         if match is None:
             continue
         task = match["task"]
-        task = ALIASES.get(task, task)
+        task = _ALIASES.get(task, task)
         if task not in STOCK:
             continue
         split = SPLITS[match["split"]] if match["split"] else STOCK[task].evaluated
@@ -118,7 +118,7 @@ def task_specs(tasks: Sequence[str], folder: Path | None, out: Path) -> list[str
         require(bool(found), f"{folder} must hold TASK_SPLIT.jsonl (also .gz, .xz, .zst) of one of {known}")
     specs = []
     for given in dict.fromkeys(tasks or found):
-        name = ALIASES.get(given, given)
+        name = _ALIASES.get(given, given)
         if given.endswith((".yaml", ".yml")):
             require(Path(given).is_file(), f"task must be a file that exists, got {given}")
             specs.append(str(Path(given).resolve()))

@@ -15,8 +15,8 @@ from grmoe.tables import Table, with_error
 def show(result: Result) -> Iterator[Table]:
     """The tables to print."""
     if result.evaluation.points[0].texts:
-        yield domain_table(result.evaluation)
-    yield summary_table(result.evaluation.points)
+        yield _domain_table(result.evaluation)
+    yield _summary_table(result.evaluation.points)
 
 
 def save(result: Result, out: Path) -> dict[str, Path]:
@@ -29,11 +29,11 @@ def card_section(result: Result) -> str:
     model, evaluation = result.loaded.model, result.evaluation
     windows = f"windows of {evaluation.length} tokens, stride {evaluation.stride}"
     machine = f"{device_name(model.device)}, {str(model.dtype).removeprefix('torch.')}"
-    table = summary_table(evaluation.points).markdown()
+    table = _summary_table(evaluation.points).markdown()
     return f"## Measured\n\nWith `grmoe eval` at the saved selection of experts, {windows} ({machine}):\n\n{table}\n"
 
 
-def summary_table(points: Sequence[Point]) -> Table:
+def _summary_table(points: Sequence[Point]) -> Table:
     """One column per α: experts per token, the perplexity of every text, the metrics of every task."""
     table = Table("At each setting of the dial", ["", *(show_alpha(point.alpha) for point in points)])
     table.add("experts per token", *(f"{point.experts_per_token:.3f}" for point in points))
@@ -58,7 +58,7 @@ def _metric(numbers: Mapping[str, Any] | None, metric: str, rule: str) -> str:
     return with_error(numbers[f"{metric},{rule}"], numbers.get(f"{metric}_stderr,{rule}"))
 
 
-def domain_table(evaluation: Evaluation) -> Table:
+def _domain_table(evaluation: Evaluation) -> Table:
     """One row per domain and α, and rows for a whole text of several domains."""
     points, shared = evaluation.points, evaluation.length - evaluation.stride
     overlap = f"{shared} tokens of overlap" if shared else "no overlap"

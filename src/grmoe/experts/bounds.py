@@ -16,7 +16,7 @@ POWER: dict[Activation, int] = {"swiglu": 2, "gelu": 1}
 
 # Covers rounding: below 1e-8 in the fp64 arithmetic here, 1e-5 in a caller's fp32 sum of a hundred experts.
 SLACK = 1 + 1e-5
-SQUARINGS = 6  # p = 64: the excess over the spectral norm is at most B^(1/128), 7 % at B = 4096
+_SQUARINGS = 6  # p = 64: the excess over the spectral norm is at most B^(1/128), 7 % at B = 4096
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def output_gains(weights: ExpertWeights) -> Tensor:
     for up, down in zip(weights.up, weights.down_proj, strict=True):
         if weights.activation == "swiglu":
             gate_ID, up_ID = up.double().chunk(2)
-            inner = largest_eigenvalue((gate_ID @ gate_ID.T) * (up_ID @ up_ID.T), SQUARINGS).sqrt()
+            inner = largest_eigenvalue((gate_ID @ gate_ID.T) * (up_ID @ up_ID.T), _SQUARINGS).sqrt()
         else:
             inner = spectral_norm_bound(up)
         gains.append(spectral_norm_bound(down) * inner)
@@ -52,4 +52,4 @@ def spectral_norm_bound(weight: Tensor) -> Tensor:
     # Scaled, so that squares of very small or large weights neither vanish nor overflow.
     scale = W.abs().amax().clamp(min=torch.finfo(W.dtype).tiny)
     W_AB = W / scale if W.shape[0] >= W.shape[1] else W.T / scale
-    return scale * largest_eigenvalue(W_AB.T @ W_AB, SQUARINGS).sqrt()
+    return scale * largest_eigenvalue(W_AB.T @ W_AB, _SQUARINGS).sqrt()

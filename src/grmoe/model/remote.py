@@ -18,11 +18,11 @@ from pathlib import Path
 import grmoe
 
 PACKAGE = Path(grmoe.__file__).parent
-FILES = ("configuration_grmoe.py", "modeling_grmoe.py")
+_FILES = ("configuration_grmoe.py", "modeling_grmoe.py")
 BUNDLE = "grmoe_routing.py"
 # Everything modeling_grmoe.py imports is in these modules or below them.
-ROOTS = ("layer", "regularizers", "head", "compiling")
-AUTO_MAP = {
+_ROOTS = ("layer", "regularizers", "head", "compiling")
+_AUTO_MAP = {
     "AutoConfig": "configuration_grmoe.GrmoeConfig",
     "AutoModel": "modeling_grmoe.GrmoeModel",
     "AutoModelForCausalLM": "modeling_grmoe.GrmoeForCausalLM",
@@ -49,10 +49,10 @@ def export_remote_code(folder: str | Path) -> list[Path]:
     config = folder / "config.json"
     if not config.is_file():
         raise ValueError(f"folder must hold a saved model, got {folder} without config.json")
-    written = [Path(shutil.copyfile(Path(__file__).parent / name, folder / name)) for name in FILES]
+    written = [Path(shutil.copyfile(Path(__file__).parent / name, folder / name)) for name in _FILES]
     written.append(folder / BUNDLE)
     written[-1].write_text(bundle(), encoding="utf-8")
-    values = json.loads(config.read_text(encoding="utf-8")) | {"auto_map": AUTO_MAP}
+    values = json.loads(config.read_text(encoding="utf-8")) | {"auto_map": _AUTO_MAP}
     config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return [*written, config]
 
@@ -76,7 +76,7 @@ class _Section:
 def bundle() -> str:
     """The text of `grmoe_routing.py`."""
     sections: dict[str, _Section] = {}
-    for root in ROOTS:
+    for root in _ROOTS:
         _collect(root, sections)
     counts = Counter(name for section in sections.values() for name in section.defined)
     by_name = set().union(*(section.modules for section in sections.values()))

@@ -12,7 +12,7 @@ from grmoe.geometry import orthonormalize
 
 # Frames with ‖UᵀU − I‖_F above this are re-orthonormalised by QR. A round trip through bf16 leaves about 3e-3 in a
 # 768×48 frame, which the polar factor removes.
-DAMAGED = 1e-2
+_DAMAGED = 1e-2
 
 
 def gram_error(Y_NDK: Tensor) -> Tensor:
@@ -54,8 +54,8 @@ def repair(U_NDK: Tensor) -> None:
     """
     wide_NDK = U_NDK.double()
     error_NKK = gram_error(wide_NDK)
-    bad_N = ~(torch.linalg.vector_norm(error_NKK, dim=(-2, -1)) <= DAMAGED)  # NaN counts as damaged
+    bad_N = ~(torch.linalg.vector_norm(error_NKK, dim=(-2, -1)) <= _DAMAGED)  # NaN counts as damaged
     if bad_N.any():
         wide_NDK[bad_N] = orthonormalize(wide_NDK[bad_N])
         error_NKK[bad_N] = 0.0
-    U_NDK.copy_(torch.baddbmm(wide_NDK, wide_NDK, inverse_sqrt_minus_one(error_NKK, -DAMAGED, DAMAGED)))
+    U_NDK.copy_(torch.baddbmm(wide_NDK, wide_NDK, inverse_sqrt_minus_one(error_NKK, -_DAMAGED, _DAMAGED)))

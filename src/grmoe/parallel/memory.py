@@ -58,7 +58,9 @@ def memory(model: GrmoeForCausalLM, plan: Plan) -> Memory:
     waiting = FP32 * whole if plan.micro_batches > 1 else 0
     tokens = plan.tokens // plan.micro_batches
     per_token = routers(model)[0].experts_per_token(plan.length)
-    each = [block_activations(model.config, i, plan, per_token) for i in range(model.config.num_hidden_layers)]
+    each = [
+        block_activations(model.config, i, plan, per_token) for i in range(model.config.num_hidden_layers)
+    ]
     kept = len(each) * model.config.hidden_size * c + max(each) if plan.checkpointing else sum(each)
     return Memory(
         weights=FP32 * shard,
@@ -77,7 +79,7 @@ def block_activations(config: GrmoeConfig, index: int, plan: Plan, experts_per_t
 
     In numbers of c bytes: the residual stream and its normalised form, twice (4D); queries, attention outputs, keys and
     values; the inner width three times for SwiGLU (gate, up, product) and twice for GELU. A MoE layer has the inner
-    width for K rows (`experts_per_token`), and the rows before and after (with divided experts also the rows that came back). In fp32 the
+    width for K rows, and the rows before and after (with divided experts also the rows that came back). In fp32 the
     logits, gate and weights of the router. Fused norms and activations keep this much; eager PyTorch up to twice.
     """
     assert config.head_dim is not None

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from grmoe import checks
 from grmoe.hardware import use_device
 
-DIMS = ("replicate", "fsdp", "expert")
+_DIMS = ("replicate", "fsdp", "expert")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class World:
     local_rank: int
     device: torch.device
     mesh: DeviceMesh | None
-    """With the dimensions DIMS; None if there is only one process."""
+    """With the dimensions _DIMS; None if there is only one process."""
 
     @property
     def first(self) -> bool:
@@ -66,7 +66,7 @@ def start(config: ParallelConfig, device: str = "auto") -> World:
         return World(rank, size, local_rank, place, None)
     # gloo too, because flags, counts and the plans of checkpoints are on the CPU.
     dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
-    return World(rank, size, local_rank, place, init_device_mesh(place.type, shape, mesh_dim_names=DIMS))
+    return World(rank, size, local_rank, place, init_device_mesh(place.type, shape, mesh_dim_names=_DIMS))
 
 
 def stop() -> None:
@@ -106,7 +106,7 @@ _ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
 def _shape(config: ParallelConfig, size: int) -> tuple[int, int, int]:
-    """Sizes of DIMS. Raises with the command that starts the right number of processes."""
+    """Sizes of _DIMS. Raises with the command that starts the right number of processes."""
     others = config.replicate * config.expert
     fsdp = max(1, size // others) if config.fsdp is None else config.fsdp
     if others * fsdp == size:

@@ -15,7 +15,7 @@ from grmoe.probe.token_types import token_types
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def byte_alphabet() -> dict[str, int]:
+def _byte_alphabet() -> dict[str, int]:
     """GPT-2's letters for the 256 bytes. Printable bytes are their own letter, the others begin at U+0100."""
     printable = [
         *range(ord("!"), ord("~") + 1),
@@ -40,7 +40,7 @@ class Pieces:
     def table(self) -> list[bytes]:
         """Bytes by token id. Empty for special tokens, which stand for no text."""
         names = self.tokenizer.convert_ids_to_tokens(list(range(len(self.tokenizer))))
-        letters = byte_alphabet()
+        letters = _byte_alphabet()
         byte_level = "ByteLevel" in str(self.tokenizer.backend_tokenizer.decoder)
 
         def spell(name: str) -> bytes:

@@ -72,7 +72,9 @@ def document_encoder(loaded: LoadedModel) -> DocumentEncoder:
     return DocumentEncoder(loaded.tokenizer.backend_tokenizer, int(end))
 
 
-def prepared_split(source: str | None, loaded: LoadedModel, give: str = "--text FILE") -> TokenDataset | None:
+def _prepared_split(
+    source: str | None, loaded: LoadedModel, give: str = "--text FILE"
+) -> TokenDataset | None:
     """Prepared tokens that `source` names; None where it names files to be tokenised.
 
     Of a prepared folder this is the held-out split, or all of it where nothing was held out.
@@ -97,7 +99,7 @@ def read_documents(
     source: str | None, loaded: LoadedModel, skipped: Callable[[str], None] = lambda reason: None
 ) -> Iterator[TokenDocument]:
     """Every document of a text, in order. skipped: told why a row of a file is no document."""
-    data = prepared_split(source, loaded)
+    data = _prepared_split(source, loaded)
     if data is not None:
         for domain, ids in data.iter_documents():
             yield TokenDocument(domain, ids, None)
@@ -113,7 +115,7 @@ def open_stream(sources: Sequence[str], loaded: LoadedModel, tokens: int) -> Str
     """
     positive_int("tokens", tokens)
     if len(sources) <= 1:
-        data = prepared_split(sources[0] if sources else None, loaded)
+        data = _prepared_split(sources[0] if sources else None, loaded)
         if data is not None:
             return data
     units = find_units(list(sources))

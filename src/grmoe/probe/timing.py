@@ -18,10 +18,10 @@ from typing import Literal
 
 import torch
 
-FLUSH_BYTES = 256 << 20
-CALLS_A_TURN = 10  # on a GPU; one on a CPU, where nothing has to be kept busy
+_FLUSH_BYTES = 256 << 20
+_CALLS_A_TURN = 10  # on a GPU; one on a CPU, where nothing has to be kept busy
 WARM_UPS = 3  # calls before a capture
-PAUSE_CYCLES = 80_000_000  # 40 ms at 2 GHz: ten forward and backward passes can be enqueued meanwhile
+_PAUSE_CYCLES = 80_000_000  # 40 ms at 2 GHz: ten forward and backward passes can be enqueued meanwhile
 
 
 class Timer:
@@ -30,7 +30,7 @@ class Timer:
     def __init__(self, device: torch.device, clock: Callable[[], float] = perf_counter) -> None:
         self.clock = clock
         cuda = device.type == "cuda"
-        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if cuda else None
+        self.flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device) if cuda else None
         self.host_ms: float | None = None  # a call of the last turn, on a GPU
 
     def turn(self, run: Callable[[], object]) -> list[float]:
@@ -40,8 +40,8 @@ class Timer:
             run()
             return [1e3 * (self.clock() - start)]
         new = torch.cuda.Event
-        pairs = [(new(enable_timing=True), new(enable_timing=True)) for _ in range(CALLS_A_TURN)]
-        torch.cuda._sleep(PAUSE_CYCLES)
+        pairs = [(new(enable_timing=True), new(enable_timing=True)) for _ in range(_CALLS_A_TURN)]
+        torch.cuda._sleep(_PAUSE_CYCLES)
         host = 0.0
         for start_event, end_event in pairs:
             self.flush.zero_()
@@ -50,7 +50,7 @@ class Timer:
             run()
             host += self.clock() - before
             end_event.record()
-        self.host_ms = 1e3 * host / CALLS_A_TURN
+        self.host_ms = 1e3 * host / _CALLS_A_TURN
         torch.cuda.synchronize()
         return [start_event.elapsed_time(end_event) for start_event, end_event in pairs]
 

@@ -37,8 +37,8 @@ from grmoe.probe.words import (
 )
 
 # A piece that covers several words (")." or "1," with some tokenizers) has the first of its types in this order.
-PRECEDENCE = (CODE, NUMBER, PROPER, FUNCTION, COMMON, PUNCTUATION, OTHER)
-_RANK = np.argsort(PRECEDENCE)
+_PRECEDENCE = (CODE, NUMBER, PROPER, FUNCTION, COMMON, PUNCTUATION, OTHER)
+_RANK = np.argsort(_PRECEDENCE)
 
 _WORD = re.compile(
     r"(?P<number>(?:(?<!\w)[-−+])?[$€£]?(?:\d+(?:[.,:/–-]\d+)*%?\w*|[^\W\d_]+\d\w*))"
@@ -90,10 +90,10 @@ class _Found:
 def token_types(text: str, offsets: Sequence[tuple[int, int]]) -> NDArray[np.int8]:
     """The type (place in `words.TYPES`) of each piece text[start:end]. A leading space belongs to the word after it.
 
-    A piece that covers several words has the first of their types in `PRECEDENCE`. An empty piece (start = end, the
+    A piece that covers several words has the first of their types in `_PRECEDENCE`. An empty piece (start = end, the
     end of text) is "other".
     """
-    types_C = character_types(text)
+    types_C = _character_types(text)
     ranks_C = _RANK[types_C]
     space_C = np.fromiter((c.isspace() for c in text), dtype=bool, count=len(text))
     out = np.full(len(offsets), OTHER, dtype=np.int8)
@@ -103,11 +103,11 @@ def token_types(text: str, offsets: Sequence[tuple[int, int]]) -> NDArray[np.int
         ranks = ranks_C[start:end]
         solid = ~space_C[start:end]
         # Spaces count only in a piece of nothing but spaces: indentation is code.
-        out[place] = PRECEDENCE[(ranks[solid] if solid.any() else ranks).min()]
+        out[place] = _PRECEDENCE[(ranks[solid] if solid.any() else ranks).min()]
     return out
 
 
-def character_types(text: str) -> NDArray[np.int8]:
+def _character_types(text: str) -> NDArray[np.int8]:
     """The type of the word that each character belongs to."""
     types_C = np.full(len(text), OTHER, dtype=np.int8)
     capitalised: list[_Found] = []

@@ -29,10 +29,10 @@ def methods() -> dict[str, Method]:
     """All methods but random ones and `prediction_method`."""
     return {
         "overlap merge": _everywhere(overlap_merge),
-        "overlap drop": _everywhere(overlap_drop),
-        "output merge": _everywhere(lambda layer, layout: output_merges(layer, layout)[0]),
+        "overlap drop": _everywhere(_overlap_drop),
+        "output merge": _everywhere(lambda layer, layout: _output_merges(layer, layout)[0]),
         "output drop": _everywhere(lambda layer, layout: output_drops(layer, layout)[0]),
-        "load drop": _everywhere(load_drop),
+        "load drop": _everywhere(_load_drop),
     }
 
 
@@ -64,13 +64,13 @@ def overlap_merge(layer: PrunableLayer, layout: Layout) -> Layout:
     return merge(layout, *_most_similar(layer, layout))
 
 
-def overlap_drop(layer: PrunableLayer, layout: Layout) -> Layout:
+def _overlap_drop(layer: PrunableLayer, layout: Layout) -> Layout:
     """Drop the less loaded of these two."""
     load_G = loads(layer, layout)
     return drop(layout, min(_most_similar(layer, layout), key=lambda g: load_G[g]))
 
 
-def load_drop(layer: PrunableLayer, layout: Layout) -> Layout:
+def _load_drop(layer: PrunableLayer, layout: Layout) -> Layout:
     """Drop the least loaded group."""
     load_G = loads(layer, layout)
     return drop(layout, min(range(len(layout)), key=lambda g: load_G[g]))
@@ -106,7 +106,7 @@ def output_drops(layer: PrunableLayer, layout: Layout) -> list[Layout]:
 
 
 @torch.no_grad()
-def output_merges(layer: PrunableLayer, layout: Layout) -> list[Layout]:
+def _output_merges(layer: PrunableLayer, layout: Layout) -> list[Layout]:
     """All merges of two groups, the cheapest first.
 
     For a token with weights w_i, w_j a merged expert f̄ contributes (w_i + w_j)f̄. With the load-weighted mean of the
@@ -138,7 +138,7 @@ def prediction_method(damage: Callable[[], float]) -> Method:
         install(layers, layouts)
         chosen = []
         for layer, layout in zip(layers, layouts, strict=True):
-            candidates = output_drops(layer, layout)[:MAX_DROPS] + output_merges(layer, layout)[:MAX_MERGES]
+            candidates = output_drops(layer, layout)[:MAX_DROPS] + _output_merges(layer, layout)[:MAX_MERGES]
             damages = []
             for candidate in candidates:
                 layer.install(candidate)

@@ -11,7 +11,7 @@ from grmoe.prune.results import PruneResults, Result
 from grmoe.prune.tables import text_names
 
 FIGURE = "prune.png"
-METHOD_COLORS = (*COLORS[:5], INK)  # grey is for random draws
+_METHOD_COLORS = (*COLORS[:5], INK)  # grey is for random draws
 MARKS = dict(zip(RANDOM, "x+", strict=True))
 
 
@@ -34,7 +34,7 @@ def _names(body: PruneResults) -> list[str]:
 def _counts(ax: Any, body: PruneResults) -> None:
     for name, color in [
         *dict.fromkeys(RANDOM, GREY).items(),
-        *zip(_names(body), METHOD_COLORS, strict=False),
+        *zip(_names(body), _METHOD_COLORS, strict=False),
     ]:
         own = [o for o in body.outcomes if o.method == name]
         x, y = [o.experts for o in own], [100 * o.texts[0].increase.value for o in own]
@@ -59,7 +59,7 @@ def _texts(ax: Any, body: PruneResults) -> None:
             if name in RANDOM:
                 ax.plot([x] * len(values), values, MARKS[name], color=GREY, ms=5)
             else:
-                color = METHOD_COLORS[i]
+                color = _METHOD_COLORS[i]
                 ax.plot([x, x], [100 * grown[0].low, 100 * grown[0].high], color=color, lw=1)
                 ax.plot(x, values[0], "o", color=color, ms=4)
     ax.set(title=f"{body.experts} experts (bars: 90 % over windows)", xticks=range(len(body.texts)))

@@ -13,7 +13,7 @@ from grmoe.prune.small import Size
 from grmoe.runs.open import LoadedModel
 
 DRAWS = 10  # of each random baseline
-STUDENT = 1.833  # 90 % of Student's t with DRAWS − 1 = 9 degrees of freedom lie within ±1.833
+_STUDENT = 1.833  # 90 % of Student's t with DRAWS − 1 = 9 degrees of freedom lie within ±1.833
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Chance:
 
 def chance(losses: Sequence[float]) -> Chance:
     """Statistics of DRAWS losses, as perplexities."""
-    mean, error = fmean(losses), STUDENT * stdev(losses) / math.sqrt(len(losses))
+    mean, error = fmean(losses), _STUDENT * stdev(losses) / math.sqrt(len(losses))
     return Chance(*map(math.exp, (mean, mean - error, mean + error, min(losses), max(losses))))
 
 

@@ -72,7 +72,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     loaded = open_model(plan.model, plan.checkpoint, dtype="served")
     model, config = loaded.model, loaded.model.config
     check_router(config)
-    goal = fewest_experts(config) if plan.experts is None else _check_experts(plan.experts, config)
+    goal = _fewest_experts(config) if plan.experts is None else _check_experts(plan.experts, config)
     # All text is read before anything is measured: a wrong file name should not cost minutes.
     texts = read_texts((plan.text, *plan.checks), loaded, plan.length, plan.tokens)
     pruning = _Pruning(model, texts, Steps(progress, _expected(config, goal, len(texts) - 1)))
@@ -119,14 +119,14 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     return Result(loaded=loaded, body=body)
 
 
-def fewest_experts(config: GrmoeConfig) -> int:
+def _fewest_experts(config: GrmoeConfig) -> int:
     """The fewest experts a layer can have: at least two, and as many as the selection gives a token."""
     assert config.num_experts_per_tok is not None
     return max(2, config.num_experts_per_tok if config.selection in ("topk", "mass") else 2)
 
 
 def _check_experts(experts: int, config: GrmoeConfig) -> int:
-    low, high = fewest_experts(config), config.num_experts - 1
+    low, high = _fewest_experts(config), config.num_experts - 1
     checks.require(
         low <= experts <= high,
         f"experts must be from {low} to {high} for a model with {config.num_experts} experts and at most "

@@ -13,7 +13,7 @@ from grmoe.tables import Table, percent
 
 def show(result: Result) -> Iterator[Table | str]:
     """What the terminal shows: all methods, then the choice in a few lines."""
-    yield methods_table(result.body)
+    yield _methods_table(result.body)
     yield from _summary(result)
 
 
@@ -33,7 +33,7 @@ def _summary(result: Result) -> Iterator[str]:
             f"{best.texts[0].increase}"
         )
     else:
-        yield f"Chosen:  {chosen.experts} experts, {chosen.method}: {describe_layouts(result)}"
+        yield f"Chosen:  {chosen.experts} experts, {chosen.method}: {_describe_layouts(result)}"
         yield (
             f"         perplexity {chosen.texts[0].perplexity:.3f} (trained {trained.perplexity:.3f}): "
             f"{chosen.texts[0].increase}"
@@ -62,7 +62,7 @@ def _summary(result: Result) -> Iterator[str]:
         )
 
 
-def describe_layouts(result: Result) -> str:
+def _describe_layouts(result: Result) -> str:
     """What happened to the experts, by block: "block 1: 0+3 merged, 5 dropped"."""
     body = result.body
     assert body.chosen is not None
@@ -90,7 +90,7 @@ def _describe_overlaps(body: PruneResults) -> str:
     return f"overlaps of all pairs: {parts}; random frames {body.random_overlap:.3f}, equal frames 1"
 
 
-def methods_table(body: PruneResults) -> Table:
+def _methods_table(body: PruneResults) -> Table:
     """Every method at the same number of experts, the smallest divergence first."""
     headings = ["method", "KL"]
     for name in text_names(body):
@@ -135,7 +135,7 @@ def card_section(result: Result) -> str:
 {chosen.experts} experts in every MoE layer instead of {body.trained_experts}, chosen with `grmoe prune` on the first
 text below. Nothing was retrained. Training figures in this card are from before pruning.
 
-{describe_layouts(result)}.
+{_describe_layouts(result)}.
 
 {table.markdown()}
 """

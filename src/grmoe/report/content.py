@@ -29,8 +29,8 @@ from grmoe.terminal import Progress, silent
 
 DIGITS = 6  # significant digits of numbers in the page
 # Keys of an analysis that the page uses.
-ANALYSIS = ("text", "tokens", "types", "type_tokens", "domains", "domain_tokens")
-LAYER = (
+_ANALYSIS = ("text", "tokens", "types", "type_tokens", "domains", "domain_tokens")
+_LAYER = (
     "layer", "alpha", "counts", "of_expert", "of_type", "domain_of_expert", "entropy", "kappa", "information",
 )  # fmt: skip
 
@@ -153,8 +153,8 @@ def _add_experts(content: Content, loaded: LoadedModel, plan: Plan, progress: Pr
         progress("sampling gates", 0, 1)
         stream = open_stream(texts, loaded, plan.tokens)
         content.sample = sample_gates(loaded, stream, len(plan.models)).as_json()
-        layers = [{key: layer[key] for key in LAYER} for layer in body["layers"]]
-        content.analysis = {key: body[key] for key in ANALYSIS} | {"layers": layers}
+        layers = [{key: layer[key] for key in _LAYER} for layer in body["layers"]]
+        content.analysis = {key: body[key] for key in _ANALYSIS} | {"layers": layers}
         progress("sampling gates", 1, 1)
     except ValueError as error:  # the text is gone, or the model's gates are NaN
         if plan.texts:

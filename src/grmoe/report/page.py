@@ -14,7 +14,7 @@ from importlib.resources import files
 import grmoe
 from grmoe.report.content import Content
 
-SCRIPTS = (
+_SCRIPTS = (
     "math.js", "draw.js", "plot.js", "summary.js", "frontier.js", "controls.js", "dial.js", "types.js", "text.js",
     "main.js",
 )  # fmt: skip
@@ -23,7 +23,7 @@ SCRIPTS = (
 def render(runs: Sequence[Content]) -> str:
     """Data is embedded as JSON with `<` escaped. The page's policy allows only its own script, by hash."""
     folder = files("grmoe.report")
-    script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
+    script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n{script}'
     names = " · ".join(run.name for run in runs)
     data = {

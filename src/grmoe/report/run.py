@@ -22,7 +22,7 @@ class Report:
 def run(plan: Plan, progress: Progress = silent) -> Report:
     """Collect what the page shows. Makes an analysis where a model has none."""
     contents = []
-    for folder, name in zip(plan.models, unique_names(plan.models), strict=True):
+    for folder, name in zip(plan.models, _unique_names(plan.models), strict=True):
 
         def named(stage: str, done: int, total: int, name: str = name) -> None:
             progress(f"{name}: {stage}", done, total)
@@ -46,7 +46,7 @@ def save(report: Report, out: Path) -> dict[str, Path]:
     return {"Page": out}
 
 
-def unique_names(models: Sequence[Path]) -> list[str]:
+def _unique_names(models: Sequence[Path]) -> list[str]:
     """The name of each folder; its whole path where two folders have the same name."""
     names = [model.resolve().name for model in models]
     return [str(model) if names.count(name) > 1 else name for model, name in zip(models, names, strict=True)]

@@ -28,9 +28,9 @@ from grmoe.probe.typed_windows import TypedWindow, covering_starts, typed_window
 from grmoe.probe.windows import window_length
 from grmoe.runs.open import LoadedModel
 
-MAX_TOKENS = 4096  # enough to know a mean to about one percent
+_MAX_TOKENS = 4096  # enough to know a mean to about one percent
 MAX_NUMBERS = 600_000  # layers × tokens × experts of all models of a page: 1.6 MB
-MIN_PASSAGES = 8  # long windows are shortened for this
+_MIN_PASSAGES = 8  # long windows are shortened for this
 STEPS = 65535
 
 
@@ -74,8 +74,8 @@ def sample_gates(loaded: LoadedModel, stream: Stream, models: int = 1) -> Sample
     models: how many models share the page.
     """
     config, pieces = loaded.model.config, Pieces(loaded.tokenizer)
-    tokens = max(1, min(MAX_TOKENS, MAX_NUMBERS // models // (len(config.moe_layers) * config.num_experts)))
-    length = max(1, min(window_length(loaded), tokens // MIN_PASSAGES, stream.tokens))
+    tokens = max(1, min(_MAX_TOKENS, MAX_NUMBERS // models // (len(config.moe_layers) * config.num_experts)))
+    length = max(1, min(window_length(loaded), tokens // _MIN_PASSAGES, stream.tokens))
     starts = covering_starts(stream.tokens, tokens // length * length, length)
     windows = list(typed_windows(stream, pieces, starts, length))
     ids_WS = torch.from_numpy(np.stack([window.ids_S for window in windows]))

@@ -38,7 +38,7 @@ class GateOperands:
     """The dial multiplies the prior too."""
 
 
-def selection_rule(selection: Selection, num_experts: int) -> tuple[int, int, float] | None:
+def _selection_rule(selection: Selection, num_experts: int) -> tuple[int, int, float] | None:
     """(mode, largest number of experts, limit) for the kernel; None for a policy it does not know."""
     count = selection.max_experts(num_experts)
     # Exact types: a subclass may choose otherwise.
@@ -62,7 +62,7 @@ def fuses(x: Tensor, selection: Selection, num_experts: int) -> bool:
         runtime.runs_on(x)
         and num_experts <= MAX_EXPERTS
         and not runtime.has_failed("gate")
-        and selection_rule(selection, num_experts) is not None
+        and _selection_rule(selection, num_experts) is not None
     )
 
 
@@ -98,7 +98,7 @@ def fused_gate(
     """Gate and selection of tokens x by one kernel."""
     from grmoe.kernels.gate import gate
 
-    rule = selection_rule(selection, len(operands.matrix))
+    rule = _selection_rule(selection, len(operands.matrix))
     assert rule is not None
     mode, max_experts, limit = rule
     shape = (*x.shape[:-1], len(operands.matrix))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 COLLAPSE_FRACTION = 0.1  # of the fair share K/N
-PAPER_COLLAPSE_SHARE = 0.01  # of the tokens (the paper's rule, made for N = 8)
+_PAPER_COLLAPSE_SHARE = 0.01  # of the tokens (the paper's rule, made for N = 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ def summarize(sums: Tensor, num_experts: int) -> RoutingMetrics:
         load_cv=coefficient_of_variation(received),
         min_load=per_token(min(received)),
         collapsed=min(received) < COLLAPSE_FRACTION * sum(received) / N,
-        collapsed_paper=min(received) < PAPER_COLLAPSE_SHARE * tokens,
+        collapsed_paper=min(received) < _PAPER_COLLAPSE_SHARE * tokens,
         leading_load=[per_token(v) for v in led],
         leading_cv=coefficient_of_variation(led),
         leading_min_load=per_token(min(led)),

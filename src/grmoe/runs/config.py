@@ -250,7 +250,7 @@ class TrainConfig:
 
 # A run may continue with other values of these keys. They change what is shown, what is kept or where it runs, but not
 # what is trained. The data may have moved: a checkpoint knows its checksum.
-MAY_CHANGE_ON_RESUME = (
+_MAY_CHANGE_ON_RESUME = (
     "out", "device", "compile", "activation_checkpointing", "data.path", "data.micro_batch_size", "validation", "log",
     "checkpoint", "parallel",
 )  # fmt: skip
@@ -259,7 +259,7 @@ MAY_CHANGE_ON_RESUME = (
 def may_change_on_resume(difference: str) -> bool:
     """Whether a line of `grmoe.config.differences` may change when a run is resumed."""
     name = difference.partition(":")[0]
-    return any(name == key or name.startswith(f"{key}.") for key in MAY_CHANGE_ON_RESUME)
+    return any(name == key or name.startswith(f"{key}.") for key in _MAY_CHANGE_ON_RESUME)
 
 
 def _model_fields() -> list[str]:

@@ -17,7 +17,7 @@ from grmoe.runs.checkpoint import Checkpoint
 from grmoe.runs.folder import saved_config
 from grmoe.runs.open import LoadedModel, open_model
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
 def export(
@@ -50,7 +50,7 @@ def write_model(loaded: LoadedModel, out: Path, card: str) -> Path:
                 shutil.copyfile(file, writing / file.name)
         else:
             # Copies, also where the folder holds links into a cache of downloads.
-            skipped = shutil.ignore_patterns(*WEIGHTS, *(p.name for p in writing.iterdir()))
+            skipped = shutil.ignore_patterns(*_WEIGHTS, *(p.name for p in writing.iterdir()))
             shutil.copytree(loaded.path, writing, ignore=skipped, dirs_exist_ok=True)
         export_remote_code(writing)
         (writing / MODEL_CARD).write_text(card, encoding="utf-8")

@@ -34,7 +34,7 @@ from grmoe.runs.config import TrainConfig, may_change_on_resume
 
 CONFIG, ENVIRONMENT, LOG, CHECKPOINTS = "config.yaml", "environment.json", "log.jsonl", "checkpoints"
 TOKENIZER = "tokenizer"
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "numpy")
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "numpy")
 
 
 def checkpoints_of(folder: Path, config: TrainConfig) -> Checkpoints:
@@ -176,7 +176,7 @@ def environment() -> dict[str, Any]:
         "grmoe": grmoe.__version__,
         "revision": _revision(),
         "python": platform.python_version(),
-        "packages": versions(PACKAGES),
+        "packages": versions(_PACKAGES),
         "device": device_name(find_device()),
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
         "threads": torch.get_num_threads(),

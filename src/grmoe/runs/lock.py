@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grmoe.parallel.world import World, any_process
 
-LOCK = ".lock"
+_LOCK = ".lock"
 # Some network file systems have no locks; a run there is as safe as it was without.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
@@ -23,7 +23,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 @contextlib.contextmanager
 def lock_folder(folder: Path, world: World) -> Iterator[None]:
     """Hold the folder for this run; raises on all of its processes if another run does. Creates the folder."""
-    path = folder / LOCK
+    path = folder / _LOCK
     with contextlib.ExitStack() as held:
         taken = held.enter_context(_locked(path)) if world.first else True
         if any_process(world, not taken):

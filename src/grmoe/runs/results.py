@@ -26,7 +26,7 @@ from grmoe.runs.folder import CONFIG
 from grmoe.runs.open import LoadedModel
 
 FORMAT = 2  # raised whenever a body changes its meaning; older files are refused
-RESULTS = "results.json"
+_RESULTS = "results.json"
 # The command that makes each kind of results, and the folder they go to.
 COMMANDS = {"dial": "dial", "eval": "eval", "analysis": "analyze", "prune": "prune"}
 
@@ -84,8 +84,8 @@ def save_results(loaded: LoadedModel, kind: str, body: Any, out: Path, card: str
     )
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(asdict(results), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    write_file(out / RESULTS, f"{text}\n".encode())
-    return out / RESULTS
+    write_file(out / _RESULTS, f"{text}\n".encode())
+    return out / _RESULTS
 
 
 def load_results(path: Path, kind: str) -> Results:
@@ -104,7 +104,7 @@ def load_results(path: Path, kind: str) -> Results:
 
 def find_results(model: Path, kind: str) -> Results | None:
     """What a command left for a model; None where it was never run."""
-    path = results_folder(model, kind) / RESULTS
+    path = results_folder(model, kind) / _RESULTS
     return load_results(path, kind) if path.is_file() else None
 
 

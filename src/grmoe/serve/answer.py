@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from grmoe.serve.engine import Event, Failed, Finished, Job, Piece
 from grmoe.serve.requests import Request
 
-GONE = Failed(499, "the client is gone")
+_GONE = Failed(499, "the client is gone")
 
 
 def to_json(value: dict[str, Any]) -> bytes:
@@ -65,14 +65,14 @@ class Answer:
     async def _wait_for_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.events.put_nowait(GONE)
+        self.events.put_nowait(_GONE)
 
     async def _whole(self, send: Send) -> tuple[int, str]:
         text, tokens = "", []
         while isinstance(event := await self.events.get(), Piece):
             text += event.text
             tokens += event.tokens
-        if event is GONE:
+        if event is _GONE:
             return 499, "gone"
         if isinstance(event, Failed):
             status, outcome, body = event.status, "failed", error_body(event.message, event.status)
@@ -93,7 +93,7 @@ class Answer:
         while isinstance(event := await self.events.get(), Piece):
             if event.text or self.request.return_token_ids:
                 await self._chunk(send, [self._choice(self._delta(event.text), None, event.tokens)])
-        if event is GONE:
+        if event is _GONE:
             return 499, "gone"
         if isinstance(event, Finished):
             last: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}

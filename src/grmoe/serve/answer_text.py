@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a byte-level tokenizer decodes half a character to
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a byte-level tokenizer decodes half a character to
 
 
 class AnswerText:
@@ -23,7 +23,7 @@ class AnswerText:
         if found:
             text = text[: min(found)]
         elif not last:
-            text = text.rstrip(UNFINISHED)
+            text = text.rstrip(_UNFINISHED)
             text = text[: len(text) - self._held_back(text)]
         piece, self.sent = text[self.sent :], max(self.sent, len(text))
         return piece, bool(found)

@@ -31,7 +31,7 @@ from grmoe.serve.requests import ChatRequest, CompletionRequest, Invalid, Reques
 from grmoe.serve.sampling import TokenSampler
 
 log = logging.getLogger("grmoe.serve")
-DEFAULT_TOKENS = 16  # of a completion, OpenAI's default; a chat answer may be as long as allowed
+_DEFAULT_TOKENS = 16  # of a completion, OpenAI's default; a chat answer may be as long as allowed
 
 
 @dataclass(kw_only=True)
@@ -73,7 +73,7 @@ class Service:
             ids = prompt
             if any(not 0 <= token < self.config.vocab_size for token in ids):
                 raise Invalid(f"prompt: tokens must be between 0 and {self.config.vocab_size - 1}", "prompt")
-        return self._answer(http, request, "prompt", ids, request.max_tokens or DEFAULT_TOKENS)
+        return self._answer(http, request, "prompt", ids, request.max_tokens or _DEFAULT_TOKENS)
 
     async def chat(self, http: HttpRequest) -> ASGIApp:
         request = parse(await self._body(http), ChatRequest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 # Clients choose α freely. Beyond this many values the others are counted together.
-MAX_ALPHAS = 64
+_MAX_ALPHAS = 64
 
 
 class Metrics:
@@ -15,7 +15,7 @@ class Metrics:
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         if "alpha" in labels and labels["alpha"] not in self.alphas:
-            if len(self.alphas) >= MAX_ALPHAS:
+            if len(self.alphas) >= _MAX_ALPHAS:
                 labels["alpha"] = "other"
             self.alphas.add(labels["alpha"])
         text = ",".join(f'{key}="{value}"' for key, value in labels.items())

@@ -7,8 +7,8 @@ vLLM's own. Blocks and routers are ours, run by vLLM's Transformers backend. A s
 
 from __future__ import annotations
 
-ARCHITECTURE = "GrmoeForCausalLM"
-BACKEND = "vllm.model_executor.models.transformers:TransformersMoEForCausalLM"
+_ARCHITECTURE = "GrmoeForCausalLM"
+_BACKEND = "vllm.model_executor.models.transformers:TransformersMoEForCausalLM"
 
 
 def register() -> None:
@@ -16,5 +16,5 @@ def register() -> None:
 
     import grmoe.model  # noqa: F401  registers configuration and models with transformers' Auto classes
 
-    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model(ARCHITECTURE, BACKEND)
+    if _ARCHITECTURE not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(_ARCHITECTURE, _BACKEND)

@@ -21,7 +21,7 @@ from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import LOG, first_start
 from grmoe.train.setup import Trainer, uses_bf16
 
-LAYER_FIGURES = (
+_LAYER_FIGURES = (
     "entropy", "experts_per_token", "load", "load_cv", "min_load", "leading_load", "leading_cv", "gate_load",
     "kappa_min", "kappa_max", "max_overlap",
 )  # fmt: skip
@@ -100,7 +100,7 @@ class Screen:
 
     def write(self, line: dict[str, Any]) -> None:
         if line["kind"] == "validation":
-            self._say(f"step {line['step']}: {describe_validation(line)}")
+            self._say(f"step {line['step']}: {_describe_validation(line)}")
         elif self.bar is None:
             left = f"  {_duration(line['seconds_left'])} left"
             self._say(f"step {line['step']}: {describe(line)}{left}")
@@ -195,7 +195,7 @@ def routing_line(layers: list[RoutingMetrics]) -> dict[str, Any]:
         "leading_min_load": min(m.leading_min_load for m in layers),
         "experts_per_token": average("experts_per_token"),
         "max_overlap": max(overlaps) if overlaps else None,
-        "layers": [{name: getattr(m, name) for name in LAYER_FIGURES} for m in layers],
+        "layers": [{name: getattr(m, name) for name in _LAYER_FIGURES} for m in layers],
     }
 
 
@@ -231,7 +231,7 @@ def describe_load(line: dict[str, Any]) -> str:
     return f"CV {line['load_cv']:.2f}  min load {line['min_load']:.3f}"
 
 
-def describe_validation(line: dict[str, Any]) -> str:
+def _describe_validation(line: dict[str, Any]) -> str:
     domains = ", ".join(f"{name} {math.exp(min(loss, 700)):.2f}" for name, loss in line["domains"].items())
     return f"validation loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f} ({domains})"
 

@@ -14,7 +14,7 @@ from grmoe.studies.synthetic.study import MethodResult, SettingResult
 from grmoe.studies.synthetic.tables import Row, caption
 
 OURS, RIVAL, RIVAL_DIAL = COLORS[:3]
-OTHERS = GREY
+_OTHERS = GREY
 
 
 def draw(result: SettingResult, path: Path) -> Path:
@@ -34,7 +34,7 @@ def draw(result: SettingResult, path: Path) -> Path:
 
 
 def _color(method: MethodResult) -> str:
-    return OURS if method.method.startswith("grmoe") else OTHERS
+    return OURS if method.method.startswith("grmoe") else _OTHERS
 
 
 def _strip(axes: Any, result: SettingResult, value: Callable[[SeedScore], float]) -> None:
@@ -63,7 +63,7 @@ def _accuracy(axes: Any, result: SettingResult) -> None:
         ha="right",
         va="center",
     )
-    axes.axvline(100 / result.num_experts, color=OTHERS, lw=1, ls=":")
+    axes.axvline(100 / result.num_experts, color=_OTHERS, lw=1, ls=":")
     axes.set_xlim(0, 103)
     axes.set_xlabel("tokens sent to the right expert, % (dotted: chance)")
     axes.set_title("Who finds the classes? Trained on the task loss only", loc="left", fontsize=11)
@@ -111,7 +111,7 @@ def _dial(axes: Any, method: MethodResult) -> None:
     axes.plot(alphas, mean, color=color, lw=2.4, label="entropy (thin: seeds)")
     paper = [max(0.0, v) for v in dial["paper_lower"]]
     axes.plot(alphas, paper, color=INK, lw=1.1, ls="--", label="the paper's lower bound")
-    axes.axvline(1, color=OTHERS, lw=1, ls=":")
+    axes.axvline(1, color=_OTHERS, lw=1, ls=":")
     axes.text(
         1.05, 0.99, "trained here", color=INK, fontsize=8.5, va="top", transform=axes.get_xaxis_transform()
     )

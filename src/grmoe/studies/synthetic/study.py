@@ -23,7 +23,7 @@ from grmoe.terminal import Progress, Steps, silent
 
 SETTINGS = {s.name: s for s in (EASY, HARD)}
 QUICK_METHODS = ["softmax_top1", "switch", "expert_choice", "soft_moe", "vmf", "grmoe", "supervised"]
-DIALED = ("grmoe", "softmax_top1")  # the figure shows their dials
+_DIALED = ("grmoe", "softmax_top1")  # the figure shows their dials
 ALPHAS = [2.0 ** (i / 2) for i in range(-6, 9)]  # 1/8 … 16
 
 
@@ -80,7 +80,7 @@ class MethodResult:
     oracle_accuracy: float
     seconds: float
     dial: dict[str, Any] | None = None
-    """A `DialSweep`, for methods in `DIALED`."""
+    """A `DialSweep`, for methods in `_DIALED`."""
     recovery: list[list[float]] | None = None
     """`frame_recovery`, for routers with frames."""
 
@@ -172,7 +172,7 @@ def _run_method(
     )
     scores = score(task, trained, x_SBD, label_SB, group=training.batch)
     dial = None
-    if method.key in DIALED:
+    if method.key in _DIALED:
         dial = asdict(sweep_dial(trained.routers, x_SBD[:, : config.dial_tokens], ALPHAS))
     return MethodResult(
         method=method.key,
