@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
-import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path

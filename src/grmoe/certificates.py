@@ -1,8 +1,8 @@
-"""Bounds on routing that are proved: entropy, top-k mass, load balance, truncation error, range of the logits.
+"""Proved bounds on routing: entropy, top-k mass, load balance, truncation error, range of the logits.
 
 Every function takes tensors and returns a `Certificate`: a number, and whether the hypothesis behind it holds. Where it
 does not, the number is the trivial one that is always true. There are two kinds of bound: `paper` is the formula as the
-paper prints it, `sharp` the best one from the same knowledge. Both are exact in real arithmetic; rounding adds a few
+paper prints it, `sharp` the best one from the same assumptions. Both are exact in real arithmetic; rounding adds a few
 units in the last place. Half-precision input is widened to fp32. Logits ℓ include α and the prior, so that the gate is
 softmax(ℓ). Entropies are in nats. One file, because all bounds share the same few helpers.
 

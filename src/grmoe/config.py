@@ -1,4 +1,4 @@
-"""Configuration: nested dataclasses, filled from YAML and dotted overrides. Unknown keys are refused by name.
+"""Configuration: nested dataclasses, filled from YAML and dotted overrides. An unknown key is an error that names it.
 
     config = load(TrainConfig, "run.yaml", ["optim.lr=3e-4", "model.preset=small"])
 
@@ -217,7 +217,7 @@ def _scalar(kind: Any, value: Any, place: str) -> Any:
         return float(value)
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
-    # Python counts a bool as an int; a reader does not.
+    # A bool is an int in Python, but not in a configuration.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         name = {"int": "an integer", "float": "a number", "str": "text", "bool": "true or false"}
         raise ConfigError(f"{place} must be {name.get(kind.__name__, kind.__name__)}, got {value!r}")

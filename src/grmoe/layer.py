@@ -37,7 +37,7 @@ class Truncation:
     bound: Tensor
     """Bound on ‖y − ŷ‖ against the dense sum; with `exact` the error itself; ∞ where not `holds`."""
     holds: Tensor
-    """False for a token with NaN or Inf on the way."""
+    """False for a token with NaN or Inf in its computation."""
 
 
 class ExpertTransport(Protocol):
@@ -89,7 +89,7 @@ class MoE(nn.Module):
             router.selection = selection
         self.router = router
         self.backend = checks.one_of("backend", backend, ("auto", *BACKENDS))
-        if backend != "auto":  # which leaves a router its own choice
+        if backend != "auto":  # with "auto" the router keeps its own backend
             self.use_backend(backend)
         self.experts = ExpertWeights(dim, hidden, num_experts, activation) if experts is None else experts
         shape, kind = tuple(self.experts.down_proj.shape), self.experts.activation
@@ -104,7 +104,7 @@ class MoE(nn.Module):
 
     def use_backend(self, name: str) -> None:
         """Set the backend of experts and router: "reference" and "grouped" leave the gate to PyTorch as well, "triton"
-        insists on its kernel, and any other name lets it choose."""
+        requires its kernel, and with any other name the router chooses."""
         self.backend = name
         gates: dict[str, Literal["reference", "triton"]] = {
             "reference": "reference",
@@ -222,7 +222,7 @@ class MoE(nn.Module):
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Tokens in the precision a linear layer would compute in, because autocast does not know our experts."""
+    """Tokens in the precision a linear layer would compute in, because autocast does not cast for our experts."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 

@@ -188,7 +188,7 @@ def test_where_one_process_fails_all_are_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for told in run(ParallelConfig(), 2, failing, tmp_path):
         full, folder, *kept = told
-        assert "No space left on device; the last whole one is" in full
+        assert "No space left on device; the last complete one is" in full
         assert "step-00000001" in full
         assert "could not write checkpoint" in folder
         assert "Not a directory" in folder

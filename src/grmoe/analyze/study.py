@@ -154,7 +154,9 @@ def _route(
             batch = windows[first : first + size]
             ids_BS = torch.from_numpy(np.stack([window.ids_S for window in batch]))
             seen.clear()
-            model.model(input_ids=ids_BS.to(model.device), use_cache=False)  # nobody reads the head's logits
+            model.model(
+                input_ids=ids_BS.to(model.device), use_cache=False
+            )  # the logits of the head are not used
             yield batch, seen
             progress("routing", first + len(batch), len(windows))
 

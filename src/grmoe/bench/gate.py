@@ -57,7 +57,7 @@ class Gates:
     def grassmann(self, backend: Literal["auto", "reference"], metrics: bool) -> Runs:
         router, x_TD = copy.deepcopy(self.router), self.x_TD
         router.backend = backend
-        router.counter.paused = not metrics  # for good: `uncounted()` would be part of the time
+        router.counter.paused = not metrics  # permanently, because `uncounted()` would be part of the time
         leaves = [x_TD, *router.parameters()]
 
         served = copy.deepcopy(router).eval()

@@ -111,7 +111,7 @@ def measure(
         report(f"{label}: timing")
     for row, done in zip(rows, runs, strict=True):
         if row.failure:
-            row.times.clear()  # half a measurement is none
+            row.times.clear()  # an incomplete measurement does not count
         elif done is not None:
             with row.catching():
                 row.peak = peak_bytes(list(done.timed.values())[-1], device)

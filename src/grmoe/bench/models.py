@@ -69,7 +69,7 @@ class ModelShape(Shape):
         length: int | None,
         hidden_act: str | None = None,
     ) -> ModelShape:
-        """What is not given has a default: larger on a GPU, the preset's activation."""
+        """Fill in defaults: sizes that are larger on a GPU, and the preset's activation."""
         cuda = device.type == "cuda"
         name = name or ("350m" if cuda else "tiny")
         act = hidden_act or preset(name).hidden_act

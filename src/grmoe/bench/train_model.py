@@ -1,7 +1,7 @@
 """Training a whole model: tokens/s, MFU and memory. Ours next to an equal Hugging Face Olmoe and our softmax twin.
 
 A step is that of a plain loop: forward and backward under bf16 autocast with fp32 weights, gradient clipping, fused
-AdamW. Ours adds the overlap penalty, `GrassmannAdam` and the balanced prior. Nobody reads the loss inside the loop.
+AdamW. Ours adds the overlap penalty, `GrassmannAdam` and the balanced prior. The loop does not read the loss.
 Each model runs eager, compiled, and compiled into CUDA graphs; the best form counts. `grmoe.bench.models` says how
 the models are made equal.
 """
@@ -154,7 +154,7 @@ def measure(
                     row.facts["last loss"] = loss
                     row.times.setdefault(STEP, Times()).rounds.append(times)
             if row.failure is not None:
-                row.times.clear()  # half a measurement is none
+                row.times.clear()  # an incomplete measurement does not count
             if apart:
                 torch.compiler.reset()  # otherwise each new model adds its graphs, up to Dynamo's limit
             if apart or row.failure is not None:

@@ -16,7 +16,7 @@ from grmoe.checks import positive_int, require
 from grmoe.probe.text import VALIDATION, Stream, open_stream
 from grmoe.runs.open import LoadedModel
 
-MIN_WINDOWS = 8  # the standard error of fewer windows says nothing
+MIN_WINDOWS = 8  # with fewer, the standard error is not reliable
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def batch_rows(length: int, device: torch.device) -> int:
 
 
 def window_length(loaded: LoadedModel, length: int | None = None) -> int:
-    """The length asked for, or the one the model was trained on. Never above the model's context."""
+    """The requested length, or the one of training. Raises if it exceeds the model's context."""
     longest = loaded.model.config.max_position_embeddings
     length = loaded.length if length is None else positive_int("length", length)
     require(length <= longest, f"length must be at most the model's {longest}, got {length}")
@@ -68,9 +68,9 @@ def default_tokens(length: int, device: torch.device) -> int:
 
 
 def window_starts(total: int, count: int, length: int) -> list[int]:
-    """Where `count` windows begin, at even distances over `total` tokens; all there are where there are fewer.
+    """Where `count` windows begin, evenly spread over `total` tokens, or fewer if they do not fit.
 
-    Neighbouring windows are alike: windows far apart say more about the text.
+    Spread, because neighbouring windows are similar.
     """
     places = total // length
     count = min(count, places)

@@ -1,6 +1,6 @@
-"""The model card: how to load the model, how it was trained, and what was measured of it since.
+"""The model card: how to load the model, how it was trained, and what was measured with it since.
 
-Every command that measures a model writes its own section (`Results.card`). A section stands between two comments,
+Every command that measures a model writes its own section (`Results.card`). A section is enclosed by two comments,
 `<!-- grmoe:dial -->` and `<!-- /grmoe:dial -->`, so that a later one of the same kind replaces it.
 """
 
@@ -47,7 +47,7 @@ def model_card(
 ) -> str:
     """The card of a run, or the card an exported folder came with, for the setting the model has now.
 
-    measured: keep what was measured of this model. False for one whose experts changed.
+    measured: keep the measurements of this model. False if its experts were changed.
     sections: new sections by kind, from the command that writes this card. They replace earlier ones.
     """
     sections = sections or {}

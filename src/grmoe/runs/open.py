@@ -1,4 +1,4 @@
-"""Open a model to look at, wherever it lies: the folder of a run, or an exported one."""
+"""Open a trained model from the folder of a run or of an exported model."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def open_model(
     alpha: replaces the dial saved with the model.
     device: "auto" is the GPU, if there is one.
     dtype: of everything but the routers, which stay in fp32. None keeps the saved one, which is fp32 for a run.
-        "served" turns a run into bf16 on a GPU: that is how it will be used.
-    A run whose data moved, vanished or changed opens all the same, without text.
+        "served" turns a run into bf16 on a GPU, the precision it is served in.
+    A run opens without text if its data was moved, removed or changed.
     """
     path = Path(path)
     place = find_device(device)

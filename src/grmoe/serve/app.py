@@ -232,7 +232,7 @@ class Service:
                 return _json(status, error_body(error.failure.message, status), {"retry-after": "1"})
             except ClientDisconnect:
                 self._log(http, 499, None, "gone")
-                return Response(status_code=400)  # nobody reads it
+                return Response(status_code=400)  # the client does not read it
 
         return checked
 
