@@ -285,11 +285,7 @@ def amortized_tv_bound(base_logits_N: Tensor, amortized_logits_N: Tensor) -> Cer
 
 
 def truncation_error_bound(
-    probs_N: Tensor,
-    kept_N: Tensor,
-    *,
-    diameter: float | Tensor | None = None,
-    outputs: Tensor | None = None,
+    probs_N: Tensor, kept_N: Tensor, *, diameter: float | Tensor | None = None, outputs: Tensor | None = None
 ) -> Certificate:
     """Upper bound on ‖y − ŷ‖ when experts of total mass ε are dropped and the rest renormalised; shape (...).
 

@@ -128,7 +128,7 @@ def test_an_exported_folder_and_a_softmax_router_have_the_same_dial(
     before = {p.name: p.read_bytes() for p in model.iterdir()}
     status, said = dial(model, "--text", data, "--out", model, "--write")
     assert status == 2
-    assert "must lie outside" in said
+    assert "must be outside" in said
     status, said = dial(model, "--out", out)
     assert status == 2
     assert "give --text FILE" in said

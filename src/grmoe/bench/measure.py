@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grmoe.bench.shapes import Shape
-from grmoe.probe.timing import Ratio, Timer, Times, peak_bytes
+from grmoe.probe.timing import Ratio, Style, Timer, Times, peak_bytes, time_ratio
 
 SEED = 0
 WARM_UPS = {"cpu": 1, "cuda": 3}  # the first may compile or tune, the second may still allocate
@@ -77,6 +77,12 @@ class Result:
     def times(self, name: str, mode: str) -> Times | None:
         row = self.row(name)
         return None if row is None else row.times.get(mode)
+
+    def add_ratio(self, name: str, over: str, under: str, mode: str, style: Style = "times") -> None:
+        """Add the time of one contender over that of another, if both were measured."""
+        above, below = self.times(over, mode), self.times(under, mode)
+        if above and below:
+            self.ratios.append(time_ratio(name, above, below, style))
 
 
 def parts(contenders: list[Contender], rounds: int) -> int:

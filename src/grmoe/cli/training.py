@@ -24,8 +24,7 @@ def _split(settings: list[str] | None) -> tuple[Path | None, list[str]]:
 def train(
     settings: Settings = None,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue from the run's last checkpoint, bit for bit on a CPU."),
+        bool, typer.Option("--resume", help="Continue from the run's last checkpoint, bit for bit on a CPU.")
     ] = False,
     show: Annotated[
         bool, typer.Option("--show", help="Print the resolved configuration as YAML and exit.")

@@ -74,9 +74,8 @@ class TokenDataset:
     def _map(self, number: int) -> Tokens:
         if number not in self._maps:
             shard = self._shards[number]
-            check_shard(
-                self.folder, shard, self._dtype
-            )  # again, because the dataset may have been opened days ago
+            # Again, because the dataset may have been opened days ago.
+            check_shard(self.folder, shard, self._dtype)
             self._maps[number] = np.memmap(
                 self.folder / (shard["name"] + ".bin"), dtype=self._dtype, mode="r"
             )

@@ -165,9 +165,8 @@ def _automatic_workers(units: Sequence[Unit]) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if any(unit.kind == "hub" for unit in units):
         return cores
-    text = sum(
-        unit.size * (4 if is_compressed(unit) else 1) for unit in units
-    )  # text compresses to about a quarter
+    # Text compresses to about a quarter.
+    text = sum(unit.size * (4 if is_compressed(unit) else 1) for unit in units)
     return min(cores, text // _BYTES_PER_WORKER + 1)
 
 

@@ -32,6 +32,11 @@ from grmoe.terminal import Progress, Steps, silent
 
 _TABLE_TAU = 0.9  # of the α table, where the chosen setting has no τ
 _MAX_TIMED = 16  # frontier points that are timed
+# Figures of a `Measurement` that the results keep.
+_FIGURES = (
+    "loss", "perplexity", "experts_per_token", "layer_experts", "entropy", "effective_experts_entropy",
+    "effective_experts_inverse",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,14 +172,8 @@ class _Describer:
             "family": point.family,
             "name": str(point.setting),
             "setting": point.setting.fields,
-            "loss": measured.loss,
-            "perplexity": measured.perplexity,
+            **{name: getattr(measured, name) for name in _FIGURES},
             "increase": increase(measured, self.trained.measured),
-            "experts_per_token": measured.experts_per_token,
-            "layer_experts": measured.layer_experts,
-            "entropy": measured.entropy,
-            "effective_experts_entropy": measured.effective_experts_entropy,
-            "effective_experts_inverse": measured.effective_experts_inverse,
             "speed": self.speeds.get(point),
             "on_frontier": point in self.best,
             "on_uniform_frontier": point in self.best_uniform,

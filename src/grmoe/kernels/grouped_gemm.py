@@ -137,10 +137,7 @@ def grouped_gemm(
     A = len(a) if token is None else len(token)
     out = torch.empty(A, O, dtype=a.dtype, device=a.device)
     flat = b.view(-1, b.shape[2])
-    pointers = (
-        *(out, out if inner is None else inner),
-        *(offset if token is None else token, offset),
-    )
+    pointers = (out, out if inner is None else inner, offset if token is None else token, offset)
     programs = num_programs(a.device)
 
     def plain() -> None:
@@ -210,12 +207,7 @@ def weight_gradient(p: Tensor, q: Tensor, offset: Tensor, tiles: Tiles) -> Tenso
     """pᵀq over each expert's rows, (N, M, O)."""
     N, M, O = len(offset), p.shape[1], q.shape[1]
     out = torch.empty(N, M, O, dtype=p.dtype, device=p.device)
-    args = (
-        tiled(p, tiles.inner, tiles.rows),
-        tiled(q, tiles.inner, tiles.columns),
-        out,
-        offset,
-    )
+    args = (tiled(p, tiles.inner, tiles.rows), tiled(q, tiles.inner, tiles.columns), out, offset)
     precision = "ieee" if INTERPRETED or p.dtype != torch.float32 else "tf32x3"
     grid = (N * ceil_div(M, tiles.rows) * ceil_div(O, tiles.columns),)
     constants = (N, M, O, precision, tiles.rows, tiles.columns, tiles.inner)

@@ -20,6 +20,7 @@ import torch
 _FLUSH_BYTES = 256 << 20
 _CALLS_PER_TURN = 10  # on a GPU; one on a CPU, where nothing has to be kept busy
 WARM_UPS = 3  # calls before a capture
+Style = Literal["times", "share", "excess"]
 _PAUSE_CYCLES = 80_000_000  # 40 ms at 2 GHz: ten forward and backward passes can be enqueued meanwhile
 
 
@@ -105,7 +106,7 @@ class Ratio:
     name: str
     value: float
     interval: tuple[float, float] | None = None
-    style: Literal["times", "share", "excess"] = "times"
+    style: Style = "times"
 
     def __str__(self) -> str:
         def show(value: float) -> str:
@@ -117,9 +118,7 @@ class Ratio:
         return show(self.value) + spread + ("" if self.style == "times" else " %")
 
 
-def time_ratio(
-    name: str, over: Times, under: Times, style: Literal["times", "share", "excess"] = "times"
-) -> Ratio:
+def time_ratio(name: str, over: Times, under: Times, style: Style = "times") -> Ratio:
     """over / under in the rounds that both have, because calls of one round ran at the same clock rate."""
     shared = min(
         len(over.rounds), len(under.rounds)

@@ -16,14 +16,7 @@ from grmoe.model import GrmoeForCausalLM
 from grmoe.model.presets import find_config
 from grmoe.runs.checkpoint import Checkpoint
 from grmoe.runs.config import TrainConfig
-from grmoe.runs.folder import (
-    CONFIG,
-    checkpoints_of,
-    data_checksum,
-    find_checkpoint,
-    tokenizer_of,
-    vocabulary,
-)
+from grmoe.runs.folder import CONFIG, checkpoints_of, data_checksum, find_checkpoint, tokenizer_of, vocabulary
 from grmoe.runs.state import gather
 
 

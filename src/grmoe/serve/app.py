@@ -96,10 +96,8 @@ class Service:
             alphas = self.alphas(request.alpha)
         except ValueError as error:
             raise Invalid(str(error), "alpha") from error
-        max_prompt, max_tokens = (
-            self._token_limit(self.options.max_prompt),
-            self._token_limit(self.options.max_tokens),
-        )
+        max_prompt = self._token_limit(self.options.max_prompt)
+        max_tokens = self._token_limit(self.options.max_tokens)
         if not ids:
             raise Invalid(f"{field} must hold at least one token", field)
         if len(ids) > max_prompt:
