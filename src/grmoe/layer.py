@@ -76,16 +76,13 @@ class MoE(nn.Module):
         if router is None:
             rank = max(1, dim // num_experts)
             router = GrassmannRouter(dim, num_experts, rank, selection=TopK(min(2, num_experts)))
-        same = (router.dim, router.num_experts) == (dim, num_experts)
-        got = f"({router.dim}, {router.num_experts})"
+        sizes, wanted = (router.dim, router.num_experts), (dim, num_experts)
         checks.require(
-            same, f"router must be built for (dim, num_experts) = ({dim}, {num_experts}), got {got}"
+            sizes == wanted, f"router must be built for (dim, num_experts) = {wanted}, got {sizes}"
         )
         if selection is not None:
-            kind = type(router).__name__
-            checks.require(
-                _takes_selection(router), f"selection must be None for a {kind}, which makes its own choice"
-            )
+            kind, takes = type(router).__name__, _takes_selection(router)
+            checks.require(takes, f"selection must be None for a {kind}, which makes its own choice")
             router.selection = selection
         self.router = router
         self.backend = checks.one_of("backend", backend, ("auto", *BACKENDS))
@@ -182,9 +179,7 @@ class MoE(nn.Module):
             with self.router.uncounted():
                 routing = self.router(x)
         assert routing is not None
-        checks.require(
-            routing.slots is None, "truncation must have a selection to measure, Soft MoE has none"
-        )
+        checks.require(routing.slots is None, "truncation needs a selection to measure, Soft MoE has none")
         g_N, N = routing.probs, self.router.num_experts
         renormalize = self.router.selection.renormalize
         dropped_N = torch.where(routing.selected, 0.0, g_N)

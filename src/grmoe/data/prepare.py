@@ -105,9 +105,8 @@ def prepare(
         return run.finish()
     except OSError as error:
         done = sum(len(r["shards"]) for r in journal.ranges)
-        raise OSError(
-            f"{error}; {done} finished shards are kept: run the same command again to continue"
-        ) from error
+        kept = f"{done} finished shards are kept: run the same command again to continue"
+        raise OSError(f"{error}; {kept}") from error
     finally:
         journal.close()
 

@@ -126,10 +126,8 @@ def _points_to_time(points: list[Point], trained: Point) -> list[Point]:
 def _alpha_rows(meter: Meter, chosen: Point, cap: int) -> dict[float, Point]:
     """What `set_alpha` does to the model with the chosen τ and cap."""
     tau = chosen.setting.tau if chosen.setting.selection == "mass" else None
-    return {
-        alpha: meter.measure(mass((alpha,) * meter.layers, tau or _TABLE_TAU, cap), "uniform")
-        for alpha in ALPHAS
-    }
+    settings = {alpha: mass((alpha,) * meter.layers, tau or _TABLE_TAU, cap) for alpha in ALPHAS}
+    return {alpha: meter.measure(setting, "uniform") for alpha, setting in settings.items()}
 
 
 def _check(

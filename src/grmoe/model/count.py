@@ -114,9 +114,8 @@ def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
     tied = "tied" if config.tie_word_embeddings else "input and output"
     at = f"at {cost.context:,} tokens of context"
     table = Table(name, ["", ""], left=2)
-    table.add(
-        "blocks", f"{config.num_hidden_layers} × {H}, {heads} heads of {config.head_dim}, {groups} for keys"
-    )
+    attention = f"{heads} heads of {config.head_dim}, {groups} for keys"
+    table.add("blocks", f"{config.num_hidden_layers} × {H}, {attention}")
     table.add("dense feed-forward", f"{config.intermediate_size}, {config.activation}")
     table.add("MoE layers", f"{len(layers)} (blocks {first})")
     experts = f"{config.num_experts} of width {config.moe_intermediate_size}{shared}"

@@ -164,11 +164,10 @@ def config_router(config: GrmoeConfig, number: int) -> Router:
 def _layer_seed(seed: Any, number: int, layers: int) -> Any:
     """Hash routing: one seed per MoE layer. With a common seed every layer would group the tokens in the same way."""
     if not isinstance(seed, list | tuple):
-        return seed + number if isinstance(seed, int) else seed  # the router refuses what is no number
+        return seed + number if isinstance(seed, int) else seed  # the router refuses what is not a number
     if len(seed) != layers:
-        raise ValueError(
-            f"router_options.seed must be one number or {layers}, one per MoE layer, got {seed!r}"
-        )
+        wanted = f"one number or {layers}, one per MoE layer"
+        raise ValueError(f"router_options.seed must be {wanted}, got {seed!r}")
     return seed[number]
 
 

@@ -112,9 +112,8 @@ def _dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
     replicate, fsdp, expert = mesh.shape
     if expert == 1:
         return mesh["replicate", "fsdp"] if replicate > 1 else mesh["fsdp"]
-    flat = init_device_mesh(
-        mesh.device_type, (replicate, fsdp * expert), mesh_dim_names=("replicate", "shard")
-    )
+    sizes, names = (replicate, fsdp * expert), ("replicate", "shard")
+    flat = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)
     return flat if replicate > 1 else flat["shard"]
 
 

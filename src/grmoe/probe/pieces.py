@@ -17,11 +17,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 def _byte_alphabet() -> dict[str, int]:
     """GPT-2's letters for the 256 bytes. Printable bytes are their own letter, the others begin at U+0100."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
+    printable = [b for first, last in ("!~", "¡¬", "®ÿ") for b in range(ord(first), ord(last) + 1)]
     hidden = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(hidden)}
 
@@ -68,10 +64,8 @@ class Pieces:
         spans = []
         for part, end in zip(parts, ends.tolist(), strict=True):
             first = end - len(part)
-            if part:
-                spans.append((int(character_of_byte[first]), int(character_of_byte[end - 1]) + 1))
-            else:
-                spans.append((0, 0))
+            places = (int(character_of_byte[first]), int(character_of_byte[end - 1]) + 1) if part else (0, 0)
+            spans.append(places)
         return text, spans
 
     def types(self, ids: NDArray[np.int64]) -> NDArray[np.int8]:

@@ -72,16 +72,14 @@ def document_encoder(loaded: LoadedModel) -> DocumentEncoder:
     return DocumentEncoder(loaded.tokenizer.backend_tokenizer, int(end))
 
 
-def _prepared_split(
-    source: str | None, loaded: LoadedModel, give: str = "--text FILE"
-) -> TokenDataset | None:
+def _prepared_split(source: str | None, loaded: LoadedModel) -> TokenDataset | None:
     """Prepared tokens that `source` names; None where it names files to be tokenised.
 
     Of a prepared folder this is the held-out split, or all of it where nothing was held out.
     """
     if source is None or source == VALIDATION:
-        data = loaded.held_out(give)
-        require(data.tokens > 0, f"the data of {loaded.path} has no validation split: give {give}")
+        data = loaded.held_out()
+        require(data.tokens > 0, f"the data of {loaded.path} has no validation split: give --text FILE")
         return data
     if not (Path(source) / INDEX).is_file():
         return None

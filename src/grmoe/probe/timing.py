@@ -120,14 +120,16 @@ class Ratio:
 
 def time_ratio(name: str, over: Times, under: Times, style: Style = "times") -> Ratio:
     """over / under in the rounds that both have, because calls of one round ran at the same clock rate."""
-    shared = min(
-        len(over.rounds), len(under.rounds)
-    )  # `over` and `under` may have different limits of rounds
+    shared = min(len(over.rounds), len(under.rounds))  # a slow contender may have fewer
     over, under = Times(over.rounds[:shared]), Times(under.rounds[:shared])
-    each = [
-        statistics.median(a) / statistics.median(b) for a, b in zip(over.rounds, under.rounds, strict=True)
-    ]
+    each = round_ratios(over, under)
     return Ratio(name, over.median / under.median, (quantile(each, 0.1), quantile(each, 0.9)), style)
+
+
+def round_ratios(over: Times, under: Times) -> list[float]:
+    """over / under in each round: a ratio of two medians."""
+    pairs = zip(over.rounds, under.rounds, strict=True)
+    return [statistics.median(a) / statistics.median(b) for a, b in pairs]
 
 
 def three_figures(value: float) -> str:

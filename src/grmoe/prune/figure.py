@@ -32,10 +32,8 @@ def _names(body: PruneResults) -> list[str]:
 
 
 def _counts(ax: Any, body: PruneResults) -> None:
-    for name, color in [
-        *dict.fromkeys(RANDOM, GREY).items(),
-        *zip(_names(body), _METHOD_COLORS, strict=False),
-    ]:
+    colors = dict.fromkeys(RANDOM, GREY) | dict(zip(_names(body), _METHOD_COLORS, strict=False))
+    for name, color in colors.items():
         own = [o for o in body.outcomes if o.method == name]
         x, y = [o.experts for o in own], [100 * o.texts[0].increase.value for o in own]
         if name in RANDOM:

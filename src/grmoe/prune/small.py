@@ -26,9 +26,7 @@ def size(model: nn.Module) -> Size:
     parameters = list(model.parameters())
     own = {id(p) for p in parameters}
     buffers = [t for t in model.state_dict(keep_vars=True).values() if id(t) not in own]
-    return Size(
-        sum(p.numel() for p in parameters), sum(t.numel() * t.element_size() for t in [*parameters, *buffers])
-    )
+    return Size(sum(p.numel() for p in parameters), sum(t.nbytes for t in [*parameters, *buffers]))
 
 
 def small_config(config: GrmoeConfig, experts: int) -> GrmoeConfig:

@@ -85,9 +85,5 @@ def resized(experts: ExpertWeights, up_EJH: Tensor, down_EHI: Tensor) -> ExpertW
 @torch.no_grad()
 def outputs(experts: ExpertWeights, x_TD: Tensor) -> Tensor:
     """f_e(x) of every expert on every token, (E, T, H) in fp32."""
-    return torch.stack(
-        [
-            (experts.activate(x_TD @ up.T) @ down.T).float()
-            for up, down in zip(experts.up, experts.down_proj, strict=True)
-        ]
-    )
+    weights = zip(experts.up, experts.down_proj, strict=True)
+    return torch.stack([(experts.activate(x_TD @ up.T) @ down.T).float() for up, down in weights])

@@ -102,11 +102,8 @@ def describe_setting(config: GrmoeConfig) -> str:
 
 def _training(loaded: LoadedModel, checkpoint: Checkpoint) -> str:
     """What the run's log says about the checkpoint."""
-    lines = [
-        line
-        for line in read_log(loaded.path)
-        if line["kind"] == "validation" and line["step"] <= checkpoint.step
-    ]
+    validations = (line for line in read_log(loaded.path) if line["kind"] == "validation")
+    lines = [line for line in validations if line["step"] <= checkpoint.step]
     if not lines:
         return f"Trained for {checkpoint.step} steps."
     last = lines[-1]

@@ -93,9 +93,8 @@ class Checkpoints:
         _ignore_single_process_warning()
         checkpoint = Checkpoint(self.folder / f"{PREFIX}{step:08d}", step, {"step": step, **(meta or {})})
         if background:
-            self._thread = threading.Thread(
-                target=self._write_behind, args=(checkpoint, _copy(state)), daemon=True
-            )
+            copied = (checkpoint, _copy(state))
+            self._thread = threading.Thread(target=self._write_behind, args=copied, daemon=True)
             self._thread.start()
         else:
             self._write(checkpoint, state)

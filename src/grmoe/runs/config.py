@@ -235,12 +235,8 @@ class TrainConfig:
 
     def model_config(self, vocab_size: int, end_of_text: int) -> GrmoeConfig:
         """The model's configuration for a tokenizer. Raises if its vocabulary is too small for the tokenizer."""
-        changes = {k: v for k, v in self.model.items() if k != "preset"}
-        changes = {
-            "vocab_size": vocab_size,
-            "bos_token_id": end_of_text,
-            "eos_token_id": end_of_text,
-        } | changes
+        tokens = {"vocab_size": vocab_size, "bos_token_id": end_of_text, "eos_token_id": end_of_text}
+        changes = tokens | {k: v for k, v in self.model.items() if k != "preset"}
         require(
             changes["vocab_size"] >= vocab_size,
             f"model.vocab_size must be at least the data's {vocab_size}, got {changes['vocab_size']}",

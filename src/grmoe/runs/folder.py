@@ -78,9 +78,8 @@ def find_start(config: TrainConfig, resume: bool) -> Checkpoint | None:
         raise ValueError(
             f"{folder} holds a run at step {latest.step}: continue it with --resume, or choose another folder (out=…)"
         )
-    changed = [
-        d for d in differences(to_dict(saved_config(folder)), to_dict(config)) if not may_change_on_resume(d)
-    ]
+    found = differences(to_dict(saved_config(folder)), to_dict(config))
+    changed = [difference for difference in found if not may_change_on_resume(difference)]
     if changed:
         raise ValueError(
             f"{folder} was trained with other settings, and these cannot change on resume: {'; '.join(changed)}"

@@ -46,10 +46,10 @@ class LoadedModel:
     def is_run(self) -> bool:
         return self.checkpoint is not None
 
-    def held_out(self, give: str = "--text FILE") -> TokenDataset:
+    def held_out(self) -> TokenDataset:
         """The validation split, or an error that says why there is none and what to give instead."""
         if self.data is None:
-            raise ValueError(f"{self.path} has no held-out text ({self.no_data}): give {give}")
+            raise ValueError(f"{self.path} has no held-out text ({self.no_data}): give --text FILE")
         return self.data
 
 
@@ -108,9 +108,7 @@ def _open_run(run: Path, which: str) -> LoadedModel:
 
 def _open_export(folder: Path) -> LoadedModel:
     if not (folder / "tokenizer.json").is_file():
-        raise ValueError(
-            f"{folder} must hold a saved model with its tokenizer, got one without tokenizer.json"
-        )
+        raise ValueError(f"{folder} must hold a saved model with its tokenizer: tokenizer.json is missing")
     find_config(folder)  # a model of another kind is refused by name
     model: Any = GrmoeForCausalLM.from_pretrained(folder, dtype="auto")
     return LoadedModel(

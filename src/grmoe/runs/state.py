@@ -17,12 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Optimizer
 
 from grmoe import checks
 from grmoe.optim import GrassmannAdam
-from grmoe.parallel.world import World
 
 # Options that change how a step is computed, but not its result. They are not saved.
 _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -73,20 +71,6 @@ def restore(model: nn.Module, optimizers: Sequence[Optimizer], state: dict[str, 
                 if state["moments"][name]["step"] > 0:
                     entries[index] = state["moments"][name]
         optimizer.load_state_dict({"state": entries, "param_groups": packed["param_groups"]})
-
-
-@torch.no_grad()
-def full_state_dict(model: nn.Module, world: World) -> dict[str, Tensor] | None:
-    """Full CPU tensors by name on the first process, None on the others. All processes call it together."""
-    whole: dict[str, Tensor] = {}
-    seen: dict[int, Tensor] = {}
-    for name, tensor in _all(model):
-        if id(tensor) not in seen:
-            # One tensor at a time, because the full model may not fit on one device.
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            seen[id(tensor)] = full.cpu().clone() if world.first else torch.empty(0)
-        whole[name] = seen[id(tensor)]
-    return whole if world.first else None
 
 
 def _all(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

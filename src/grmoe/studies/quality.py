@@ -227,11 +227,8 @@ def show(result: Result) -> Iterator[Table | str]:
 def save(result: Result, out: Path) -> dict[str, Path]:
     """results.json with every run, table.md with the means, curves.png with the first seed of each method."""
     plan, shown = result.plan, table(result.runs)
-    content = {
-        "config": to_yaml(plan.base),
-        "rows": rows(result.runs),
-        "runs": [asdict(r) for r in result.runs],
-    }
+    runs = [asdict(r) for r in result.runs]
+    content = {"config": to_yaml(plan.base), "rows": rows(result.runs), "runs": runs}
     out.mkdir(parents=True, exist_ok=True)
     written = {"Numbers": out / "results.json", "Table": out / "table.md"}
     write_file(written["Numbers"], json.dumps(content, indent=1).encode())

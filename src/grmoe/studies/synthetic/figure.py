@@ -73,9 +73,8 @@ def _load(axes: Any, result: SettingResult) -> None:
             text = f"{starved}/{stats.seeds} {'without a lead' if stats.dense else 'collapsed'}"
             axes.text(11, row - 0.42, text, color=RIVAL, fontsize=7.5, va="center")
     axes.set_xlim(-4, None)
-    axes.set_xlabel(
-        "tokens the least used expert receives (vMF, GrMoE: leads),\n% of the fair share (red: < 10 %)"
-    )
+    received = "tokens the least used expert receives (vMF, GrMoE: leads)"
+    axes.set_xlabel(f"{received},\n% of the fair share (red: < 10 %)")
     axes.set_title("Is an expert starving?", loc="left", fontsize=11)
 
 
@@ -92,9 +91,8 @@ def _dial(axes: Any, method: MethodResult) -> None:
     paper = [max(0.0, v) for v in dial["paper_lower"]]
     axes.plot(alphas, paper, color=INK, lw=1.1, ls="--", label="the paper's lower bound")
     axes.axvline(1, color=_OTHERS, lw=1, ls=":")
-    axes.text(
-        1.05, 0.99, "trained here", color=INK, fontsize=8.5, va="top", transform=axes.get_xaxis_transform()
-    )
+    at_top = {"va": "top", "transform": axes.get_xaxis_transform()}
+    axes.text(1.05, 0.99, "trained here", color=INK, fontsize=8.5, **at_top)
     axes.set_xscale("log", base=2)
     axes.set_xlim(alphas[0], alphas[-1])
     axes.set_ylim(0, None)
