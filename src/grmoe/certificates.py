@@ -199,10 +199,10 @@ def separation_gap(gamma: float | Tensor, rho: float | Tensor, kappa_N: Tensor) 
     the argument: trivial value −∞.
     """
     kappa_N = _experts("kappa", kappa_N)
-    least, most = kappa_N.amin(-1), kappa_N.amax(-1)
+    smallest, largest = kappa_N.amin(-1), kappa_N.amax(-1)
     g, p = _scalar("gamma", gamma, 0.0, like=kappa_N), _scalar("rho", rho, 0.0, like=kappa_N)
-    gap = g * (least - p * most)
-    valid = (least >= 0) & (g >= 0) & (p >= 0) & torch.isfinite(gap)
+    gap = g * (smallest - p * largest)
+    valid = (smallest >= 0) & (g >= 0) & (p >= 0) & torch.isfinite(gap)
     bound = torch.where(valid, gap, -math.inf)
     return Certificate(bound, valid & (gap > 0), "Δ > 0, finite; kappa, gamma and rho >= 0")
 
@@ -235,7 +235,7 @@ def load_cv_bound(
     checks.one_of("method", method, ("sharp", "paper", "closed"))
     N = checks.positive_int("num_experts", num_experts, at_least=2)
     t, holds = _rival_ratio(alpha, gap)
-    most = math.sqrt(N - 1)
+    trivial = math.sqrt(N - 1)
     if method == "paper":
         bound = (N - 1) * t
     elif method == "closed":
@@ -245,8 +245,8 @@ def load_cv_bound(
         # c_m/N. c is concave, so its increments majorise the sorted excesses.
         m = torch.arange(N + 1, dtype=t.dtype, device=t.device)
         c = m * (N - m) * t.unsqueeze(-1) / (1 + m * t.unsqueeze(-1))
-        bound = c.diff(dim=-1).square().mean(-1).sqrt().clamp(max=most)
-    return Certificate(torch.where(holds, bound, most), holds, f"{_SEPARATED}, the mixture is balanced")
+        bound = c.diff(dim=-1).square().mean(-1).sqrt().clamp(max=trivial)
+    return Certificate(torch.where(holds, bound, trivial), holds, f"{_SEPARATED}, the mixture is balanced")
 
 
 def min_load_bounds(
@@ -337,7 +337,7 @@ def _pair_extremes(U_DK: Tensor, V_MDK: Tensor, kappa: Tensor, kappas_M: Tensor)
     signed = torch.cat([kappa.unsqueeze(-2).expand_as(kappas_MK), -kappas_MK], dim=-1)
     values = torch.linalg.eigvalsh((R * signed.unsqueeze(-2)) @ R.mT)
     top, bottom = values[..., -1], -values[..., 0]
-    # Below full dimension some token lies outside both subspaces and has logit difference 0.
+    # Below full dimension some token is outside both subspaces and has logit difference 0.
     return (top.clamp(min=0.0), bottom.clamp(min=0.0)) if 2 * K < D else (top, bottom)
 
 

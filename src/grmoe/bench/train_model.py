@@ -106,11 +106,11 @@ def _train_runs(
     forward = model if mode is None else torch.compile(model, dynamic=False, mode=mode)
     steppers = optimizers(model)
     parameters = list(model.parameters())
-    own = {"skip_logits": True} if isinstance(model, GrmoeForCausalLM) else {}  # as our trainer calls it
+    options = {"skip_logits": True} if isinstance(model, GrmoeForCausalLM) else {}  # as our trainer calls it
 
     def step() -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            loss: Tensor = forward(input_ids=ids_BS, labels=ids_BS, use_cache=False, **own).loss
+            loss: Tensor = forward(input_ids=ids_BS, labels=ids_BS, use_cache=False, **options).loss
         if isinstance(model, GrmoeForCausalLM):
             penalty = model.overlap_penalty(OVERLAP_RHO, num_pairs="auto")
             (loss + OVERLAP_WEIGHT * penalty).backward()
@@ -244,14 +244,14 @@ def compare(shape: ModelShape, rows: list[Row], peak: float | None) -> Result:
             rate = row.facts["tokens/s"] = 1e3 * shape.batch * shape.length / row.times[STEP].median
             if peak is not None:
                 row.facts["MFU %"] = 100 * rate * row.facts["flops"] / peak
-    own, twin = best(result, OURS), best(result, SOFTMAX)
+    ours_row, softmax_row = best(result, OURS), best(result, SOFTMAX)
     for name in (HUGGING_FACE, NO_MASK):
-        if own and (peer := best(result, name)):
-            text = f"tokens/s, {own.name} over {peer.name}"
-            result.ratios.append(time_ratio(text, peer.times[STEP], own.times[STEP]))
-    if own and twin:
-        text = f"tokens/s, {own.name} over {twin.name}"
-        result.ratios.append(time_ratio(text, twin.times[STEP], own.times[STEP], "excess"))
+        if ours_row and (peer := best(result, name)):
+            text = f"tokens/s, {ours_row.name} over {peer.name}"
+            result.ratios.append(time_ratio(text, peer.times[STEP], ours_row.times[STEP]))
+    if ours_row and softmax_row:
+        text = f"tokens/s, {ours_row.name} over {softmax_row.name}"
+        result.ratios.append(time_ratio(text, softmax_row.times[STEP], ours_row.times[STEP], "excess"))
     return result
 
 

@@ -208,8 +208,8 @@ class TokenDataset:
         spans = [(0, self.tokens)]
         if domain is not None:
             starts, ids, _ = self._pieces
-            mine = np.flatnonzero(ids == self.index["domains"].index(domain))
-            spans = [(int(starts[i]), int(starts[i + 1])) for i in mine]
+            pieces = np.flatnonzero(ids == self.index["domains"].index(domain))
+            spans = [(int(starts[i]), int(starts[i + 1])) for i in pieces]
         for start, stop in spans:
             for at in range(start, stop, _CHUNK):
                 yield self.read(at, min(stop, at + _CHUNK))

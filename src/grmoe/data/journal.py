@@ -111,7 +111,7 @@ def recipe_of(folder: Path) -> dict[str, Any] | None:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The differences between two recipes, in words."""
+    """The differences between two recipes as text."""
     words = [
         f"{key.replace('_', ' ')}: {before.get(key)!r} before, {now.get(key)!r} now"
         for key in now

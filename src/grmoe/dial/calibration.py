@@ -109,8 +109,8 @@ def _cap(asked: int | None, config: GrmoeConfig) -> int:
     """The most experts per token: as asked, or as trained."""
     if asked is None:
         return min(config.num_experts_per_tok or 2, config.num_experts)
-    most = config.num_experts
-    checks.require(1 <= asked <= most, f"cap must be from 1 to {most}, the number of experts, got {asked}")
+    limit = config.num_experts
+    checks.require(1 <= asked <= limit, f"cap must be from 1 to {limit}, the number of experts, got {asked}")
     return asked
 
 

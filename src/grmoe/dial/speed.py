@@ -65,9 +65,9 @@ def time_points(
     return {point: _speed(times[point], times[trained], ids.numel()) for point in contenders}
 
 
-def _speed(own: Times, trained: Times, tokens: int) -> Speed:
-    slow, fast = (1e3 * tokens / ms for ms in reversed(own.interval))
+def _speed(times: Times, trained: Times, tokens: int) -> Speed:
+    slow, fast = (1e3 * tokens / ms for ms in reversed(times.interval))
     # Round by round: other load on the machine changes between rounds and slows both settings alike.
-    ratios = round_ratios(trained, own)
+    ratios = round_ratios(trained, times)
     spread = quantile(ratios, 0.1), quantile(ratios, 0.9)
-    return Speed(1e3 * tokens / own.median, (slow, fast), statistics.median(ratios), spread)
+    return Speed(1e3 * tokens / times.median, (slow, fast), statistics.median(ratios), spread)

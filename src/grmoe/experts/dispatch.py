@@ -7,7 +7,7 @@ Legend: T tokens, N experts, A rows of the list, M most experts per token, D mod
     pair_A     token · M + slot of a row, its place in the token's list (0 on unused rows)
     token_A    which token a row belongs to (0 on unused rows)
     offset_N   ends: rows [offset_N[e−1], offset_N[e]) are expert e's, rows past offset_N[−1] are unused
-    slot_TM    where a token's assignments lie in the list, in expert order (A where it has fewer than M)
+    slot_TM    rows of a token's assignments in the list, in expert order (A where it has fewer than M)
     weight_TM  their combine weights (0 there)
 """
 

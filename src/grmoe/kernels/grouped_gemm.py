@@ -149,8 +149,8 @@ def grouped_gemm(
             *(token is not None, transposed, activation, inner is not None, precision),
             *(tiles.rows, tiles.columns, tiles.inner, tiles.group, power_of_2(N), tiles.flatten),
         )
-        most = (ceil_div(A, tiles.rows) + N) * ceil_div(O, tiles.columns)
-        launch(grouped_gemm_kernel, (min(programs, most),), args, constants, tiles.warps, tiles.stages)
+        tile_count = (ceil_div(A, tiles.rows) + N) * ceil_div(O, tiles.columns)
+        launch(grouped_gemm_kernel, (min(programs, tile_count),), args, constants, tiles.warps, tiles.stages)
 
     def specialised() -> None:
         from grmoe.kernels import hopper, hopper_up
@@ -161,8 +161,8 @@ def grouped_gemm(
             *(N, K, O, b.shape[1], activation == 1, inner is not None),
             *(hopper.ROWS, columns, hopper.INNER, tiles.group, power_of_2(N), hopper.STAGES),
         )
-        most = (ceil_div(A, hopper.ROWS) + N) * ceil_div(O, columns)
-        launch(hopper_up.up_kernel, (min(programs, most),), args, constants)
+        tile_count = (ceil_div(A, hopper.ROWS) + N) * ceil_div(O, columns)
+        launch(hopper_up.up_kernel, (min(programs, tile_count),), args, constants)
 
     # Without gather and activation, Triton's pipeline is as fast.
     gathers = token is not None and transposed and activation != 0

@@ -124,8 +124,8 @@ def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
     table.add("vocabulary", f"{config.vocab_size:,}, {tied}")
     table.end_section()
     table.add("parameters", short(cost.total))
-    most = ", at most" if config.selection in ("mass", "threshold") or config.router == "switch" else ""
-    table.add("  active per token", f"{short(cost.active)}{most}")
+    bound = ", at most" if config.selection in ("mass", "threshold") or config.router == "switch" else ""
+    table.add("  active per token", f"{short(cost.active)}{bound}")
     table.add("  routed experts", f"{short(cost.experts)} ({cost.experts / cost.total:.1%})")
     table.add("  routers", f"{short(cost.router)} ({cost.router_share:.2%})")
     table.add("  embeddings", f"{short(cost.embedding)} ({cost.embedding_share:.1%})")

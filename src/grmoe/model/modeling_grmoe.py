@@ -340,12 +340,12 @@ class GrmoePreTrainedModel(PreTrainedModel):
 
     def _init_router(self, router: Router) -> None:
         """Fill a router that was made on the meta device and not loaded. Its sums are always reset."""
-        own = dict(router.state_dict(keep_vars=True))
-        if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in own.values()):
+        tensors = dict(router.state_dict(keep_vars=True))
+        if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors.values()):
             with torch.device("cpu"):
                 number = next(i for i, found in enumerate(routers(self)) if found is router)
                 fresh = config_router(self.config, number).state_dict()
-            for name, tensor in own.items():
+            for name, tensor in tensors.items():
                 init.copy_(tensor, fresh[name])
         router.prior_sums.zero_()
         router.reset_metrics()

@@ -125,8 +125,8 @@ def _blocks(parts: Iterable[Group]) -> Iterator[int]:
 def _router_bytes(model: GrmoeForCausalLM) -> int:
     split = split_parameters(model)
     frames = [p for group in split.frame_groups for p in group["params"]]
-    own = {p for router in routers(model) for p in router.parameters()}
+    parameters = {p for router in routers(model) for p in router.parameters()}
     states = (GrassmannAdam.initial_state(p).items() for p in frames)
     state = sum(t.nbytes for items in states for key, t in items if key != "step")
-    every, framed = sum(p.numel() for p in own), sum(p.numel() for p in frames)
+    every, framed = sum(p.numel() for p in parameters), sum(p.numel() for p in frames)
     return FP32 * (2 * every + 2 * (every - framed) + framed) + state

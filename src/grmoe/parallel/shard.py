@@ -128,8 +128,8 @@ def _divide_experts(moe: MoE, mesh: DeviceMesh, policy: MixedPrecisionPolicy) ->
     def placement(p: nn.Parameter) -> Shard:
         return Shard(expert_shard_dim(p.shape, mesh["fsdp"].size()))
 
-    own = mesh["replicate", "fsdp"] if mesh["replicate"].size() > 1 else mesh["fsdp"]
-    fully_shard(experts, mesh=own, mp_policy=policy, shard_placement_fn=placement)
+    shards = mesh["replicate", "fsdp"] if mesh["replicate"].size() > 1 else mesh["fsdp"]
+    fully_shard(experts, mesh=shards, mp_policy=policy, shard_placement_fn=placement)
     register_fsdp_forward_method(experts, ExpertWeights.run.__name__)
     moe.transport = ExpertParallel(group.get_group())
 

@@ -1,4 +1,4 @@
-"""From token ids back to text, with the characters that each token stands for."""
+"""From token ids back to text, with the characters of each token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The bytes of every token of a vocabulary. Knows byte-level BPE, and ▁ and <0x0A> of SentencePiece."""
+    """The bytes of every token of a vocabulary. Supports byte-level BPE, and ▁ and <0x0A> of SentencePiece."""
 
     tokenizer: Any
 
@@ -34,7 +34,7 @@ class Pieces:
 
     @cached_property
     def table(self) -> list[bytes]:
-        """Bytes by token id. Empty for special tokens, which stand for no text."""
+        """Bytes by token id. Empty for special tokens, because they are not text."""
         names = self.tokenizer.convert_ids_to_tokens(list(range(len(self.tokenizer))))
         letters = _byte_alphabet()
         byte_level = "ByteLevel" in str(self.tokenizer.backend_tokenizer.decoder)

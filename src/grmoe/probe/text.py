@@ -85,9 +85,9 @@ def _prepared_split(source: str | None, loaded: LoadedModel) -> TokenDataset | N
         return None
     held_out = TokenDataset(source, "validation")
     data = held_out if held_out.tokens else TokenDataset(source, "train")
-    theirs = PreTrainedTokenizerFast.from_pretrained(data.tokenizer_folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(data.tokenizer_folder)
     require(
-        theirs.get_vocab() == loaded.tokenizer.get_vocab(),
+        tokenizer.get_vocab() == loaded.tokenizer.get_vocab(),
         f"{source} was prepared with another tokenizer than the model's: give the text files themselves",
     )
     return data
@@ -96,7 +96,7 @@ def _prepared_split(source: str | None, loaded: LoadedModel) -> TokenDataset | N
 def read_documents(
     source: str | None, loaded: LoadedModel, skipped: Callable[[str], None] = lambda reason: None
 ) -> Iterator[TokenDocument]:
-    """Every document of a text, in order. skipped: told why a row of a file is no document."""
+    """Every document of a text, in order. skipped: called with the reason for each row that is not a document."""
     data = _prepared_split(source, loaded)
     if data is not None:
         for domain, ids in data.iter_documents():

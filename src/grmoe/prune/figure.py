@@ -34,8 +34,8 @@ def _names(body: PruneResults) -> list[str]:
 def _counts(ax: Any, body: PruneResults) -> None:
     colors = dict.fromkeys(RANDOM, GREY) | dict(zip(_names(body), _METHOD_COLORS, strict=False))
     for name, color in colors.items():
-        own = [o for o in body.outcomes if o.method == name]
-        x, y = [o.experts for o in own], [100 * o.texts[0].increase.value for o in own]
+        outcomes = [o for o in body.outcomes if o.method == name]
+        x, y = [o.experts for o in outcomes], [100 * o.texts[0].increase.value for o in outcomes]
         if name in RANDOM:
             ax.plot(x, y, MARKS[name], color=color, ms=5, label=f"{name}, each draw")
         else:

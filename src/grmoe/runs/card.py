@@ -86,7 +86,7 @@ def put_section(card: str, kind: str, section: str) -> str:
 
 
 def describe_setting(config: GrmoeConfig) -> str:
-    """Router, α and selection as config.json has them, in words."""
+    """Router, α and selection of a configuration as text."""
     alphas = ", ".join(f"{a:g}" for a in dict.fromkeys(config.alphas))
     if config.router in OWN_CHOICE:
         return f"router `{config.router}`, α {alphas}"

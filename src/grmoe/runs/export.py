@@ -71,7 +71,7 @@ def check_place(source: Path, out: Path) -> None:
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether a folder holds a model of grmoe, or nothing at all."""
+    """Whether a folder is empty or holds a model of grmoe."""
     try:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError):

@@ -174,20 +174,20 @@ def rows(runs: list[Run]) -> list[dict[str, Any]]:
     found = []
     ours = {r.seed: r.loss for r in runs if r.method == "grmoe"}
     for method in dict.fromkeys(r.method for r in runs):
-        mine = [r for r in runs if r.method == method]
-        paired = [r.loss - ours[r.seed] for r in mine if r.seed in ours]
-        row: dict[str, Any] = {"method": method, "label": METHODS[method].label, "seeds": len(mine)}
+        method_runs = [r for r in runs if r.method == method]
+        paired = [r.loss - ours[r.seed] for r in method_runs if r.seed in ours]
+        row: dict[str, Any] = {"method": method, "label": METHODS[method].label, "seeds": len(method_runs)}
         for name in ("loss", "perplexity", "load_cv"):
-            values = [getattr(r, name) for r in mine]
+            values = [getattr(r, name) for r in method_runs]
             row |= {name: statistics.mean(values), f"{name}_interval": student(values)}
         row["over_grmoe"] = statistics.mean(paired) if paired else None
         row["over_grmoe_interval"] = student(paired)
-        row["min_load"] = min(r.min_load for r in mine)
-        row["collapsed"] = sum(r.collapsed for r in mine)
-        row["collapsed_paper"] = sum(r.collapsed_paper for r in mine)
-        row["entropy"] = statistics.mean(r.entropy for r in mine)
-        row["experts_per_token"] = statistics.mean(r.experts_per_token for r in mine)
-        row["tokens"] = mine[0].tokens
+        row["min_load"] = min(r.min_load for r in method_runs)
+        row["collapsed"] = sum(r.collapsed for r in method_runs)
+        row["collapsed_paper"] = sum(r.collapsed_paper for r in method_runs)
+        row["entropy"] = statistics.mean(r.entropy for r in method_runs)
+        row["experts_per_token"] = statistics.mean(r.experts_per_token for r in method_runs)
+        row["tokens"] = method_runs[0].tokens
         found.append(row)
     return found
 
