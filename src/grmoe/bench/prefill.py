@@ -94,12 +94,12 @@ def contenders(
         return Dialled(model, forward, ids_BS)
 
     def build(experts: float) -> Runs:
-        turned = dialled()
-        alpha = turned.alpha_for(experts)
-        found = turned.experts(alpha)
+        model = dialled()
+        alpha = model.alpha_for(experts)
+        found = model.experts(alpha)
         flops = flops_per_token(shape, found)
         facts = {"α": alpha, "experts": found, "GFLOP per token": flops / 1e9, "flops": flops}
-        return Runs({MODE: lambda: turned.run(alpha)}, facts=facts)
+        return Runs({MODE: lambda: model.run(alpha)}, facts=facts)
 
     return [Contender(f"{n:.2f} experts", lambda n=n: build(n)) for n in COUNTS]  # type: ignore[misc]
 

@@ -61,7 +61,7 @@ def dial(
         out = out or results_folder(model, "dial")
         if write:
             check_place(model, out / "model")
-            check_results(model, own="dial")
+            check_results(model, "dial")
         run_plan(plan, run, show, partial(save, out=out, write=write))
 
 

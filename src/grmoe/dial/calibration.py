@@ -143,15 +143,15 @@ def _check(
     meter = Meter(model, text, step)
     base = meter.trained.measured
     measured = meter.measure(chosen.setting, chosen.family).measured
-    grown = increase(measured, base)
-    reached = {"perplexity": grown.value, "experts": measured.experts_per_token}.get(target.kind)
+    change = increase(measured, base)
+    reached = {"perplexity": change.value, "experts": measured.experts_per_token}.get(target.kind)
     return Check(
         text=text.name,
         tokens=text.tokens,
         perplexity_trained=base.perplexity,
         perplexity=measured.perplexity,
         experts_per_token=measured.experts_per_token,
-        increase=grown,
+        increase=change,
         missed_by=None if reached is None else reached - target.value,
     )
 

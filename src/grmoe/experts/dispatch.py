@@ -99,12 +99,12 @@ def _slots(y_AD: Tensor, slot_TM: Tensor) -> Iterator[Tensor]:
         return
     empty_TM = slot_TM == A
     # Masking is a pass over the rows. On the CPU, checking whether it is needed costs nothing.
-    looks = y_AD.device.type == "cpu" and not torch.compiler.is_compiling()
-    masks = not looks or bool(empty_TM.any())
+    can_check = y_AD.device.type == "cpu" and not torch.compiler.is_compiling()
+    masked = not can_check or bool(empty_TM.any())
     for m in range(slot_TM.shape[1]):
-        slot_T = torch.where(empty_TM[:, m], 0, slot_TM[:, m]) if masks else slot_TM[:, m]
+        slot_T = torch.where(empty_TM[:, m], 0, slot_TM[:, m]) if masked else slot_TM[:, m]
         rows_TD = y_AD.index_select(0, slot_T).to(wide)
-        yield torch.where(empty_TM[:, m : m + 1], 0.0, rows_TD) if masks else rows_TD
+        yield torch.where(empty_TM[:, m : m + 1], 0.0, rows_TD) if masked else rows_TD
 
 
 class _Gather(torch.autograd.Function):

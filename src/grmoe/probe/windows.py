@@ -83,11 +83,11 @@ def read_windows(source: str | None, loaded: LoadedModel, length: int, tokens: i
     name = source or VALIDATION
     stream = open_stream([] if source is None else [source], loaded, tokens + 1)
     starts = window_starts(stream.tokens - 1, count, length) if count else []
-    cure = "give more --tokens" if count < MIN_WINDOWS else "give more text"
+    advice = "give more --tokens" if count < MIN_WINDOWS else "give more text"
     require(
         len(starts) >= MIN_WINDOWS,
         f"text must hold at least {MIN_WINDOWS} windows of {length} tokens, got {len(starts)} from {name}: "
-        f"{cure}, or a shorter --length",
+        f"{advice}, or a shorter --length",
     )
     return Text(name, cut_windows(stream, starts, length))
 

@@ -52,13 +52,13 @@ def _texts(ax: Any, body: PruneResults) -> None:
     for place in range(len(body.texts)):
         for i, name in enumerate(names):
             x = place - 0.4 + i * step
-            grown = [o.texts[place].increase for o in body.final if o.method == name]
-            values = [100 * g.value for g in grown]
+            increases = [o.texts[place].increase for o in body.final if o.method == name]
+            values = [100 * g.value for g in increases]
             if name in RANDOM:
                 ax.plot([x] * len(values), values, MARKS[name], color=GREY, ms=5)
             else:
                 color = _METHOD_COLORS[i]
-                ax.plot([x, x], [100 * grown[0].low, 100 * grown[0].high], color=color, lw=1)
+                ax.plot([x, x], [100 * increases[0].low, 100 * increases[0].high], color=color, lw=1)
                 ax.plot(x, values[0], "o", color=color, ms=4)
     ax.set(title=f"{body.experts} experts (bars: 90 % over windows)", xticks=range(len(body.texts)))
     ax.set_xticklabels(text_names(body))

@@ -220,8 +220,8 @@ def _trained_result(text: Text, measured: Measurement) -> TextResult:
 
 
 def _overlaps(layer: PrunableLayer) -> Overlaps:
-    alike = similarity(layer.router)
-    pairs = alike[torch.triu(torch.ones_like(alike, dtype=torch.bool), 1)]
+    similar_NN = similarity(layer.router)
+    pairs = similar_NN[torch.triu(torch.ones_like(similar_NN, dtype=torch.bool), 1)]
     return Overlaps(layer.block, float(pairs.min()), float(pairs.max()))
 
 

@@ -122,13 +122,13 @@ def card_section(result: Result) -> str:
     body, chosen = result.body, result.body.chosen
     assert chosen is not None
     table = Table("", ["text", "tokens", "perplexity before", "perplexity", "increase"])
-    for text, own in zip(body.texts, chosen.texts, strict=True):
+    for text, pruned in zip(body.texts, chosen.texts, strict=True):
         table.add(
             Path(text.text).name,
             f"{text.tokens:,}",
             f"{text.perplexity:.3f}",
-            f"{own.perplexity:.3f}",
-            str(own.increase),
+            f"{pruned.perplexity:.3f}",
+            str(pruned.increase),
         )
     return f"""## Pruned
 

@@ -108,13 +108,13 @@ def find_results(model: Path, kind: str) -> Results | None:
     return load_results(path, kind) if path.is_file() else None
 
 
-def check_results(model: Path, own: str) -> None:
+def check_results(model: Path, measured: str) -> None:
     """Raise before long work if old results of another kind cannot be shown in a model card.
 
-    own: the kind that will be measured. Its old results do not matter.
+    measured: the kind that will be measured. Its old results do not matter.
     """
     for kind in COMMANDS:
-        if kind != own:
+        if kind != measured:
             find_results(model, kind)
 
 
