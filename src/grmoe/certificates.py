@@ -66,7 +66,7 @@ def _wide(name: str, value: Tensor) -> Tensor:
 
 def _scalar(name: str, value: object, at_least: float = -math.inf, like: object = None) -> Tensor:
     """A tensor stays on its device, unread. A Python number is checked and becomes a tensor with dtype and device of
-    `like`, or in fp64 on the CPU if `like` is no tensor."""
+    `like`, or in fp64 on the CPU if `like` is not a tensor."""
     if isinstance(value, Tensor):
         return _wide(name, value)
     number = checks.finite(name, value, at_least=at_least)
