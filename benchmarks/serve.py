@@ -8,7 +8,7 @@ Starts the server as its own process on 127.0.0.1. The study has four parts:
 1. Offline answers of every prompt at every α (`set_alpha`, `generate`, greedy, batch of one).
 2. One client alone: the rate to compare with.
 3. All clients at once. Half of their requests are streamed; malformed, oversized and out-of-range ones are among them.
-4. A second such crowd, in the middle of which the server is killed (-9) and started again on the same port.
+4. The same again. Meanwhile the server is killed (-9) and started again on the same port.
 
 At the end the server gets SIGTERM; status, port, processes and temporary files are checked. The exit status is 1 if
 anything went wrong.
@@ -300,7 +300,7 @@ def study(folder: Path, seconds: float, clients: int, options: list[str]) -> dic
         problems += [f"temporary files left: {files}"] if files else []
         with socket.socket() as again:
             if again.connect_ex(("127.0.0.1", port)) == 0:
-                problems.append("somebody still listens")
+                problems.append("the port is still in use")
         if "Traceback" in log.read_text():
             problems.append("the server's log has a traceback")
             print(log.read_text()[-3000:])

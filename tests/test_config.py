@@ -145,3 +145,11 @@ def test_descriptions_of_fields() -> None:
     assert found["silent"] == ("tuple[int, ...]", (), "")
     assert found["inner.kind"] == ("Literal['cosine', 'constant']", "cosine", "")
     assert found["name"].doc == "A name."
+
+
+def test_descriptions_of_the_models_fields() -> None:
+    """Hugging Face's base class has annotations that cannot be evaluated at run time."""
+    GrmoeConfig = pytest.importorskip("grmoe.model").GrmoeConfig
+    found = describe_fields(GrmoeConfig)
+    assert found["num_experts"] == ("int", 8, "N, experts per MoE layer.")
+    assert all(found[name].doc for name in GrmoeConfig.__annotations__ if name in found)

@@ -93,7 +93,7 @@ def changes(source: str) -> Iterator[Change]:
             start = offsets[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
             stop = offsets[node.lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
             before, after = content[start:stop].decode(), ast.unparse(new)
-            # Parentheses keep the meaning of what stands around it.
+            # Parentheses keep the meaning of the surrounding expression.
             after = f"({after})" if isinstance(new, ast.expr) and not isinstance(new, ast.Constant) else after
             yield Change(node.lineno, start, stop, before, after)  # type: ignore[attr-defined]
 

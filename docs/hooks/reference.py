@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import importlib.util
-import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,6 +194,7 @@ def _default(param: Any) -> str:
 
 
 def configuration_page() -> str:
+    from grmoe.config import describe_fields
     from grmoe.model import GrmoeConfig
     from grmoe.runs.config import TrainConfig
 
@@ -235,63 +234,12 @@ def configuration_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def describe_fields(cls: type) -> dict[str, tuple[str, Any, str]]:
-    """{dotted key: (type, default, meaning)}: from attribute docstrings, or from the class docstring's list."""
-    from grmoe import config
-
-    try:
-        found = config.describe_fields(cls)  # type: ignore[attr-defined]
-    except (AttributeError, NameError):
-        # No such function yet; or the annotations of Hugging Face's base class cannot be evaluated at run time.
-        found = _fields_from_source(cls)
-    listed = _listed_in_docstring(inspect.getdoc(cls) or "")
-    return {key: (kind, default, doc or listed.get(key, "")) for key, (kind, default, doc) in found.items()}
-
-
 def _field_row(key: str, field: tuple[str, Any, str]) -> str:
     kind, default, meaning = field
     shown = "" if default is None or default == {} else f"`{default}`"
     if default is dataclasses.MISSING:
         shown = "required"
     return f"| `{key}` | `{kind}` | {shown} | {_cell(meaning)} |"
-
-
-def _fields_from_source(cls: type, prefix: str = "") -> dict[str, tuple[str, Any, str]]:
-    source = inspect.getsource(cls)
-    lines = source.splitlines()
-    (tree,) = ast.parse(source).body
-    assert isinstance(tree, ast.ClassDef)
-    found: dict[str, tuple[str, Any, str]] = {}
-    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        name, kind = node.target.id, ast.unparse(node.annotation)
-        if kind.startswith("ClassVar"):
-            continue
-        inner = getattr(importlib.import_module(cls.__module__), kind, None)
-        if hasattr(inner, "__dataclass_fields__"):
-            found |= _fields_from_source(inner, f"{prefix}{name}.")
-            continue
-        default = ast.literal_eval(node.value) if _is_literal(node.value) else {}
-        text = lines[node.end_lineno - 1].partition("  # ")[2]
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            text = inspect.cleandoc(str(after.value.value))
-        found[prefix + name] = (kind, default, text)
-    return found
-
-
-def _listed_in_docstring(doc: str) -> dict[str, str]:
-    """`name, other: text` entries of a class docstring."""
-    entries = re.findall(r"^(\w+(?:, \w+)*): (.*(?:\n +.*)*)", doc, re.MULTILINE)
-    return {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
-
-
-def _is_literal(node: ast.expr | None) -> bool:
-    try:
-        ast.literal_eval(node)  # type: ignore[arg-type]
-    except (ValueError, TypeError):
-        return False
-    return True
 
 
 # -- Python API -----------------------------------------------------------------------------------------------

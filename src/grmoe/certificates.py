@@ -1,8 +1,8 @@
-"""Bounds on routing that are proved: entropy, top-k mass, load balance, truncation error, range of the logits.
+"""Proved bounds on routing: entropy, top-k mass, load balance, truncation error, range of the logits.
 
 Every function takes tensors and returns a `Certificate`: a number, and whether the hypothesis behind it holds. Where it
 does not, the number is the trivial one that is always true. There are two kinds of bound: `paper` is the formula as the
-paper prints it, `sharp` the best one from the same knowledge. Both are exact in real arithmetic; rounding adds a few
+paper prints it, `sharp` the best one from the same assumptions. Both are exact in real arithmetic; rounding adds a few
 units in the last place. Half-precision input is widened to fp32. Logits ℓ include α and the prior, so that the gate is
 softmax(ℓ). Entropies are in nats. One file, because all bounds share the same few helpers.
 
@@ -66,7 +66,7 @@ def _wide(name: str, value: Tensor) -> Tensor:
 
 def _scalar(name: str, value: object, at_least: float = -math.inf, like: object = None) -> Tensor:
     """A tensor stays on its device, unread. A Python number is checked and becomes a tensor with dtype and device of
-    `like`, or in fp64 on the CPU if `like` is no tensor."""
+    `like`, or in fp64 on the CPU if `like` is not a tensor."""
     if isinstance(value, Tensor):
         return _wide(name, value)
     number = checks.finite(name, value, at_least=at_least)
@@ -199,10 +199,10 @@ def separation_gap(gamma: float | Tensor, rho: float | Tensor, kappa_N: Tensor) 
     the argument: trivial value −∞.
     """
     kappa_N = _experts("kappa", kappa_N)
-    least, most = kappa_N.amin(-1), kappa_N.amax(-1)
+    smallest, largest = kappa_N.amin(-1), kappa_N.amax(-1)
     g, p = _scalar("gamma", gamma, 0.0, like=kappa_N), _scalar("rho", rho, 0.0, like=kappa_N)
-    gap = g * (least - p * most)
-    valid = (least >= 0) & (g >= 0) & (p >= 0) & torch.isfinite(gap)
+    gap = g * (smallest - p * largest)
+    valid = (smallest >= 0) & (g >= 0) & (p >= 0) & torch.isfinite(gap)
     bound = torch.where(valid, gap, -math.inf)
     return Certificate(bound, valid & (gap > 0), "Δ > 0, finite; kappa, gamma and rho >= 0")
 
@@ -235,7 +235,7 @@ def load_cv_bound(
     checks.one_of("method", method, ("sharp", "paper", "closed"))
     N = checks.positive_int("num_experts", num_experts, at_least=2)
     t, holds = _rival_ratio(alpha, gap)
-    most = math.sqrt(N - 1)
+    trivial = math.sqrt(N - 1)
     if method == "paper":
         bound = (N - 1) * t
     elif method == "closed":
@@ -245,8 +245,8 @@ def load_cv_bound(
         # c_m/N. c is concave, so its increments majorise the sorted excesses.
         m = torch.arange(N + 1, dtype=t.dtype, device=t.device)
         c = m * (N - m) * t.unsqueeze(-1) / (1 + m * t.unsqueeze(-1))
-        bound = c.diff(dim=-1).square().mean(-1).sqrt().clamp(max=most)
-    return Certificate(torch.where(holds, bound, most), holds, f"{_SEPARATED}, the mixture is balanced")
+        bound = c.diff(dim=-1).square().mean(-1).sqrt().clamp(max=trivial)
+    return Certificate(torch.where(holds, bound, trivial), holds, f"{_SEPARATED}, the mixture is balanced")
 
 
 def min_load_bounds(
@@ -285,11 +285,7 @@ def amortized_tv_bound(base_logits_N: Tensor, amortized_logits_N: Tensor) -> Cer
 
 
 def truncation_error_bound(
-    probs_N: Tensor,
-    kept_N: Tensor,
-    *,
-    diameter: float | Tensor | None = None,
-    outputs: Tensor | None = None,
+    probs_N: Tensor, kept_N: Tensor, *, diameter: float | Tensor | None = None, outputs: Tensor | None = None
 ) -> Certificate:
     """Upper bound on ‖y − ŷ‖ when experts of total mass ε are dropped and the rest renormalised; shape (...).
 
@@ -341,7 +337,7 @@ def _pair_extremes(U_DK: Tensor, V_MDK: Tensor, kappa: Tensor, kappas_M: Tensor)
     signed = torch.cat([kappa.unsqueeze(-2).expand_as(kappas_MK), -kappas_MK], dim=-1)
     values = torch.linalg.eigvalsh((R * signed.unsqueeze(-2)) @ R.mT)
     top, bottom = values[..., -1], -values[..., 0]
-    # Below full dimension some token lies outside both subspaces and has logit difference 0.
+    # Below full dimension some token is outside both subspaces and has logit difference 0.
     return (top.clamp(min=0.0), bottom.clamp(min=0.0)) if 2 * K < D else (top, bottom)
 
 

@@ -1,4 +1,4 @@
-"""Argument checks shared by every floor: a `ValueError` that names the argument and shows the value.
+"""Argument checks shared by all modules: a `ValueError` that names the argument and shows the value.
 
 A number may be Python's, NumPy's or a tensor with one element; a check returns it as a Python number. The contents of
 larger tensors are not checked, because reading them would stall the device, except where a function says so.
@@ -27,7 +27,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def _plain_number(value: Any) -> int | float | None:
-    """The Python number in `value`, from a NumPy scalar or a one-element tensor too; None if it is no real number."""
+    """The number in `value`, also from a NumPy scalar or a one-element tensor; None if it is not a real number."""
     if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1:
         value = value.item()
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None

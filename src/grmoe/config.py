@@ -1,4 +1,4 @@
-"""Configuration: nested dataclasses, filled from YAML and dotted overrides. Unknown keys are refused by name.
+"""Configuration: nested dataclasses, filled from YAML and dotted overrides. An unknown key is an error that names it.
 
     config = load(TrainConfig, "run.yaml", ["optim.lr=3e-4", "model.preset=small"])
 
@@ -96,20 +96,18 @@ def describe_fields(kind: type, where: str = "") -> dict[str, FieldDescription]:
     """Every key of a tree of dataclasses by its dotted name, in the order of the source.
 
     Types and docstrings are read from the source, because Python keeps no docstrings of fields. A group of keys (a
-    field with a dataclass as its type) is described by its own keys.
+    field with a dataclass as its default) is described by its own keys.
     """
-    hints = typing.get_type_hints(kind)
     source = _field_source(kind)
     found: dict[str, FieldDescription] = {}
     for field in dataclasses.fields(kind):
         name = f"{where}.{field.name}" if where else field.name
-        if dataclasses.is_dataclass(hint := hints[field.name]) and isinstance(hint, type):
-            found |= describe_fields(hint, name)
-            continue
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        found[name] = FieldDescription(source[field.name][0], default, source[field.name][1])
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        if dataclasses.is_dataclass(default):
+            found |= describe_fields(type(default), name)
+        else:
+            found[name] = FieldDescription(source[field.name][0], default, source[field.name][1])
     return found
 
 
@@ -219,7 +217,7 @@ def _scalar(kind: Any, value: Any, place: str) -> Any:
         return float(value)
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
-    # Python counts a bool as an int; a reader does not.
+    # A bool is an int in Python, but not in a configuration.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         name = {"int": "an integer", "float": "a number", "str": "text", "bool": "true or false"}
         raise ConfigError(f"{place} must be {name.get(kind.__name__, kind.__name__)}, got {value!r}")

@@ -1,4 +1,4 @@
-"""Writing files and folders so that they are whole or not there, whatever happens in between."""
+"""Atomic writes of files and folders: after a crash the old content is there, or the new one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARTIAL = ".partial"  # suffix of what is still being written
 def write_file(path: Path, content: bytes | memoryview) -> None:
     """Write a file under a temporary name, flush it to disk, then rename it.
 
-    After a crash the old content is there, or the new one: never half of it.
+    After a crash the file has its old content or its new content, never a part.
     """
     partial = path.with_name(path.name + PARTIAL)
     try:

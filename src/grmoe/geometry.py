@@ -65,12 +65,7 @@ def haar_frames(
 
 
 def pca_frames(
-    data_PD: Tensor,
-    rank: int,
-    num: int,
-    *,
-    subset: float = 0.5,
-    generator: torch.Generator | None = None,
+    data_PD: Tensor, rank: int, num: int, *, subset: float = 0.5, generator: torch.Generator | None = None
 ) -> Tensor:
     """Top principal directions of a different random subset of the data for each expert, (num, dim, rank).
 

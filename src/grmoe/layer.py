@@ -37,7 +37,7 @@ class Truncation:
     bound: Tensor
     """Bound on ‖y − ŷ‖ against the dense sum; with `exact` the error itself; ∞ where not `holds`."""
     holds: Tensor
-    """False for a token with NaN or Inf on the way."""
+    """False for a token with NaN or Inf in its computation."""
 
 
 class ExpertTransport(Protocol):
@@ -76,20 +76,17 @@ class MoE(nn.Module):
         if router is None:
             rank = max(1, dim // num_experts)
             router = GrassmannRouter(dim, num_experts, rank, selection=TopK(min(2, num_experts)))
-        same = (router.dim, router.num_experts) == (dim, num_experts)
-        got = f"({router.dim}, {router.num_experts})"
+        sizes, wanted = (router.dim, router.num_experts), (dim, num_experts)
         checks.require(
-            same, f"router must be built for (dim, num_experts) = ({dim}, {num_experts}), got {got}"
+            sizes == wanted, f"router must be built for (dim, num_experts) = {wanted}, got {sizes}"
         )
         if selection is not None:
-            kind = type(router).__name__
-            checks.require(
-                _takes_selection(router), f"selection must be None for a {kind}, which makes its own choice"
-            )
+            kind, takes = type(router).__name__, _takes_selection(router)
+            checks.require(takes, f"selection must be None for a {kind}, which makes its own choice")
             router.selection = selection
         self.router = router
         self.backend = checks.one_of("backend", backend, ("auto", *BACKENDS))
-        if backend != "auto":  # which leaves a router its own choice
+        if backend != "auto":  # with "auto" the router keeps its own backend
             self.use_backend(backend)
         self.experts = ExpertWeights(dim, hidden, num_experts, activation) if experts is None else experts
         shape, kind = tuple(self.experts.down_proj.shape), self.experts.activation
@@ -104,7 +101,7 @@ class MoE(nn.Module):
 
     def use_backend(self, name: str) -> None:
         """Set the backend of experts and router: "reference" and "grouped" leave the gate to PyTorch as well, "triton"
-        insists on its kernel, and any other name lets it choose."""
+        requires its kernel, and with any other name the router chooses."""
         self.backend = name
         gates: dict[str, Literal["reference", "triton"]] = {
             "reference": "reference",
@@ -182,9 +179,7 @@ class MoE(nn.Module):
             with self.router.uncounted():
                 routing = self.router(x)
         assert routing is not None
-        checks.require(
-            routing.slots is None, "truncation must have a selection to measure, Soft MoE has none"
-        )
+        checks.require(routing.slots is None, "truncation needs a selection to measure, Soft MoE has none")
         g_N, N = routing.probs, self.router.num_experts
         renormalize = self.router.selection.renormalize
         dropped_N = torch.where(routing.selected, 0.0, g_N)
@@ -222,7 +217,7 @@ class MoE(nn.Module):
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Tokens in the precision a linear layer would compute in, because autocast does not know our experts."""
+    """Tokens in the precision a linear layer would compute in, because autocast does not cast for our experts."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 

@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 class Table:
     """Headings and rows of plain text. The first `left` columns are aligned left, the others right.
 
-    notes: the last column is text as well, aligned left. A table whose headings are all empty shows none.
+    notes: the last column is text as well, aligned left. Headings are left out if all of them are empty.
 
     table = Table("Held-out text", ["text", "perplexity"])
     table.add("books", "12.3")

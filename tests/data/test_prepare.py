@@ -162,7 +162,7 @@ def test_folders_that_are_not_ours_are_not_touched(corpus: Path, tmp_path: Path)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match=r"not empty \(thesis.tex\) and holds no prepared data"):
+        with pytest.raises(ValueError, match=r"holds thesis.tex, but no prepared data"):
             prepare([corpus], tmp_path / "home", overwrite=overwrite, **OPTIONS)
     assert list(folder_bytes(tmp_path / "home")) == ["thesis.tex"]
 

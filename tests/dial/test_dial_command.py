@@ -128,7 +128,7 @@ def test_an_exported_folder_and_a_softmax_router_have_the_same_dial(
     before = {p.name: p.read_bytes() for p in model.iterdir()}
     status, said = dial(model, "--text", data, "--out", model, "--write")
     assert status == 2
-    assert "must lie outside" in said
+    assert "must be outside" in said
     status, said = dial(model, "--out", out)
     assert status == 2
     assert "give --text FILE" in said
@@ -161,7 +161,7 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path) -> None:
         ((run, "--cap", 9), "cap must be from 1 to 4, the number of experts, got 9"),
         ((run, "--tokens", 64), "at least 8 windows of 32 tokens, got 2 from validation: give more --tokens"),
         ((run, "--length", 33), "length must be at most the model's 32, got 33"),
-        ((run, "--write"), "exists and is no exported model"),
+        ((run, "--write"), "exists and is not an exported model"),
         ((run, "--check", tmp_path / "none.txt"), "neither a file"),
     ):
         status, said = dial(*arguments, "--out", tmp_path / "out")

@@ -90,4 +90,4 @@ def test_generate_says_what_is_missing(saved: tuple[Path, GrmoeForCausalLM], tmp
     (saved[0] / "tokenizer.json").unlink()
     code, text = run("generate", str(saved[0]), "--prompt", "x")
     assert code == 2
-    assert "without tokenizer.json" in text
+    assert "tokenizer.json is missing" in text

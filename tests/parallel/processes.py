@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from grmoe.parallel.world import ParallelConfig, start, stop
+from grmoe.parallel.world import ParallelConfig, World, start, stop
 
 SECONDS = 60.0  # nothing here takes more than a few; two processes that wait for each other take forever
 
@@ -100,3 +102,17 @@ def _free_port() -> int:
         probe.bind(("localhost", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module, world: World) -> dict[str, Tensor] | None:
+    """Full CPU tensors by name on the first process, None on the others. All processes call it together."""
+    whole: dict[str, Tensor] = {}
+    seen: dict[int, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            # One tensor at a time, because the full model may not fit on one device.
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            seen[id(tensor)] = full.cpu().clone() if world.first else torch.empty(0)
+        whole[name.replace("_orig_mod.", "")] = seen[id(tensor)]
+    return whole if world.first else None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import ALONE, backward, batch, tiny, whole
-from processes import run
+from processes import full_state_dict, run
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.optim import AdamW, Optimizer
@@ -18,7 +18,7 @@ from grmoe.optim import GrassmannAdam, split_parameters
 from grmoe.parallel.shard import shard, split_by_mesh, sync_routers
 from grmoe.parallel.world import ParallelConfig, World, mean
 from grmoe.runs.checkpoint import TEMPORARY, CheckpointError, Checkpoints
-from grmoe.runs.state import full_state_dict, gather, restore
+from grmoe.runs.state import gather, restore
 
 WORLDS = {
     "one": (ParallelConfig(), 1),
@@ -188,7 +188,7 @@ def test_where_one_process_fails_all_are_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for told in run(ParallelConfig(), 2, failing, tmp_path):
         full, folder, *kept = told
-        assert "No space left on device; the last whole one is" in full
+        assert "No space left on device; the last complete one is" in full
         assert "step-00000001" in full
         assert "could not write checkpoint" in folder
         assert "Not a directory" in folder

@@ -205,7 +205,7 @@ def test_mistakes_are_one_line(trained: Trained, tmp_path: Path) -> None:
         ((source, "--max-ppl-increase", "much"), "max-ppl-increase must be a number like 1%"),
         ((tmp_path,), "neither a run"),
         ((source, "--experts", 3, "--tokens", 64), "at least 8 windows"),
-        ((source, "--experts", 3, "--write"), "exists and is no exported model"),
+        ((source, "--experts", 3, "--write"), "exists and is not an exported model"),
         ((source, "--experts", 3, "--check", tmp_path / "none.txt"), "neither a file"),
         ((trained("hash"), "--experts", 3), "router 'hash' cannot be pruned"),
     ):

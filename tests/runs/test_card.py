@@ -83,5 +83,5 @@ def test_what_is_written_is_the_model_in_memory(settings: Callable[..., TrainCon
     assert (tmp_path / "new" / "LICENSE").read_text() == "mine"
     assert "α 3," in (tmp_path / "new" / "README.md").read_text()
     assert before == {f.name: f.read_bytes() for f in (tmp_path / "model").iterdir() if f.is_file()}
-    with pytest.raises(ValueError, match="must lie outside the model's own folder"):
+    with pytest.raises(ValueError, match="must be outside the model's own folder"):
         write_model(loaded, tmp_path / "model", "card")

@@ -78,7 +78,7 @@ def test_a_full_disk_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(checkpoint_module, "save", full)
     with pytest.raises(
-        CheckpointError, match=r"No space left on device.*the last whole one is .*step-00000001"
+        CheckpointError, match=r"No space left on device.*the last complete one is .*step-00000001"
     ):
         checkpoints.save(2, state(2.0))
     monkeypatch.undo()

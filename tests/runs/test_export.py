@@ -69,6 +69,6 @@ def test_nothing_of_ours_is_overwritten_but_an_export(run: Path, tmp_path: Path)
     other = tmp_path / "thesis"
     other.mkdir()
     (other / "chapter.txt").write_text("precious")
-    with pytest.raises(ValueError, match="is no exported model"):
+    with pytest.raises(ValueError, match="is not an exported model"):
         export(run, other)
     assert (other / "chapter.txt").read_text() == "precious"

@@ -214,7 +214,7 @@ def test_a_full_disk_at_a_checkpoint(background: bool, disk: SmallDisk, settings
     folder = Path(config.out) / "checkpoints"
     assert said == [
         f"error: could not write checkpoint {folder}/step-00000010: [Errno {disk.number}] {disk.error}; "
-        f"the last whole one is {folder}/step-00000005"
+        f"the last complete one is {folder}/step-00000005"
     ]
     assert [p.name for p in folder.iterdir()] == ["step-00000005"]
     disk.empty()
@@ -276,7 +276,7 @@ def test_a_disk_full_for_one_of_two_in_the_background(settings: Settings) -> Non
     config = settings(steps=200, checkpoint={"every": 20, "background": True}, parallel={"fsdp": 2})
     (message, step), other = Processes(2, _full_for_one, config).answers()
     assert (message, step) == other
-    assert "step-00000040: [Errno 28] No space left on device; the last whole one is" in message
+    assert "step-00000040: [Errno 28] No space left on device; the last complete one is" in message
     assert message.endswith("step-00000020")
     assert 40 <= step < 59
     assert kept(config) == [20]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_same
-from processes import Processes
+from processes import Processes, full_state_dict
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -24,7 +24,7 @@ from grmoe.config import to_yaml
 from grmoe.parallel.world import start, stop
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import checkpoints_of, read_log
-from grmoe.runs.state import full_state_dict, gather, restore
+from grmoe.runs.state import gather, restore
 from grmoe.train import loop
 from grmoe.train.loop import TrainingStopped, train
 from grmoe.train.setup import Trainer, build_trainer

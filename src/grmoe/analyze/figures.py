@@ -92,13 +92,13 @@ def _write_percent(ax: Any, rows: Any, top: float) -> None:
 def _types(analysis: Analysis, path: Path) -> None:
     """One row per layer: the types of an expert's tokens, and the experts of a type's tokens."""
     L, N = len(analysis.layers), analysis.experts
-    most = max(float(np.nanmax(_array(layer.of_type), initial=0.3)) for layer in analysis.layers)
+    largest = max(float(np.nanmax(_array(layer.of_type), initial=0.3)) for layer in analysis.layers)
     height = max(2.6, 0.24 * min(N, 24) + 1.3)
     with picture(path, 10.5, L * height) as figure:
         for row, layer in zip(figure.subplots(L, 2, squeeze=False), analysis.layers, strict=True):
             panels = (
                 (layer.of_expert, f"layer {layer.layer}: types of an expert's tokens, % of the row", 1.0),
-                (layer.of_type, f"layer {layer.layer}: experts of a type's tokens, % of the column", most),
+                (layer.of_type, f"layer {layer.layer}: experts of a type's tokens, % of the column", largest),
             )
             for ax, (table, title, top) in zip(row, panels, strict=True):
                 _heat(ax, table, title, top)
@@ -119,12 +119,12 @@ def _entropy(analysis: Analysis, path: Path) -> None:
         for color, layer in zip(_colors(len(analysis.layers)), analysis.layers, strict=True):
             label = f"layer {layer.layer} (mean {layer.entropy:.2f})"
             ax.plot(places, _array(layer.type_entropy), "o-", color=color, lw=1.2, ms=5, label=label)
-        most = math.log(analysis.experts)
-        ax.axhline(most, color=INK, lw=0.8, ls=":")
-        ax.annotate(f"uniform: log {analysis.experts}", (0, most), va="bottom", fontsize=8)
+        uniform = math.log(analysis.experts)
+        ax.axhline(uniform, color=INK, lw=0.8, ls=":")
+        ax.annotate(f"uniform: log {analysis.experts}", (0, uniform), va="bottom", fontsize=8)
         names = [f"{name}\nn = {n:,}" for name, n in zip(analysis.types, analysis.type_tokens, strict=True)]
         ax.set_xticks(places, names, fontsize=8)
-        ax.set(ylabel="nats", ylim=(0, 1.1 * most))
+        ax.set(ylabel="nats", ylim=(0, 1.1 * uniform))
         ax.set_title("entropy of the gate by token type", fontsize=9)
         _legend_beside(ax)
 

@@ -50,10 +50,8 @@ def _expert_geometry(router: Router) -> Geometry | None:
         )
     rows = getattr(router, "weight", None)
     phi = getattr(router, "phi", None)
-    if (
-        rows is None and phi is not None and phi.shape[-1] == router.num_experts
-    ):  # Soft MoE, one slot per expert
-        rows = phi.T
+    if rows is None and phi is not None and phi.shape[-1] == router.num_experts:
+        rows = phi.T  # Soft MoE, one slot per expert
     if rows is None:
         return None
     unit_ND = torch.nn.functional.normalize(rows.double().cpu(), dim=-1)

@@ -1,4 +1,4 @@
-"""An analysis in words and tables: for the terminal, and all of it as Markdown."""
+"""An analysis as tables and text: a part for the terminal, all of it as Markdown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CAPTIONS = {
 }
 _NOTE = (
     "Compare I(expert; type), in nats, with two baselines: types shuffled over tokens (chance), and a random expert "
-    "for each distinct token (a router that tells tokens apart and knows nothing about types). Only what lies above "
+    "for each distinct token (a router that separates tokens without regard to types). Only what is above "
     "the second is specialisation on types. p: share of the draws that reach the value."
 )
 

@@ -46,10 +46,10 @@ class Information:
 
     shuffled: types are dealt out to tokens at random, both margins kept (the permutation test). An estimate from n
         tokens shows this much where there is nothing.
-    by_token: every distinct token id gets one expert at random, with the layer's loads. A router that tells tokens
-        apart and knows nothing about types, such as a hash, shows this much. Frequent tokens make it large.
+    by_token: every distinct token id gets one expert at random, with the layer's loads. A router that
+        separates tokens without regard to types, such as a hash, shows this much. Frequent tokens make it large.
 
-    Specialisation on types is what lies above `by_token`.
+    Specialisation on types is the part above `by_token`.
     """
 
     value: float

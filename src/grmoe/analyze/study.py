@@ -57,10 +57,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
 
 
 def analyze(
-    loaded: LoadedModel,
-    texts: Sequence[str | Path] = (),
-    tokens: int = 50_000,
-    progress: Progress = silent,
+    loaded: LoadedModel, texts: Sequence[str | Path] = (), tokens: int = 50_000, progress: Progress = silent
 ) -> Analysis:
     """Route `tokens` tokens through a model and describe what its routers did. Deterministic.
 
@@ -154,7 +151,8 @@ def _route(
             batch = windows[first : first + size]
             ids_BS = torch.from_numpy(np.stack([window.ids_S for window in batch]))
             seen.clear()
-            model.model(input_ids=ids_BS.to(model.device), use_cache=False)  # nobody reads the head's logits
+            # Without the head, because its logits are not used.
+            model.model(input_ids=ids_BS.to(model.device), use_cache=False)
             yield batch, seen
             progress("routing", first + len(batch), len(windows))
 

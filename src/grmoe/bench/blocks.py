@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from grmoe.bench.measure import SEED, relative_error
-from grmoe.bench.shapes import LayerShape
+from grmoe.bench.shapes import LayerShape, default_rank
 from grmoe.experts import Dispatch, ExpertWeights
 from grmoe.experts.reference import reference_experts
 from grmoe.layer import MoE
@@ -56,7 +56,7 @@ class Setting:
     def __init__(
         self,
         shape: LayerShape,
-        rank: int,
+        rank: int | None,
         device: torch.device,
         dtype: torch.dtype,
         selection: Selection | None = None,
@@ -70,6 +70,7 @@ class Setting:
             self.experts = ExpertWeights(D, shape.width, N).to(dtype)
             self.softmax = SoftmaxRouter(D, N, shape.top_k)
             self.gate_ND = nn.Parameter(self.softmax.weight.detach().to(dtype))
+        rank = default_rank(D, N) if rank is None else rank
         # Frames are drawn on the CPU.
         self.grassmann = GrassmannRouter(D, N, rank, selection=selection or TopK(shape.top_k)).to(device)
 

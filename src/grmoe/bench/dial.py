@@ -22,8 +22,7 @@ from grmoe.bench.blocks import CHECKED_TOKENS, Block, Setting, as_reference, rou
 from grmoe.bench.measure import Contender, Result, Row, Runs, relative_error
 from grmoe.bench.plot import BY_KIND, canvas, curve
 from grmoe.bench.run import Benchmark
-from grmoe.bench.shapes import DialShape, LayerShape, default_rank
-from grmoe.probe.timing import time_ratio
+from grmoe.bench.shapes import DialShape, LayerShape
 from grmoe.routing import GrassmannRouter, Mass
 
 CUDA_SHAPES = (DialShape(16384, 2048, 16, 2752),)
@@ -42,8 +41,7 @@ def contenders(
 ) -> list[Contender]:
     def make() -> Setting:
         sizes = LayerShape(shape.tokens, shape.dim, shape.experts, shape.width, CAP)
-        k = default_rank(shape.dim, shape.experts) if rank is None else rank
-        return Setting(sizes, k, device, dtype, Mass(TAU, cap=CAP))
+        return Setting(sizes, rank, device, dtype, Mass(TAU, cap=CAP))
 
     setting = cache(make)
 
@@ -152,9 +150,7 @@ def compare(shape: DialShape, rows: list[Row]) -> Result:
             continue
         fit = fit_line([row.facts["experts"] for row in timed], [row.times[mode].median for row in timed])
         result.extra.setdefault("fits", {})[mode] = asdict(fit)
-        one, two = result.times("1.00 experts", mode), result.times("2.00 experts", mode)
-        if one and two:
-            result.ratios.append(time_ratio(f"time at 1 expert / at 2, {mode}", one, two))
+        result.add_ratio(f"time at 1 expert / at 2, {mode}", "1.00 experts", "2.00 experts", mode)
     return result
 
 

@@ -17,7 +17,6 @@ from grmoe.bench.blocks import as_reference, softmax_gate
 from grmoe.bench.measure import SEED, Contender, Result, Row, Runs, relative_error
 from grmoe.bench.run import Benchmark
 from grmoe.bench.shapes import TOP_K, GateShape
-from grmoe.probe.timing import Ratio, time_ratio
 from grmoe.routing import GrassmannRouter, Router, Routing, SoftmaxRouter, TopK
 
 CUDA_SHAPES = (GateShape(16384, 768, 8, 48), GateShape(16384, 2048, 16, 64), GateShape(16384, 2560, 32, 64))
@@ -57,7 +56,7 @@ class Gates:
     def grassmann(self, backend: Literal["auto", "reference"], metrics: bool) -> Runs:
         router, x_TD = copy.deepcopy(self.router), self.x_TD
         router.backend = backend
-        router.counter.paused = not metrics  # for good: `uncounted()` would be part of the time
+        router.counter.paused = not metrics  # permanently, because `uncounted()` would be part of the time
         leaves = [x_TD, *router.parameters()]
 
         served = copy.deepcopy(router).eval()
@@ -138,13 +137,9 @@ def compare(shape: GateShape, rows: list[Row]) -> Result:
         (f"naive / {OURS}, {BOTH}", NAIVE, OURS, BOTH),
         (f"with metrics / {OURS}, {FORWARD}", METRICS, OURS, FORWARD),
     ]
-    result.ratios = [r for name, a, b, mode in pairs if (r := _ratio(result, name, a, b, mode))]
+    for pair in pairs:
+        result.add_ratio(*pair)
     return result
-
-
-def _ratio(result: Result, name: str, over: str, under: str, mode: str) -> Ratio | None:
-    a, b = result.times(over, mode), result.times(under, mode)
-    return time_ratio(name, a, b) if a and b else None
 
 
 BENCHMARK = Benchmark(

@@ -12,9 +12,9 @@ from torch import Tensor
 from grmoe.bench.blocks import Block, Setting
 from grmoe.bench.measure import Contender, Result, Row, Runs
 from grmoe.bench.run import Benchmark
-from grmoe.bench.shapes import LayerShape, default_rank
+from grmoe.bench.shapes import LayerShape
 from grmoe.experts import BACKENDS
-from grmoe.probe.timing import Ratio, Times, time_ratio
+from grmoe.probe.timing import Ratio
 
 CUDA_SHAPES = (
     LayerShape(16384, 768, 8, 1536, 2),
@@ -36,7 +36,6 @@ FORWARD, BOTH = "forward", "forward+backward"
 def contenders(
     shape: LayerShape, device: torch.device, dtype: torch.dtype, rank: int | None = None
 ) -> list[Contender]:
-    rank = default_rank(shape.dim, shape.experts) if rank is None else rank
     setting = cache(lambda: Setting(shape, rank, device, dtype))
 
     def runs(block: Callable[[Setting], Block]) -> Callable[[], Runs]:
@@ -113,38 +112,22 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
     result = Result(shape, rows)
     peers = [row for row in rows if row.kind == "peer"]
     for mode in (FORWARD, BOTH):
-        ours = result.times(OURS, mode)
-        if ours is None:
-            continue
-        if (best := _best_peer(peers, mode)) is not None:
-            name = f"best peer ({best.name}) / {OURS}, {mode}"
-            result.ratios.append(time_ratio(name, best.times[mode], ours))
-        others: list[tuple[str, Times | None, bool]] = [
-            (f"ours, reference / {OURS}, {mode}", result.times("ours, reference", mode), False),
-            (f"share of the dense rate, {mode}", result.times(DENSE, mode), True),
-        ]
-        for name, times, share in others:
-            if times is not None:
-                result.ratios.append(time_ratio(name, times, ours, "share" if share else "times"))
-        if (softmax := result.times(SOFTMAX, mode)) is not None:
-            name = f"Grassmann gate over softmax gate, {mode}"
-            result.ratios.append(time_ratio(name, ours, softmax, "excess"))
-        if (same := result.times(_SAME, mode)) is not None:
-            name = f"Grassmann gate over softmax gate, same experts, {mode}"
-            result.ratios.append(time_ratio(name, ours, same, "excess"))
+        timed = [peer for peer in peers if mode in peer.times]
+        if timed:
+            best = min(timed, key=lambda peer: peer.times[mode].median)
+            result.add_ratio(f"best peer ({best.name}) / {OURS}, {mode}", best.name, OURS, mode)
+        gates = "Grassmann gate over softmax gate"
+        result.add_ratio(f"ours, reference / {OURS}, {mode}", "ours, reference", OURS, mode)
+        result.add_ratio(f"share of the dense rate, {mode}", DENSE, OURS, mode, "share")
+        result.add_ratio(f"{gates}, {mode}", OURS, SOFTMAX, mode, "excess")
+        result.add_ratio(f"{gates}, same experts, {mode}", OURS, _SAME, mode, "excess")
     row = result.row(OURS)
     held = [peer for peer in peers if peer.peak]
     if row is not None and row.peak and held:
         least = min(held, key=lambda peer: peer.peak or 0)
-        result.ratios.append(
-            Ratio(f"peak memory, {OURS} / best peer ({least.name})", row.peak / (least.peak or 1))
-        )
+        name = f"peak memory, {OURS} / best peer ({least.name})"
+        result.ratios.append(Ratio(name, row.peak / (least.peak or 1)))
     return result
-
-
-def _best_peer(peers: list[Row], mode: str) -> Row | None:
-    timed = [peer for peer in peers if mode in peer.times]
-    return min(timed, key=lambda peer: peer.times[mode].median, default=None)
 
 
 BENCHMARK = Benchmark(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grmoe.bench.shapes import Shape
-from grmoe.probe.timing import Ratio, Timer, Times, peak_bytes
+from grmoe.probe.timing import Ratio, Style, Timer, Times, peak_bytes, time_ratio
 
 SEED = 0
 WARM_UPS = {"cpu": 1, "cuda": 3}  # the first may compile or tune, the second may still allocate
@@ -78,6 +78,12 @@ class Result:
         row = self.row(name)
         return None if row is None else row.times.get(mode)
 
+    def add_ratio(self, name: str, over: str, under: str, mode: str, style: Style = "times") -> None:
+        """Add the time of one contender over that of another, if both were measured."""
+        above, below = self.times(over, mode), self.times(under, mode)
+        if above and below:
+            self.ratios.append(time_ratio(name, above, below, style))
+
 
 def parts(contenders: list[Contender], rounds: int) -> int:
     """How often `measure` reports."""
@@ -111,7 +117,7 @@ def measure(
         report(f"{label}: timing")
     for row, done in zip(rows, runs, strict=True):
         if row.failure:
-            row.times.clear()  # half a measurement is none
+            row.times.clear()  # an incomplete measurement does not count
         elif done is not None:
             with row.catching():
                 row.peak = peak_bytes(list(done.timed.values())[-1], device)

@@ -54,8 +54,8 @@ class ModelShape(Shape):
 
     def __post_init__(self) -> None:
         checks.positive_int("batch", self.batch)
-        most = self.config().max_position_embeddings
-        checks.require(2 <= self.length <= most, f"length must be in [2, {most}], got {self.length}")
+        longest = self.config().max_position_embeddings
+        checks.require(2 <= self.length <= longest, f"length must be in [2, {longest}], got {self.length}")
 
     def config(self, router: str = "softmax") -> GrmoeConfig:
         return preset(self.preset, router=router, hidden_act=self.hidden_act)
@@ -69,7 +69,7 @@ class ModelShape(Shape):
         length: int | None,
         hidden_act: str | None = None,
     ) -> ModelShape:
-        """What is not given has a default: larger on a GPU, the preset's activation."""
+        """Fill in defaults: sizes that are larger on a GPU, and the preset's activation."""
         cuda = device.type == "cuda"
         name = name or ("350m" if cuda else "tiny")
         act = hidden_act or preset(name).hidden_act
@@ -117,18 +117,18 @@ def _cast(tensor: Tensor) -> Tensor:
 
 def olmoe(config: GrmoeConfig, attention: str) -> OlmoeForCausalLM:
     """An Olmoe with the blocks of our configuration."""
-    theirs = OlmoeConfig(
+    olmoe_config = OlmoeConfig(
         **{name: getattr(config, name) for name in SHARED},
         intermediate_size=config.moe_intermediate_size,  # type: ignore[arg-type]  # resolved
     )
     model = OlmoeForCausalLM._from_config(
-        theirs, attn_implementation=attention, experts_implementation="grouped_mm"
+        olmoe_config, attn_implementation=attention, experts_implementation="grouped_mm"
     )
     for i, layer in enumerate(model.model.layers):
         layer.self_attn.q_norm = layer.self_attn.k_norm = nn.Identity()
         new: nn.Module = CastExperts(config) if i in config.moe_layers else GrmoeMLP(config)
         for weight in new.parameters():
-            nn.init.normal_(weight, std=theirs.initializer_range)
+            nn.init.normal_(weight, std=olmoe_config.initializer_range)
         if isinstance(new, CastExperts):
             layer.mlp.experts = new
         else:

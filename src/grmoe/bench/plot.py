@@ -25,8 +25,8 @@ def canvas(path: Path, rows: int, columns: int, height: float, title: str) -> It
 def bars(results: list[Result], path: Path, title: str) -> Path:
     """One row of axes per shape, one column per mode. Shorter is faster."""
     modes = list(dict.fromkeys(mode for r in results for row in r.rows for mode in row.times))
-    most = max(len(result.rows) for result in results)
-    with canvas(path, len(results), max(1, len(modes)), 0.9 + 0.26 * most, title) as axes:
+    rows = max(len(result.rows) for result in results)
+    with canvas(path, len(results), max(1, len(modes)), 0.9 + 0.26 * rows, title) as axes:
         for line, result in zip(axes, results, strict=True):
             for ax, mode in zip(line, modes, strict=False):
                 _bars(ax, [row for row in result.rows if mode in row.times], mode)

@@ -20,7 +20,7 @@ from grmoe.bench.measure import SEED, Contender, Result, Row, Runs
 from grmoe.bench.models import FORMS, ModelShape
 from grmoe.bench.run import Benchmark
 from grmoe.model import GrmoeForCausalLM, count
-from grmoe.probe.timing import Ratio, quantile
+from grmoe.probe.timing import Ratio, time_ratio
 from grmoe.routing import routers
 
 MODE = "prefill"
@@ -94,12 +94,12 @@ def contenders(
         return Dialled(model, forward, ids_BS)
 
     def build(experts: float) -> Runs:
-        turned = dialled()
-        alpha = turned.alpha_for(experts)
-        found = turned.experts(alpha)
+        model = dialled()
+        alpha = model.alpha_for(experts)
+        found = model.experts(alpha)
         flops = flops_per_token(shape, found)
         facts = {"α": alpha, "experts": found, "GFLOP per token": flops / 1e9, "flops": flops}
-        return Runs({MODE: lambda: turned.run(alpha)}, facts=facts)
+        return Runs({MODE: lambda: model.run(alpha)}, facts=facts)
 
     return [Contender(f"{n:.2f} experts", lambda n=n: build(n)) for n in COUNTS]  # type: ignore[misc]
 
@@ -121,15 +121,12 @@ def compare(shape: ModelShape, rows: list[Row]) -> Result:
     for row in timed:
         row.facts["tokens/s"] = 1e3 * shape.batch * shape.length / row.times[MODE].median
     for row in timed[1:]:
-        full, own = timed[0].times[MODE], row.times[MODE]
         allowed = timed[0].facts["flops"] / row.facts["flops"]
-        each = [quantile(a, 0.5) / quantile(b, 0.5) for a, b in zip(full.rounds, own.rounds, strict=True)]
-        spread = quantile(each, 0.1), quantile(each, 0.9)
-        faster = full.median / own.median
-        result.ratios.append(Ratio(f"{row.name}: speed-up (FLOPs allow {allowed:.3f})", faster, spread))
-        low, high = (_saved_share(value, allowed) for value in spread)
-        text = f"{row.name}: time saved / FLOPs saved"
-        result.ratios.append(Ratio(text, _saved_share(faster, allowed), (low, high), "share"))
+        text = f"{row.name}: speed-up (FLOPs allow {allowed:.3f})"
+        faster = time_ratio(text, timed[0].times[MODE], row.times[MODE])
+        assert faster.interval is not None
+        saved, low, high = (_saved_share(value, allowed) for value in (faster.value, *faster.interval))
+        result.ratios += [faster, Ratio(f"{row.name}: time saved / FLOPs saved", saved, (low, high), "share")]
     return result
 
 

@@ -21,10 +21,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 S = TypeVar("S", bound=Shape)
 
 
-def _no_lines(result: Result) -> list[str]:
-    return []
-
-
 @dataclass(frozen=True, kw_only=True)
 class Benchmark(Generic[S]):
     """What one command measures."""
@@ -38,7 +34,7 @@ class Benchmark(Generic[S]):
     cpu_shapes: tuple[S, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
     """Facts of a row to show before its times, and how to format each."""
-    lines: Callable[[Result], list[str]] = _no_lines
+    lines: Callable[[Result], list[str]] = lambda result: []
     """Text below the table."""
     draw: Callable[[list[Result], Path, str], Path] = bars
 

@@ -1,7 +1,7 @@
 """Training a whole model: tokens/s, MFU and memory. Ours next to an equal Hugging Face Olmoe and our softmax twin.
 
 A step is that of a plain loop: forward and backward under bf16 autocast with fp32 weights, gradient clipping, fused
-AdamW. Ours adds the overlap penalty, `GrassmannAdam` and the balanced prior. Nobody reads the loss inside the loop.
+AdamW. Ours adds the overlap penalty, `GrassmannAdam` and the balanced prior. The loop does not read the loss.
 Each model runs eager, compiled, and compiled into CUDA graphs; the best form counts. `grmoe.bench.models` says how
 the models are made equal.
 """
@@ -106,11 +106,11 @@ def _train_runs(
     forward = model if mode is None else torch.compile(model, dynamic=False, mode=mode)
     steppers = optimizers(model)
     parameters = list(model.parameters())
-    own = {"skip_logits": True} if isinstance(model, GrmoeForCausalLM) else {}  # as our trainer calls it
+    options = {"skip_logits": True} if isinstance(model, GrmoeForCausalLM) else {}  # as our trainer calls it
 
     def step() -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            loss: Tensor = forward(input_ids=ids_BS, labels=ids_BS, use_cache=False, **own).loss
+            loss: Tensor = forward(input_ids=ids_BS, labels=ids_BS, use_cache=False, **options).loss
         if isinstance(model, GrmoeForCausalLM):
             penalty = model.overlap_penalty(OVERLAP_RHO, num_pairs="auto")
             (loss + OVERLAP_WEIGHT * penalty).backward()
@@ -154,7 +154,7 @@ def measure(
                     row.facts["last loss"] = loss
                     row.times.setdefault(STEP, Times()).rounds.append(times)
             if row.failure is not None:
-                row.times.clear()  # half a measurement is none
+                row.times.clear()  # an incomplete measurement does not count
             if apart:
                 torch.compiler.reset()  # otherwise each new model adds its graphs, up to Dynamo's limit
             if apart or row.failure is not None:
@@ -244,14 +244,14 @@ def compare(shape: ModelShape, rows: list[Row], peak: float | None) -> Result:
             rate = row.facts["tokens/s"] = 1e3 * shape.batch * shape.length / row.times[STEP].median
             if peak is not None:
                 row.facts["MFU %"] = 100 * rate * row.facts["flops"] / peak
-    own, twin = best(result, OURS), best(result, SOFTMAX)
+    ours_row, softmax_row = best(result, OURS), best(result, SOFTMAX)
     for name in (HUGGING_FACE, NO_MASK):
-        if own and (peer := best(result, name)):
-            text = f"tokens/s, {own.name} over {peer.name}"
-            result.ratios.append(time_ratio(text, peer.times[STEP], own.times[STEP]))
-    if own and twin:
-        text = f"tokens/s, {own.name} over {twin.name}"
-        result.ratios.append(time_ratio(text, twin.times[STEP], own.times[STEP], "excess"))
+        if ours_row and (peer := best(result, name)):
+            text = f"tokens/s, {ours_row.name} over {peer.name}"
+            result.ratios.append(time_ratio(text, peer.times[STEP], ours_row.times[STEP]))
+    if ours_row and softmax_row:
+        text = f"tokens/s, {ours_row.name} over {softmax_row.name}"
+        result.ratios.append(time_ratio(text, softmax_row.times[STEP], ours_row.times[STEP], "excess"))
     return result
 
 

@@ -13,10 +13,10 @@ from grmoe.bench.blocks import Block, Setting
 from grmoe.bench.layer import CPU_SHAPES, CUDA_SHAPES, HUGGING_FACE, OURS, SOFTMAX
 from grmoe.bench.measure import Contender, Result, Row, Runs
 from grmoe.bench.run import Benchmark
-from grmoe.bench.shapes import LayerShape, default_rank
+from grmoe.bench.shapes import LayerShape
 from grmoe.layer import MoE
 from grmoe.optim import GrassmannAdam, split_parameters
-from grmoe.probe.timing import Ratio, time_ratio
+from grmoe.probe.timing import Ratio
 
 # Small enough that hundreds of steps on one batch do not change the load.
 RATE = 1e-6
@@ -27,7 +27,6 @@ FACTS = {"tokens/s": ",.0f", "held MB": ".0f"}
 def contenders(
     shape: LayerShape, device: torch.device, dtype: torch.dtype, rank: int | None = None
 ) -> list[Contender]:
-    rank = default_rank(shape.dim, shape.experts) if rank is None else rank
 
     def runs(block: Callable[[Setting], Block]) -> Callable[[], Runs]:
         # Each contender has its own weights, because it changes them.
@@ -77,14 +76,11 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
     for row in rows:
         if STEP in row.times:
             row.facts["tokens/s"] = 1e3 * shape.tokens / row.times[STEP].median
-    ours, peer, softmax = (result.times(name, STEP) for name in (OURS, HUGGING_FACE, SOFTMAX))
-    if ours and peer:
-        result.ratios.append(time_ratio(f"{HUGGING_FACE} / {OURS}, {STEP}", peer, ours))
-    if ours and softmax:
-        result.ratios.append(time_ratio(f"Grassmann gate over softmax gate, {STEP}", ours, softmax, "excess"))
-    own, other = result.row(OURS), result.row(HUGGING_FACE)
-    if own and other and own.peak and other.peak:
-        result.ratios.append(Ratio(f"peak memory, {OURS} / {HUGGING_FACE}", own.peak / other.peak))
+    result.add_ratio(f"{HUGGING_FACE} / {OURS}, {STEP}", HUGGING_FACE, OURS, STEP)
+    result.add_ratio(f"Grassmann gate over softmax gate, {STEP}", OURS, SOFTMAX, STEP, "excess")
+    ours, peer = result.row(OURS), result.row(HUGGING_FACE)
+    if ours and peer and ours.peak and peer.peak:
+        result.ratios.append(Ratio(f"peak memory, {OURS} / {HUGGING_FACE}", ours.peak / peer.peak))
     return result
 
 

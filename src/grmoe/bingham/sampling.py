@@ -14,11 +14,7 @@ from grmoe import checks
 
 
 def sample(
-    frame_DK: Tensor,
-    concentration: Tensor | float,
-    num: int,
-    *,
-    generator: torch.Generator | None = None,
+    frame_DK: Tensor, concentration: Tensor | float, num: int, *, generator: torch.Generator | None = None
 ) -> Tensor:
     """`num` independent draws, shape (num, d), in the frame's dtype.
 

@@ -45,8 +45,7 @@ Contenders = Annotated[
 ]
 Out = Annotated[Path, typer.Option(help="Folder for results.json and the figure.")]
 Preset = Annotated[
-    str | None,
-    typer.Option(help="A preset of `grmoe info`.", show_default="350m on a GPU, tiny on a CPU"),
+    str | None, typer.Option(help="A preset of `grmoe info`.", show_default="350m on a GPU, tiny on a CPU")
 ]
 Batch = Annotated[int | None, typer.Option(min=1, help="Sequences.", show_default="16 on a GPU, 2 on a CPU")]
 Length = Annotated[

@@ -39,8 +39,7 @@ def prepare(
         ),
     ] = None,
     validation_source: Annotated[
-        str | None,
-        typer.Option(help="Hold out this source instead. It may be one of the sources given."),
+        str | None, typer.Option(help="Hold out this source instead. It may be one of the sources given.")
     ] = None,
     text_field: Annotated[str, typer.Option(help="Field of a row that holds the text.")] = "text",
     domain_field: Annotated[
@@ -81,19 +80,11 @@ def prepare(
 
         with show_progress() as progress:
             index = run(
-                source or [STDLIB],
-                out,
-                tokenizer=tokenizer,
-                validation=validation,
-                validation_source=validation_source,
-                shard_tokens=shard_tokens,
-                text_field=text_field,
-                domain_field=domain_field,
-                workers=workers,
-                strict=strict,
-                overwrite=overwrite,
+                source or [STDLIB], out, tokenizer=tokenizer, validation=validation,
+                validation_source=validation_source, shard_tokens=shard_tokens, text_field=text_field,
+                domain_field=domain_field, workers=workers, strict=strict, overwrite=overwrite,
                 progress=Reporter(progress),
-            )
+            )  # fmt: skip
         say_all(show(index))
         say_written(Tokens=out)
         say(f"Next: grmoe train data.path={out}")

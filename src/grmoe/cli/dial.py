@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from grmoe.cli.options import (
-    CalibrationText,
-    CheckedTexts,
-    Checkpoint,
-    ModelFolder,
-    TextTokens,
-    Window,
-    beside_model,
-    parse_number,
-    parse_percent,
-)
+from grmoe.cli import options
 from grmoe.cli.shell import run_plan, shell
 
 if TYPE_CHECKING:
@@ -26,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def dial(
-    model: ModelFolder,
+    model: options.ModelFolder,
     target_experts: Annotated[
         float | None, typer.Option(help="Lowest perplexity with at most this many experts per token.")
     ] = None,
@@ -39,15 +29,15 @@ def dial(
     throughput: Annotated[
         str | None, typer.Option(help="Lowest perplexity at this measured speed-up or more, e.g. 1.3x.")
     ] = None,
-    text: CalibrationText = None,
-    check: CheckedTexts = None,
-    tokens: TextTokens = None,
-    length: Window = None,
+    text: options.CalibrationText = None,
+    check: options.CheckedTexts = None,
+    tokens: options.TextTokens = None,
+    length: options.Window = None,
     cap: Annotated[
         int | None, typer.Option(min=1, help="The most experts per token.", show_default="as trained")
     ] = None,
-    checkpoint: Checkpoint = "best",
-    out: Annotated[Path | None, beside_model("results.json and pareto.png", "dial")] = None,
+    checkpoint: options.Checkpoint = "best",
+    out: Annotated[Path | None, options.beside_model("results.json and pareto.png", "dial")] = None,
     write: Annotated[
         bool, typer.Option("--write", help="Save the model with the chosen setting to OUT/model.")
     ] = False,
@@ -65,19 +55,13 @@ def dial(
         from grmoe.runs.results import check_results, results_folder
 
         plan = Plan(
-            model=model,
-            target=_target(target_experts, max_ppl_increase, throughput),
-            text=text,
-            checks=check or [],
-            tokens=tokens,
-            length=length,
-            cap=cap,
-            checkpoint=checkpoint,
-        )
+            model=model, target=_target(target_experts, max_ppl_increase, throughput), text=text, checks=check or [],
+            tokens=tokens, length=length, cap=cap, checkpoint=checkpoint,
+        )  # fmt: skip
         out = out or results_folder(model, "dial")
         if write:
             check_place(model, out / "model")
-            check_results(model, own="dial")
+            check_results(model, "dial")
         run_plan(plan, run, show, partial(save, out=out, write=write))
 
 
@@ -90,5 +74,5 @@ def _target(experts: float | None, max_ppl_increase: str | None, throughput: str
     if experts is not None:
         return Target("experts", experts)
     if throughput is not None:
-        return Target("throughput", parse_number("throughput", throughput, "x", "1.3x"))
-    return Target("perplexity", parse_percent("max-ppl-increase", max_ppl_increase))
+        return Target("throughput", options.parse_number("throughput", throughput, "x", "1.3x"))
+    return Target("perplexity", options.parse_percent("max-ppl-increase", max_ppl_increase))

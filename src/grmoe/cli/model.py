@@ -15,13 +15,11 @@ from grmoe.terminal import note, say_all, say_written
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of `grmoe train`.")],
     out: Annotated[
-        Path | None,
-        typer.Option(file_okay=False, help="Folder for the model.", show_default="RUN/model"),
+        Path | None, typer.Option(file_okay=False, help="Folder for the model.", show_default="RUN/model")
     ] = None,
     checkpoint: Checkpoint = "best",
     alpha: Annotated[
-        float | None,
-        typer.Option(min=0, help="The dial α to save with the model.", show_default="the run's"),
+        float | None, typer.Option(min=0, help="The dial α to save with the model.", show_default="the run's")
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32. Routers are fp32 in both.")] = "bf16",
 ) -> None:
@@ -123,14 +121,9 @@ def info(
         tables = [describe(model, config, count(config, context))]
         if gpus is not None:
             plan = Plan.on(
-                gpus,
-                replicate=replicate,
-                expert=expert,
-                sequences=batch,
-                length=context or config.max_position_embeddings,
-                micro_batches=micro_batches,
-                checkpointing=checkpointing,
-            )
+                gpus, replicate=replicate, expert=expert, sequences=batch, micro_batches=micro_batches,
+                checkpointing=checkpointing, length=context or config.max_position_embeddings,
+            )  # fmt: skip
             machine = Machine(nvlink=nvlink * 1e9, network=network * 1e9, flops=tflops * 1e12)
             tables.append(describe_step(model, config, plan, machine))
         say_all(tables)

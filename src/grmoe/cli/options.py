@@ -32,8 +32,7 @@ CheckedTexts = Annotated[
     list[str] | None, typer.Option(help="Another text to check the result on. Repeatable.")
 ]
 TextTokens = Annotated[
-    int | None,
-    typer.Option(min=1, help="Tokens to read of each text.", show_default="8192; 131072 on a GPU"),
+    int | None, typer.Option(min=1, help="Tokens to read of each text.", show_default="8192; 131072 on a GPU")
 ]
 Window = Annotated[int | None, typer.Option(min=1, help="Tokens per window.", show_default="as trained")]
 RoutedText = Annotated[

@@ -8,21 +8,12 @@ from typing import Annotated
 
 import typer
 
-from grmoe.cli.options import (
-    CalibrationText,
-    CheckedTexts,
-    Checkpoint,
-    ModelFolder,
-    TextTokens,
-    Window,
-    beside_model,
-    parse_percent,
-)
+from grmoe.cli import options
 from grmoe.cli.shell import run_plan, shell
 
 
 def prune(
-    model: ModelFolder,
+    model: options.ModelFolder,
     experts: Annotated[int | None, typer.Option(help="Number of experts in every layer.")] = None,
     max_ppl_increase: Annotated[
         str | None,
@@ -30,12 +21,12 @@ def prune(
             help="As few experts as keep the perplexity increase within this, e.g. 1%.", show_default="1%"
         ),
     ] = None,
-    text: CalibrationText = None,
-    check: CheckedTexts = None,
-    tokens: TextTokens = None,
-    length: Window = None,
-    checkpoint: Checkpoint = "best",
-    out: Annotated[Path | None, beside_model("results.json and prune.png", "prune")] = None,
+    text: options.CalibrationText = None,
+    check: options.CheckedTexts = None,
+    tokens: options.TextTokens = None,
+    length: options.Window = None,
+    checkpoint: options.Checkpoint = "best",
+    out: Annotated[Path | None, options.beside_model("results.json and prune.png", "prune")] = None,
     write: Annotated[bool, typer.Option("--write", help="Save the pruned model to OUT/model.")] = False,
 ) -> None:
     """Remove experts from a trained model: merge or drop them, the same number in every layer.
@@ -52,16 +43,11 @@ def prune(
 
         if experts is not None and max_ppl_increase is not None:
             raise ValueError("give one of --experts and --max-ppl-increase, not both")
+        limit = options.parse_percent("max-ppl-increase", max_ppl_increase)
         plan = Plan(
-            model=model,
-            experts=experts,
-            max_increase=parse_percent("max-ppl-increase", max_ppl_increase),
-            text=text,
-            checks=check or [],
-            tokens=tokens,
-            length=length,
-            checkpoint=checkpoint,
-        )
+            model=model, experts=experts, max_increase=limit, text=text, checks=check or [], tokens=tokens,
+            length=length, checkpoint=checkpoint,
+        )  # fmt: skip
         out = out or results_folder(model, "prune")
         if write:
             check_place(model, out / "model")
@@ -69,5 +55,5 @@ def prune(
         if write and result.body.chosen is None:
             raise ValueError(
                 f"no model written: with one expert fewer, no method keeps perplexity within "
-                f"{100 * plan.max_increase:g} %"
+                f"{100 * limit:g} %"
             )

@@ -79,22 +79,9 @@ def serve(
     with shell("lm", "serve"):
         from grmoe.serve import serve as run
 
-        run(
-            Options(
-                folder=folder,
-                host=host,
-                port=port,
-                alpha=alpha,
-                alpha_range=parse_range(alpha_range),
-                dtype=dtype,
-                together=together,
-                concurrency=concurrency,
-                queue=queue,
-                max_tokens=max_tokens,
-                max_prompt=max_prompt,
-                max_body=max_body,
-                timeout=timeout,
-                grace=grace,
-                api_key=api_key or None,
-            )
-        )
+        options = Options(
+            folder=folder, host=host, port=port, alpha=alpha, alpha_range=parse_range(alpha_range), dtype=dtype,
+            together=together, concurrency=concurrency, queue=queue, max_tokens=max_tokens, max_prompt=max_prompt,
+            max_body=max_body, timeout=timeout, grace=grace, api_key=api_key or None,
+        )  # fmt: skip
+        run(options)

@@ -5,7 +5,7 @@ with shell("lm", "studies"):
 
     run_plan(Plan(...), run, show, partial(save, out=out))
 
-Exit status: 0 for success, 2 for the caller's mistake, 1 for the machine's trouble, 128 + signal after a signal.
+Exit status: 0 for success, 2 for a mistake in the request, 1 for a problem of the machine, 128 + signal after a signal.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXTRAS = {
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
-    """Print one line on stderr and exit. Status 2: the caller's mistake. Status 1: the machine's trouble."""
+    """Print one line on stderr and exit. Status 2: a mistake in the request. Status 1: a problem of the machine."""
     text = f"[bold red]error:[/] {escape(message)}"
     Console(stderr=True).print(text, highlight=False, soft_wrap=True)
     raise typer.Exit(status)
@@ -55,7 +55,7 @@ def need(*extras: str) -> None:
 def shell(*extras: str, continues: bool = False) -> Iterator[None]:
     """Run a command's work. Expected errors end it with one line; anything else is a bug and keeps its traceback.
 
-    continues: the command started again goes on where it stopped. Ctrl-C says so.
+    continues: the command continues where it stopped when it is run again. Ctrl-C prints that.
     """
     need(*extras)
     if "lm" in extras:

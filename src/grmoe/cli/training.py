@@ -24,8 +24,7 @@ def _split(settings: list[str] | None) -> tuple[Path | None, list[str]]:
 def train(
     settings: Settings = None,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue from the run's last checkpoint, bit for bit on a CPU."),
+        bool, typer.Option("--resume", help="Continue from the run's last checkpoint, bit for bit on a CPU.")
     ] = False,
     show: Annotated[
         bool, typer.Option("--show", help="Print the resolved configuration as YAML and exit.")
@@ -62,16 +61,16 @@ def train(
         from grmoe.train.summary import save, summarize
         from grmoe.train.summary import show as show_summary
 
-        speaks = os.environ.get("RANK", "0") == "0"  # torchrun numbers its processes; the first one speaks
-        if resume and speaks and checkpoints_of(Path(config.out), config).latest() is None:
+        is_first = os.environ.get("RANK", "0") == "0"  # only the first process of torchrun prints
+        if resume and is_first and checkpoints_of(Path(config.out), config).latest() is None:
             note(f"{config.out} has no checkpoint to resume from: this starts a new run.")
         try:
             outcome = run(config, resume)
         except TrainingStopped as stopped:
-            if speaks:
+            if is_first:
                 note(str(stopped))
             raise typer.Exit(stopped.status) from stopped
-        if speaks:
+        if is_first:
             summary = summarize(config, outcome)
             say_all(show_summary(summary))
             say_written(**save(summary))

@@ -74,9 +74,8 @@ class TokenDataset:
     def _map(self, number: int) -> Tokens:
         if number not in self._maps:
             shard = self._shards[number]
-            check_shard(
-                self.folder, shard, self._dtype
-            )  # again, because the dataset may have been opened days ago
+            # Again, because the dataset may have been opened days ago.
+            check_shard(self.folder, shard, self._dtype)
             self._maps[number] = np.memmap(
                 self.folder / (shard["name"] + ".bin"), dtype=self._dtype, mode="r"
             )
@@ -209,8 +208,8 @@ class TokenDataset:
         spans = [(0, self.tokens)]
         if domain is not None:
             starts, ids, _ = self._pieces
-            mine = np.flatnonzero(ids == self.index["domains"].index(domain))
-            spans = [(int(starts[i]), int(starts[i + 1])) for i in mine]
+            pieces = np.flatnonzero(ids == self.index["domains"].index(domain))
+            spans = [(int(starts[i]), int(starts[i + 1])) for i in pieces]
         for start, stop in spans:
             for at in range(start, stop, _CHUNK):
                 yield self.read(at, min(stop, at + _CHUNK))

@@ -100,21 +100,18 @@ def recipe_of(folder: Path) -> dict[str, Any] | None:
         try:
             recipe = json.loads((folder / INDEX).read_text())["recipe"]
         except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"{folder / INDEX} is not the index of prepared data; choose another folder"
-            ) from None
+            message = f"{folder / INDEX} is not the index of prepared data; choose another folder"
+            raise ValueError(message) from None
         return recipe
     if folder.exists():
         foreign = sorted(p.name for p in folder.iterdir() if not p.name.endswith(PARTIAL))
         if foreign:
-            raise ValueError(
-                f"{folder} is not empty ({foreign[0]}) and holds no prepared data; choose another folder"
-            )
+            raise ValueError(f"{folder} holds {foreign[0]}, but no prepared data; choose another folder")
     return None
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The differences between two recipes, in words."""
+    """The differences between two recipes as text."""
     words = [
         f"{key.replace('_', ' ')}: {before.get(key)!r} before, {now.get(key)!r} now"
         for key in now

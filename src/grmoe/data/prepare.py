@@ -105,9 +105,8 @@ def prepare(
         return run.finish()
     except OSError as error:
         done = sum(len(r["shards"]) for r in journal.ranges)
-        raise OSError(
-            f"{error}; {done} finished shards are kept: run the same command again to continue"
-        ) from error
+        kept = f"{done} finished shards are kept: run the same command again to continue"
+        raise OSError(f"{error}; {kept}") from error
     finally:
         journal.close()
 
@@ -165,9 +164,8 @@ def _automatic_workers(units: Sequence[Unit]) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if any(unit.kind == "hub" for unit in units):
         return cores
-    text = sum(
-        unit.size * (4 if is_compressed(unit) else 1) for unit in units
-    )  # text compresses to about a quarter
+    # Text compresses to about a quarter.
+    text = sum(unit.size * (4 if is_compressed(unit) else 1) for unit in units)
     return min(cores, text // _BYTES_PER_WORKER + 1)
 
 

@@ -21,11 +21,8 @@ from grmoe.checks import require
 
 STDLIB = "python-stdlib"
 _HUB = "hf:"
-KINDS: dict[str, Literal["text", "jsonl", "parquet"]] = {
-    ".txt": "text",
-    ".jsonl": "jsonl",
-    ".parquet": "parquet",
-}
+Kind = Literal["text", "jsonl", "parquet"]
+KINDS: dict[str, Kind] = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
 _COMPRESSIONS = (".gz", ".xz", ".zst")
 _READABLE = f"{', '.join(KINDS)} (the first two also with {', '.join(_COMPRESSIONS)})"
 
@@ -50,7 +47,7 @@ class Unit:
     """Relative to the source."""
     location: str
     """A path, or NAME[:CONFIG] on the hub."""
-    kind: Literal["text", "jsonl", "parquet", "hub"]
+    kind: Kind | Literal["hub"]
     domain: str
     """Domain of the rows that name none."""
     held_out: bool
@@ -90,30 +87,25 @@ def _find(source: str, held_out: bool) -> list[Unit]:
         return _standard_library(held_out)
     if source.startswith(_HUB):
         name = source.removeprefix(_HUB)
-        require(
-            bool(name), f"source {source!r} names no dataset; write for example hf:Skylion007/openwebtext"
-        )
+        require(bool(name), f"source {source!r} names no dataset; example: hf:Skylion007/openwebtext")
         return [Unit(source, name, "hub", name.split(":")[0].split("/")[-1], held_out, 0)]
     path = Path(source)
     if path.is_dir():
-        found = [
-            p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)) and _kind_of(p)
-        ]
+        files = (p for p in path.rglob("*") if p.is_file() and _kind_of(p))
+        found = [p for p in files if not _hidden(p.relative_to(path))]
         require(bool(found), f"source {source} holds no file that can be read: {_READABLE}")
         return _files(path, found, held_out)
     if path.is_file():
         require(_kind_of(path) is not None, f"source {source} must end in {_READABLE}")
         return _files(path.parent, [path], held_out)
     found = [Path(p) for p in glob.glob(source, recursive=True) if Path(p).is_file()]
-    require(
-        bool(found), f"source {source} is neither a file, nor a folder, nor a pattern that matches a file"
-    )
+    require(bool(found), f"source {source} is neither a file, nor a folder, nor a pattern that matches one")
     for p in found:
         require(_kind_of(p) is not None, f"source {source} matches {p}, which does not end in {_READABLE}")
     return _files(Path(os.path.commonpath([p.parent for p in found])), found, held_out)
 
 
-def _kind_of(path: Path) -> Literal["text", "jsonl", "parquet"] | None:
+def _kind_of(path: Path) -> Kind | None:
     """The format of a file, by its name; None if it is not supported."""
     suffix = path.suffix.lower()
     if suffix not in _COMPRESSIONS:
@@ -188,6 +180,4 @@ def _hub_revision(location: str) -> str:
         return str(hub.HfApi().dataset_info(name).sha)
     except Exception as error:  # from the hub, the network or a proxy
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
-            f"dataset {name!r} could not be found on the Hugging Face hub: {reason[0]}"
-        ) from error
+        raise ValueError(f"dataset {name!r} could not be found on the hub: {reason[0]}") from error

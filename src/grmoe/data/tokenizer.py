@@ -183,7 +183,7 @@ def sample(documents: Iterable[Document], budget: int) -> list[str]:
 
 
 def save(loaded: LoadedTokenizer, folder: Path) -> dict[str, Any]:
-    """Write the folder, completely or not at all. Returns the entry for index.json."""
+    """Write the folder atomically. Returns the entry for index.json."""
     content = loaded.tokenizer.to_str().encode()
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

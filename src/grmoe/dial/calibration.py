@@ -32,6 +32,11 @@ from grmoe.terminal import Progress, Steps, silent
 
 _TABLE_TAU = 0.9  # of the α table, where the chosen setting has no τ
 _MAX_TIMED = 16  # frontier points that are timed
+# Figures of a `Measurement` that the results keep.
+_FIGURES = (
+    "loss", "perplexity", "experts_per_token", "layer_experts", "entropy", "effective_experts_entropy",
+    "effective_experts_inverse",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +109,8 @@ def _cap(asked: int | None, config: GrmoeConfig) -> int:
     """The most experts per token: as asked, or as trained."""
     if asked is None:
         return min(config.num_experts_per_tok or 2, config.num_experts)
-    most = config.num_experts
-    checks.require(1 <= asked <= most, f"cap must be from 1 to {most}, the number of experts, got {asked}")
+    limit = config.num_experts
+    checks.require(1 <= asked <= limit, f"cap must be from 1 to {limit}, the number of experts, got {asked}")
     return asked
 
 
@@ -121,10 +126,8 @@ def _points_to_time(points: list[Point], trained: Point) -> list[Point]:
 def _alpha_rows(meter: Meter, chosen: Point, cap: int) -> dict[float, Point]:
     """What `set_alpha` does to the model with the chosen τ and cap."""
     tau = chosen.setting.tau if chosen.setting.selection == "mass" else None
-    return {
-        alpha: meter.measure(mass((alpha,) * meter.layers, tau or _TABLE_TAU, cap), "uniform")
-        for alpha in ALPHAS
-    }
+    settings = {alpha: mass((alpha,) * meter.layers, tau or _TABLE_TAU, cap) for alpha in ALPHAS}
+    return {alpha: meter.measure(setting, "uniform") for alpha, setting in settings.items()}
 
 
 def _check(
@@ -140,15 +143,15 @@ def _check(
     meter = Meter(model, text, step)
     base = meter.trained.measured
     measured = meter.measure(chosen.setting, chosen.family).measured
-    grown = increase(measured, base)
-    reached = {"perplexity": grown.value, "experts": measured.experts_per_token}.get(target.kind)
+    change = increase(measured, base)
+    reached = {"perplexity": change.value, "experts": measured.experts_per_token}.get(target.kind)
     return Check(
         text=text.name,
         tokens=text.tokens,
         perplexity_trained=base.perplexity,
         perplexity=measured.perplexity,
         experts_per_token=measured.experts_per_token,
-        increase=grown,
+        increase=change,
         missed_by=None if reached is None else reached - target.value,
     )
 
@@ -167,14 +170,8 @@ class _Describer:
             "family": point.family,
             "name": str(point.setting),
             "setting": point.setting.fields,
-            "loss": measured.loss,
-            "perplexity": measured.perplexity,
+            **{name: getattr(measured, name) for name in _FIGURES},
             "increase": increase(measured, self.trained.measured),
-            "experts_per_token": measured.experts_per_token,
-            "layer_experts": measured.layer_experts,
-            "entropy": measured.entropy,
-            "effective_experts_entropy": measured.effective_experts_entropy,
-            "effective_experts_inverse": measured.effective_experts_inverse,
             "speed": self.speeds.get(point),
             "on_frontier": point in self.best,
             "on_uniform_frontier": point in self.best_uniform,

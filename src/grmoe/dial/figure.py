@@ -21,9 +21,8 @@ def draw(result: Result, path: Path) -> Path:
         machine = "GPU" if result.loaded.model.device.type == "cuda" else "CPU"
         left.set(title="Perplexity against experts per token (lines: frontiers)", xlabel="experts per token")
         left.set_ylabel("perplexity, calibration text")
-        right.set(
-            title=f"The same against measured prefill, {machine} (bars: middle 80 %)", xlabel="tokens/s"
-        )
+        right.set_title(f"The same against measured prefill, {machine} (bars: middle 80 %)")
+        right.set_xlabel("tokens/s")
         low, high = _range(body)
         for ax in (left, right):
             ax.set_ylim(low - 0.08 * (high - low), high + 0.12 * (high - low))

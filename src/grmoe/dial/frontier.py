@@ -30,8 +30,8 @@ def dial_points(points: Iterable[Point]) -> list[Point]:
 
 def top_k_points(points: Iterable[Point], trained: Point) -> list[Point]:
     """Top-k at the trained α. The trained setting is included if it is top-k."""
-    own = [trained] if trained.setting.selection == "topk" else []
-    return own + [p for p in points if p.family == "top-k"]
+    first = [trained] if trained.setting.selection == "topk" else []
+    return first + [p for p in points if p.family == "top-k"]
 
 
 def best_within(points: Iterable[Point], experts: float) -> Point | None:

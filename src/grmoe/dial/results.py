@@ -90,7 +90,7 @@ class DialResults:
 
     target: Target
     asked: str
-    """The target in words."""
+    """The target as text."""
     calibration: Calibration
     trained: PointResult
     chosen: PointResult

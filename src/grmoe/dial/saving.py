@@ -18,13 +18,10 @@ def save(result: Result, out: Path, write: bool = False) -> dict[str, Path]:
     The folder, loaded again, has the measured perplexity: weights and dtype are those that were measured.
     """
     loaded, section = result.loaded, card_section(result)
-    places = {
-        "Numbers": save_results(loaded, "dial", result.body, out, section),
-        "Figure": draw(result, out / FIGURE),
-    }
+    numbers = save_results(loaded, "dial", result.body, out, section)
+    places = {"Numbers": numbers, "Figure": draw(result, out / FIGURE)}
     if write:
         folder = out / "model"
-        places["Model"] = write_model(
-            loaded, folder, model_card(loaded, folder.name, sections={"dial": section})
-        )
+        card = model_card(loaded, folder.name, sections={"dial": section})
+        places["Model"] = write_model(loaded, folder, card)
     return places

@@ -95,8 +95,8 @@ def _measure_layers(meter: Meter, gates: Gates, base: Point) -> Sensitivity:
     setting = base.setting
     assert setting.tau is not None
     layers = []
-    for i, own in enumerate(setting.alphas):
-        options = [Option(own, 0.0, 0.0)]
+    for i, base_alpha in enumerate(setting.alphas):
+        options = [Option(base_alpha, 0.0, 0.0)]
         for share in _LEVELS:
             alpha = gates.alpha_for(i, setting.tau, 1 + share * (setting.cap - 1))
             alphas = (*setting.alphas[:i], alpha, *setting.alphas[i + 1 :])

@@ -15,7 +15,7 @@ import torch
 from grmoe.dial.meter import Point
 from grmoe.dial.setting import apply
 from grmoe.model import GrmoeForCausalLM
-from grmoe.probe.timing import Timer, Times, quantile, warmed_up
+from grmoe.probe.timing import Timer, Times, quantile, round_ratios, warmed_up
 from grmoe.probe.windows import Text
 
 TOKENS = {"cuda": 16384, "cpu": 1024}  # per batch
@@ -65,11 +65,9 @@ def time_points(
     return {point: _speed(times[point], times[trained], ids.numel()) for point in contenders}
 
 
-def _speed(own: Times, trained: Times, tokens: int) -> Speed:
-    slow, fast = (1e3 * tokens / ms for ms in reversed(own.interval))
+def _speed(times: Times, trained: Times, tokens: int) -> Speed:
+    slow, fast = (1e3 * tokens / ms for ms in reversed(times.interval))
     # Round by round: other load on the machine changes between rounds and slows both settings alike.
-    ratios = [
-        statistics.median(a) / statistics.median(b) for a, b in zip(trained.rounds, own.rounds, strict=True)
-    ]
+    ratios = round_ratios(trained, times)
     spread = quantile(ratios, 0.1), quantile(ratios, 0.9)
-    return Speed(1e3 * tokens / own.median, (slow, fast), statistics.median(ratios), spread)
+    return Speed(1e3 * tokens / times.median, (slow, fast), statistics.median(ratios), spread)

@@ -66,9 +66,8 @@ def check_line(target: Target, check: Check) -> str:
         return f"{line}: {verdict(check.increase, target.value)}"
     if check.missed_by is None:
         return line
-    return f"{line}: " + (
-        "kept" if check.missed_by <= 0 else f"missed by {check.missed_by:.3f} experts per token"
-    )
+    missed = f"missed by {check.missed_by:.3f} experts per token"
+    return f"{line}: {'kept' if check.missed_by <= 0 else missed}"
 
 
 def _frontier_table(families: Mapping[str, Sequence[PointResult]], chosen: PointResult) -> Table:
@@ -112,9 +111,7 @@ def _alpha_table(body: DialResults) -> Table:
 def _certificate_table(body: DialResults) -> Table:
     """What is proved about the chosen setting, layer by layer."""
     tokens = body.certificates[0].tokens
-    title = (
-        f"Certificates of the chosen setting against all experts at the same α, {tokens:,} calibration tokens"
-    )
+    title = f"Certificates of the chosen setting against all experts at the same α, {tokens:,} tokens"
     headings = ["block", "dropped mass", "at most", "entropy within", "entropy", "‖ŷ‖", "error", "bound"]
     table = Table(title, [*headings, "bound / error"])
     for c in body.certificates:

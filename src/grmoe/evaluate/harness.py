@@ -169,7 +169,7 @@ class Harness:
             raise ValueError(f"task must be one of lm_eval, got {spec}; similar names: {', '.join(near)}")
         try:
             return list(self.manager.load([spec])["tasks"].values())
-        except Exception as error:  # of the hub, the network, the template or a row: any type at all
+        except Exception as error:  # of any type: from the hub, the network, the template or a row
             reason = (str(error).strip().splitlines() or [""])[0]
             raise ValueError(
                 f"task {name} could not be loaded ({type(error).__name__}: {reason}); "

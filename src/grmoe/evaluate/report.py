@@ -62,18 +62,9 @@ def _domain_table(evaluation: Evaluation) -> Table:
     """One row per domain and α, and rows for a whole text of several domains."""
     points, shared = evaluation.points, evaluation.length - evaluation.stride
     overlap = f"{shared} tokens of overlap" if shared else "no overlap"
-    headings = [
-        "text",
-        "domain",
-        "α",
-        "tokens",
-        "perplexity",
-        "word perplexity",
-        "byte perplexity",
-        "bits/byte",
-    ]
     title = f"Perplexity in windows of {evaluation.length} tokens, {overlap}"
-    table = Table(title, headings, left=3)
+    numbers = ["tokens", "perplexity", "word perplexity", "byte perplexity", "bits/byte"]
+    table = Table(title, ["text", "domain", "α", *numbers], left=3)
     for text, domains in points[0].texts.items():
         rows = [(domain, [point.texts[text][domain] for point in points]) for domain in domains]
         if len(domains) > 1:

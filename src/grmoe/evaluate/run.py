@@ -98,8 +98,8 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
 
 def check_alphas(model: GrmoeForCausalLM, alphas: Sequence[float]) -> list[Alpha]:
     """The settings to measure, each once. None given: the model's own. The model refuses a wrong one here."""
-    own = model.config.alpha
-    saved: Alpha = float(own) if isinstance(own, int | float) else [float(a) for a in own]
+    current = model.config.alpha
+    saved: Alpha = float(current) if isinstance(current, int | float) else [float(a) for a in current]
     require(
         not alphas or model.config.router != "hash",
         "a hash router has no dial, because its gate is a fixed choice: leave --alpha out",

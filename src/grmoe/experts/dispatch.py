@@ -7,7 +7,7 @@ Legend: T tokens, N experts, A rows of the list, M most experts per token, D mod
     pair_A     token · M + slot of a row, its place in the token's list (0 on unused rows)
     token_A    which token a row belongs to (0 on unused rows)
     offset_N   ends: rows [offset_N[e−1], offset_N[e]) are expert e's, rows past offset_N[−1] are unused
-    slot_TM    where a token's assignments lie in the list, in expert order (A where it has fewer than M)
+    slot_TM    rows of a token's assignments in the list, in expert order (A where it has fewer than M)
     weight_TM  their combine weights (0 there)
 """
 
@@ -99,12 +99,12 @@ def _slots(y_AD: Tensor, slot_TM: Tensor) -> Iterator[Tensor]:
         return
     empty_TM = slot_TM == A
     # Masking is a pass over the rows. On the CPU, checking whether it is needed costs nothing.
-    looks = y_AD.device.type == "cpu" and not torch.compiler.is_compiling()
-    masks = not looks or bool(empty_TM.any())
+    can_check = y_AD.device.type == "cpu" and not torch.compiler.is_compiling()
+    masked = not can_check or bool(empty_TM.any())
     for m in range(slot_TM.shape[1]):
-        slot_T = torch.where(empty_TM[:, m], 0, slot_TM[:, m]) if masks else slot_TM[:, m]
+        slot_T = torch.where(empty_TM[:, m], 0, slot_TM[:, m]) if masked else slot_TM[:, m]
         rows_TD = y_AD.index_select(0, slot_T).to(wide)
-        yield torch.where(empty_TM[:, m : m + 1], 0.0, rows_TD) if masks else rows_TD
+        yield torch.where(empty_TM[:, m : m + 1], 0.0, rows_TD) if masked else rows_TD
 
 
 class _Gather(torch.autograd.Function):

@@ -126,14 +126,8 @@ def _forward(
         tiles = tiled(x, t.tokens, t.width)
         args = (tiles, tiles, tiled(packed, t.columns, t.width), *pointers)
         sizes = (p.precision, p.experts, t.tokens, t.columns, t.width, t.at_once)
-        launch(
-            kernels.gate_kernel,
-            (ceil_div(T, t.tokens),),
-            args,
-            (*shape, square, *choice, *sizes),
-            t.warps,
-            t.stages,
-        )
+        constants = (*shape, square, *choice, *sizes)
+        launch(kernels.gate_kernel, (ceil_div(T, t.tokens),), args, constants, t.warps, t.stages)
 
     def specialised() -> None:
         from grmoe.kernels import hopper, hopper_gate
@@ -191,12 +185,8 @@ def _backward(
         constants: tuple[Any, ...] = (N, renormalize, *flags, 128, p.experts)
         launch(kernels.linear_backward_kernel, (ceil_div(T, 128),), (*gates, alpha, grad, T), constants)
         total = grad.sum(0, dtype=torch.float32)  # with α, because it multiplies the prior too
-        return (
-            grad @ packed[:N],
-            _wide_mm(grad.T, x),
-            alpha.new_zeros(0),
-            total if posterior else total / alpha,
-        )
+        grad_prior = total if posterior else total / alpha
+        return grad @ packed[:N], _wide_mm(grad.T, x), alpha.new_zeros(0), grad_prior
     log_kappa, C, t = log_kappa.contiguous(), p.columns, p.backward
     programs = ceil_div(T, t.tokens)
     scaled = torch.empty(T, C, dtype=x.dtype, device=x.device)
@@ -306,19 +296,8 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, matrix: Tensor, log_kappa: Tensor | None, prior: Tensor, alpha: Tensor,
                 energy_scale: float, posterior: bool, mode: int, max_experts: int, limit: float,
                 renormalize: bool, packed: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
-        args = (
-            x,
-            matrix,
-            log_kappa,
-            prior,
-            alpha,
-            energy_scale,
-            posterior,
-            mode,
-            max_experts,
-            limit,
-            renormalize,
-        )
+        options = (energy_scale, posterior, mode, max_experts, limit, renormalize)
+        args = (x, matrix, log_kappa, prior, alpha, *options)
         # An operator must not return its input, so it packs again, which takes a few microseconds.
         results = _forward_op(*args) if torch.compiler.is_compiling() else _forward(*args, packed)
         logits, probs, weights, selected, zero, norm, packed = results

@@ -137,10 +137,7 @@ def grouped_gemm(
     A = len(a) if token is None else len(token)
     out = torch.empty(A, O, dtype=a.dtype, device=a.device)
     flat = b.view(-1, b.shape[2])
-    pointers = (
-        *(out, out if inner is None else inner),
-        *(offset if token is None else token, offset),
-    )
+    pointers = (out, out if inner is None else inner, offset if token is None else token, offset)
     programs = num_programs(a.device)
 
     def plain() -> None:
@@ -152,8 +149,8 @@ def grouped_gemm(
             *(token is not None, transposed, activation, inner is not None, precision),
             *(tiles.rows, tiles.columns, tiles.inner, tiles.group, power_of_2(N), tiles.flatten),
         )
-        most = (ceil_div(A, tiles.rows) + N) * ceil_div(O, tiles.columns)
-        launch(grouped_gemm_kernel, (min(programs, most),), args, constants, tiles.warps, tiles.stages)
+        tile_count = (ceil_div(A, tiles.rows) + N) * ceil_div(O, tiles.columns)
+        launch(grouped_gemm_kernel, (min(programs, tile_count),), args, constants, tiles.warps, tiles.stages)
 
     def specialised() -> None:
         from grmoe.kernels import hopper, hopper_up
@@ -164,8 +161,8 @@ def grouped_gemm(
             *(N, K, O, b.shape[1], activation == 1, inner is not None),
             *(hopper.ROWS, columns, hopper.INNER, tiles.group, power_of_2(N), hopper.STAGES),
         )
-        most = (ceil_div(A, hopper.ROWS) + N) * ceil_div(O, columns)
-        launch(hopper_up.up_kernel, (min(programs, most),), args, constants)
+        tile_count = (ceil_div(A, hopper.ROWS) + N) * ceil_div(O, columns)
+        launch(hopper_up.up_kernel, (min(programs, tile_count),), args, constants)
 
     # Without gather and activation, Triton's pipeline is as fast.
     gathers = token is not None and transposed and activation != 0
@@ -210,12 +207,7 @@ def weight_gradient(p: Tensor, q: Tensor, offset: Tensor, tiles: Tiles) -> Tenso
     """pᵀq over each expert's rows, (N, M, O)."""
     N, M, O = len(offset), p.shape[1], q.shape[1]
     out = torch.empty(N, M, O, dtype=p.dtype, device=p.device)
-    args = (
-        tiled(p, tiles.inner, tiles.rows),
-        tiled(q, tiles.inner, tiles.columns),
-        out,
-        offset,
-    )
+    args = (tiled(p, tiles.inner, tiles.rows), tiled(q, tiles.inner, tiles.columns), out, offset)
     precision = "ieee" if INTERPRETED or p.dtype != torch.float32 else "tf32x3"
     grid = (N * ceil_div(M, tiles.rows) * ceil_div(O, tiles.columns),)
     constants = (N, M, O, precision, tiles.rows, tiles.columns, tiles.inner)

@@ -74,7 +74,7 @@ def count(config: GrmoeConfig, context: int | None = None) -> Cost:
     active = round(total - experts + experts * per_token / config.num_experts - len(blocks) * unused)
     table = config.vocab_size * config.hidden_size
     embedding = table if config.tie_word_embeddings else 2 * table
-    # Looking up a token multiplies nothing; the output matrix does, tied or not. Norms and κ are no products.
+    # Looking up a token multiplies nothing; the output matrix does, tied or not. Norms and κ do not take part in products.
     vectors = sum(p.numel() for p in model.parameters() if p.ndim <= 1)
     multiplied = active - vectors - (0 if config.tie_word_embeddings else table)
     keys = (context + 1) / 2
@@ -114,9 +114,8 @@ def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
     tied = "tied" if config.tie_word_embeddings else "input and output"
     at = f"at {cost.context:,} tokens of context"
     table = Table(name, ["", ""], left=2)
-    table.add(
-        "blocks", f"{config.num_hidden_layers} × {H}, {heads} heads of {config.head_dim}, {groups} for keys"
-    )
+    attention = f"{heads} heads of {config.head_dim}, {groups} for keys"
+    table.add("blocks", f"{config.num_hidden_layers} × {H}, {attention}")
     table.add("dense feed-forward", f"{config.intermediate_size}, {config.activation}")
     table.add("MoE layers", f"{len(layers)} (blocks {first})")
     experts = f"{config.num_experts} of width {config.moe_intermediate_size}{shared}"
@@ -125,8 +124,8 @@ def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
     table.add("vocabulary", f"{config.vocab_size:,}, {tied}")
     table.end_section()
     table.add("parameters", short(cost.total))
-    most = ", at most" if config.selection in ("mass", "threshold") or config.router == "switch" else ""
-    table.add("  active per token", f"{short(cost.active)}{most}")
+    bound = ", at most" if config.selection in ("mass", "threshold") or config.router == "switch" else ""
+    table.add("  active per token", f"{short(cost.active)}{bound}")
     table.add("  routed experts", f"{short(cost.experts)} ({cost.experts / cost.total:.1%})")
     table.add("  routers", f"{short(cost.router)} ({cost.router_share:.2%})")
     table.add("  embeddings", f"{short(cost.embedding)} ({cost.embedding_share:.1%})")

@@ -164,11 +164,10 @@ def config_router(config: GrmoeConfig, number: int) -> Router:
 def _layer_seed(seed: Any, number: int, layers: int) -> Any:
     """Hash routing: one seed per MoE layer. With a common seed every layer would group the tokens in the same way."""
     if not isinstance(seed, list | tuple):
-        return seed + number if isinstance(seed, int) else seed  # the router refuses what is no number
+        return seed + number if isinstance(seed, int) else seed  # the router refuses what is not a number
     if len(seed) != layers:
-        raise ValueError(
-            f"router_options.seed must be one number or {layers}, one per MoE layer, got {seed!r}"
-        )
+        wanted = f"one number or {layers}, one per MoE layer"
+        raise ValueError(f"router_options.seed must be {wanted}, got {seed!r}")
     return seed[number]
 
 
@@ -341,12 +340,12 @@ class GrmoePreTrainedModel(PreTrainedModel):
 
     def _init_router(self, router: Router) -> None:
         """Fill a router that was made on the meta device and not loaded. Its sums are always reset."""
-        own = dict(router.state_dict(keep_vars=True))
-        if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in own.values()):
+        tensors = dict(router.state_dict(keep_vars=True))
+        if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors.values()):
             with torch.device("cpu"):
                 number = next(i for i, found in enumerate(routers(self)) if found is router)
                 fresh = config_router(self.config, number).state_dict()
-            for name, tensor in own.items():
+            for name, tensor in tensors.items():
                 init.copy_(tensor, fresh[name])
         router.prior_sums.zero_()
         router.reset_metrics()

@@ -60,7 +60,7 @@ class GrassmannAdam(Optimizer):
     per step. The default 0.02 is that for k = 48.
 
     **Damaged frames.** Frames far from orthonormal (‖UᵀU − I‖_F > 0.01) are re-orthonormalised by QR. The optimiser
-    checks this when it first sees a parameter, after `load_state_dict`, and whenever someone else has written to the
+    checks this when it first sees a parameter, after `load_state_dict`, and whenever other code has written to the
     parameter or replaced its memory since the last step. Its version counter and address tell this without touching
     the device, so all other steps never wait for the device. Writes through `.data` bypass the version counter: use
     `with torch.no_grad(): p.copy_(...)`.

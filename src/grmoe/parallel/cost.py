@@ -105,8 +105,10 @@ def groups(model: GrmoeForCausalLM, plan: Plan) -> list[Group]:
     for layer in layers:
         if plan.expert > 1 and isinstance(layer.mlp, MoE):
             check_expert_split(layer.mlp.router.num_experts, plan.expert)
-            own = _new(layer.mlp.experts, done)
-            held = sum(_part(p, expert_shard_dim(p.shape, plan.fsdp), plan.fsdp) // plan.expert for p in own)
+            weights = _new(layer.mlp.experts, done)
+            held = sum(
+                _part(p, expert_shard_dim(p.shape, plan.fsdp), plan.fsdp) // plan.expert for p in weights
+            )
             found.append(Group("experts", held, plan.fsdp, kept=False))
         held = sum(_part(p, shard_dim(p.shape, n), n) for p in _new(layer, done))
         found.append(Group("block", held, n, kept=layer is layers[-1]))
@@ -116,9 +118,9 @@ def groups(model: GrmoeForCausalLM, plan: Plan) -> list[Group]:
 
 def _new(module: nn.Module, done: set[nn.Parameter]) -> list[nn.Parameter]:
     """Parameters that are not in `done`. Adds them to it."""
-    own = [p for p in module.parameters() if p not in done]
-    done.update(own)
-    return own
+    new = [p for p in module.parameters() if p not in done]
+    done.update(new)
+    return new
 
 
 def _part(p: nn.Parameter, dim: int, n: int) -> int:
@@ -171,7 +173,7 @@ def traffic(model: GrmoeForCausalLM, plan: Plan) -> list[Traffic]:
     """
     c, E = plan.compute_bytes, plan.expert
     parts = groups(model, plan)
-    own = routers(model)
+    found_routers = routers(model)
     config = model.config
     forwards = 2 if plan.checkpointing else 1
     layers = len(config.moe_layers)
@@ -180,21 +182,21 @@ def traffic(model: GrmoeForCausalLM, plan: Plan) -> list[Traffic]:
         ("", 1, [g for g in parts if g.kind != "experts"]),
         ("expert ", E, [g for g in parts if g.kind == "experts"]),
     ):
-        again = [g for g in members if not g.kept]
+        released = [g for g in members if not g.kept]
         found += [
             _gather(f"{title}weights, forward", members, plan, stride),
-            _gather(f"{title}weights, backward", again, plan, stride),
+            _gather(f"{title}weights, backward", released, plan, stride),
             _reduce(f"{title}gradients", members, stride),
             Traffic(
                 f"{title}gradients of the copies", "all-reduce", plan.replicate, plan.fsdp * E, len(members),
                 FP32 * sum(g.shard for g in members), hidden=True,
             ),
         ]  # fmt: skip
-    rows = round(plan.tokens * own[0].experts_per_token(plan.length)) * config.hidden_size * c
+    rows = round(plan.tokens * found_routers[0].experts_per_token(plan.length)) * config.hidden_size * c
     counts = 8 * config.num_experts * plan.micro_batches
     exchanges = 2 * forwards + 2
-    weights = sum(p.numel() for router in own for p in router.parameters())
-    small = FP32 * (1 + 3 + sum(router.prior_sums.numel() for router in own)) + 8
+    weights = sum(p.numel() for router in found_routers for p in router.parameters())
+    small = FP32 * (1 + 3 + sum(router.prior_sums.numel() for router in found_routers)) + 8
     found += [
         Traffic(
             "rows", "all-to-all", E, 1, layers * exchanges * plan.micro_batches, layers * exchanges * rows,

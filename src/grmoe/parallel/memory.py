@@ -58,10 +58,9 @@ def memory(model: GrmoeForCausalLM, plan: Plan) -> Memory:
     waiting = FP32 * whole if plan.micro_batches > 1 else 0
     tokens = plan.tokens // plan.micro_batches
     per_token = routers(model)[0].experts_per_token(plan.length)
-    each = [
-        block_activations(model.config, i, plan, per_token) for i in range(model.config.num_hidden_layers)
-    ]
-    kept = len(each) * model.config.hidden_size * c + max(each) if plan.checkpointing else sum(each)
+    config = model.config
+    each = [block_activations(config, i, plan, per_token) for i in range(config.num_hidden_layers)]
+    kept = len(each) * config.hidden_size * c + max(each) if plan.checkpointing else sum(each)
     return Memory(
         weights=FP32 * shard,
         gradients=FP32 * shard,
@@ -126,9 +125,8 @@ def _blocks(parts: Iterable[Group]) -> Iterator[int]:
 def _router_bytes(model: GrmoeForCausalLM) -> int:
     split = split_parameters(model)
     frames = [p for group in split.frame_groups for p in group["params"]]
-    own = {p for router in routers(model) for p in router.parameters()}
-    state = sum(
-        t.nbytes for p in frames for key, t in GrassmannAdam.initial_state(p).items() if key != "step"
-    )
-    every, framed = sum(p.numel() for p in own), sum(p.numel() for p in frames)
+    parameters = {p for router in routers(model) for p in router.parameters()}
+    states = (GrassmannAdam.initial_state(p).items() for p in frames)
+    state = sum(t.nbytes for items in states for key, t in items if key != "step")
+    every, framed = sum(p.numel() for p in parameters), sum(p.numel() for p in frames)
     return FP32 * (2 * every + 2 * (every - framed) + framed) + state

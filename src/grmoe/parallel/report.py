@@ -100,33 +100,20 @@ def rows(config: GrmoeConfig, plan: Plan, machine: Machine) -> list[list[tuple[s
         "logits": "estimate: 16384 tokens at a time, and the gradient of the output matrix",
     }
     first = [(name, _bytes(getattr(held, name)), how) for name, how in each.items()]
-    first += [
-        ("total", _bytes(held.total), ""),
-        (
-            "at the start",
-            _bytes(held.start),
-            "while the model is built: shards, routers, the embedding and one block in fp32",
-        ),
-    ]
-    second = [
-        (
-            f"sent: {t.what}",
-            _bytes(t.sent),
-            f"{t.op} among {t.n}, {t.calls} × {_bytes(t.given / t.calls)}: {_time(seconds(t, machine))}",
-        )
-        for t in sent
-    ]
+    built = "while the model is built: shards, routers, the embedding and one block in fp32"
+    first += [("total", _bytes(held.total), ""), ("at the start", _bytes(held.start), built)]
+    second = []
+    for t in sent:
+        how = f"{t.op} among {t.n}, {t.calls} × {_bytes(t.given / t.calls)}: {_time(seconds(t, machine))}"
+        second.append((f"sent: {t.what}", _bytes(t.sent), how))
     second.append(("sent in total", _bytes(sum(t.sent for t in sent)), ""))
     time = times(config, plan, machine)
+    rate = f"{plan.processes * plan.tokens / time.step / 1e6:.3g} M tokens/s"
     third = [
         ("computation", _time(time.compute), f"at {machine.flops / 1e12:.0f} TFLOP/s"),
         ("weights and gradients", _time(time.hidden), "overlaps the computation"),
         ("rows and routers", _time(time.exposed), "the computation waits"),
-        (
-            "step at best",
-            _time(time.step),
-            f"{plan.processes * plan.tokens / time.step / 1e6:.3g} M tokens/s",
-        ),
+        ("step at best", _time(time.step), rate),
         ("bottleneck", time.limit, ""),
     ]
     return [first, second, third]

@@ -16,12 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
 from grmoe import checks
@@ -117,9 +112,8 @@ def _dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
     replicate, fsdp, expert = mesh.shape
     if expert == 1:
         return mesh["replicate", "fsdp"] if replicate > 1 else mesh["fsdp"]
-    flat = init_device_mesh(
-        mesh.device_type, (replicate, fsdp * expert), mesh_dim_names=("replicate", "shard")
-    )
+    sizes, names = (replicate, fsdp * expert), ("replicate", "shard")
+    flat = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)
     return flat if replicate > 1 else flat["shard"]
 
 
@@ -134,8 +128,8 @@ def _divide_experts(moe: MoE, mesh: DeviceMesh, policy: MixedPrecisionPolicy) ->
     def placement(p: nn.Parameter) -> Shard:
         return Shard(expert_shard_dim(p.shape, mesh["fsdp"].size()))
 
-    own = mesh["replicate", "fsdp"] if mesh["replicate"].size() > 1 else mesh["fsdp"]
-    fully_shard(experts, mesh=own, mp_policy=policy, shard_placement_fn=placement)
+    shards = mesh["replicate", "fsdp"] if mesh["replicate"].size() > 1 else mesh["fsdp"]
+    fully_shard(experts, mesh=shards, mp_policy=policy, shard_placement_fn=placement)
     register_fsdp_forward_method(experts, ExpertWeights.run.__name__)
     moe.transport = ExpertParallel(group.get_group())
 

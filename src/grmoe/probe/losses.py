@@ -55,9 +55,8 @@ def window_losses(model: GrmoeForCausalLM, rows_WS: Tensor) -> Tensor:
     count = torch.tensor(x_WSD.shape[1], device=x_WSD.device)
     weight = model.lm_head.weight
     # One window at a time, so that the logits of only one exist.
-    return torch.stack(
-        [next_token_loss(x, weight, row[1:], count) for x, row in zip(x_WSD, rows_WS, strict=True)]
-    )
+    windows = zip(x_WSD, rows_WS, strict=True)
+    return torch.stack([next_token_loss(x_SD, weight, row_S[1:], count) for x_SD, row_S in windows])
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From token ids back to text, with the characters that each token stands for."""
+"""From token ids back to text, with the characters of each token."""
 
 from __future__ import annotations
 
@@ -17,18 +17,14 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 def _byte_alphabet() -> dict[str, int]:
     """GPT-2's letters for the 256 bytes. Printable bytes are their own letter, the others begin at U+0100."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
+    printable = [b for first, last in ("!~", "¡¬", "®ÿ") for b in range(ord(first), ord(last) + 1)]
     hidden = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(hidden)}
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The bytes of every token of a vocabulary. Knows byte-level BPE, and ▁ and <0x0A> of SentencePiece."""
+    """The bytes of every token of a vocabulary. Supports byte-level BPE, and ▁ and <0x0A> of SentencePiece."""
 
     tokenizer: Any
 
@@ -38,7 +34,7 @@ class Pieces:
 
     @cached_property
     def table(self) -> list[bytes]:
-        """Bytes by token id. Empty for special tokens, which stand for no text."""
+        """Bytes by token id. Empty for special tokens, because they are not text."""
         names = self.tokenizer.convert_ids_to_tokens(list(range(len(self.tokenizer))))
         letters = _byte_alphabet()
         byte_level = "ByteLevel" in str(self.tokenizer.backend_tokenizer.decoder)
@@ -68,10 +64,8 @@ class Pieces:
         spans = []
         for part, end in zip(parts, ends.tolist(), strict=True):
             first = end - len(part)
-            if part:
-                spans.append((int(character_of_byte[first]), int(character_of_byte[end - 1]) + 1))
-            else:
-                spans.append((0, 0))
+            places = (int(character_of_byte[first]), int(character_of_byte[end - 1]) + 1) if part else (0, 0)
+            spans.append(places)
         return text, spans
 
     def types(self, ids: NDArray[np.int64]) -> NDArray[np.int8]:

@@ -72,24 +72,22 @@ def document_encoder(loaded: LoadedModel) -> DocumentEncoder:
     return DocumentEncoder(loaded.tokenizer.backend_tokenizer, int(end))
 
 
-def _prepared_split(
-    source: str | None, loaded: LoadedModel, give: str = "--text FILE"
-) -> TokenDataset | None:
+def _prepared_split(source: str | None, loaded: LoadedModel) -> TokenDataset | None:
     """Prepared tokens that `source` names; None where it names files to be tokenised.
 
     Of a prepared folder this is the held-out split, or all of it where nothing was held out.
     """
     if source is None or source == VALIDATION:
-        data = loaded.held_out(give)
-        require(data.tokens > 0, f"the data of {loaded.path} has no validation split: give {give}")
+        data = loaded.held_out()
+        require(data.tokens > 0, f"the data of {loaded.path} has no validation split: give --text FILE")
         return data
     if not (Path(source) / INDEX).is_file():
         return None
     held_out = TokenDataset(source, "validation")
     data = held_out if held_out.tokens else TokenDataset(source, "train")
-    theirs = PreTrainedTokenizerFast.from_pretrained(data.tokenizer_folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(data.tokenizer_folder)
     require(
-        theirs.get_vocab() == loaded.tokenizer.get_vocab(),
+        tokenizer.get_vocab() == loaded.tokenizer.get_vocab(),
         f"{source} was prepared with another tokenizer than the model's: give the text files themselves",
     )
     return data
@@ -98,7 +96,7 @@ def _prepared_split(
 def read_documents(
     source: str | None, loaded: LoadedModel, skipped: Callable[[str], None] = lambda reason: None
 ) -> Iterator[TokenDocument]:
-    """Every document of a text, in order. skipped: told why a row of a file is no document."""
+    """Every document of a text, in order. skipped: called with the reason for each row that is not a document."""
     data = _prepared_split(source, loaded)
     if data is not None:
         for domain, ids in data.iter_documents():

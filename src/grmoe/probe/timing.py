@@ -1,10 +1,9 @@
 """Times of calls, and their ratios.
 
-On a GPU a call is timed by two events around it. All calls of a turn are enqueued without waiting, behind a pause
-of the device that lets the host get ahead: what is measured is the device's time, as inside a model whose kernels
-keep the queue full. What the host needs to enqueue the call is kept beside it. A call that waits for the device by
-itself drains the queue and pays for it. Before each call a buffer larger than the L2 cache is written, so that nobody
-finds his input there.
+On a GPU two events around a call time it. All calls of a turn are enqueued without waiting, behind a pause of the
+device that lets the host get ahead. So the result is the device's time, as inside a model that keeps the queue full.
+The host's time to enqueue a call is stored separately. A call that itself waits for the device drains the queue, and
+its time includes that. Before each call a buffer larger than the L2 cache is written, so that inputs are not cached.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ from typing import Literal
 import torch
 
 _FLUSH_BYTES = 256 << 20
-_CALLS_A_TURN = 10  # on a GPU; one on a CPU, where nothing has to be kept busy
+_CALLS_PER_TURN = 10  # on a GPU; one on a CPU, where nothing has to be kept busy
 WARM_UPS = 3  # calls before a capture
+Style = Literal["times", "share", "excess"]
 _PAUSE_CYCLES = 80_000_000  # 40 ms at 2 GHz: ten forward and backward passes can be enqueued meanwhile
 
 
 class Timer:
-    """One contender's turn at a time."""
+    """Times the turns of contenders."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = perf_counter) -> None:
         self.clock = clock
         cuda = device.type == "cuda"
         self.flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device) if cuda else None
-        self.host_ms: float | None = None  # a call of the last turn, on a GPU
+        self.host_ms: float | None = None  # per call of the last turn, on a GPU
 
     def turn(self, run: Callable[[], object]) -> list[float]:
         """Milliseconds of each call."""
@@ -40,7 +40,7 @@ class Timer:
             run()
             return [1e3 * (self.clock() - start)]
         new = torch.cuda.Event
-        pairs = [(new(enable_timing=True), new(enable_timing=True)) for _ in range(_CALLS_A_TURN)]
+        pairs = [(new(enable_timing=True), new(enable_timing=True)) for _ in range(_CALLS_PER_TURN)]
         torch.cuda._sleep(_PAUSE_CYCLES)
         host = 0.0
         for start_event, end_event in pairs:
@@ -50,7 +50,7 @@ class Timer:
             run()
             host += self.clock() - before
             end_event.record()
-        self.host_ms = 1e3 * host / _CALLS_A_TURN
+        self.host_ms = 1e3 * host / _CALLS_PER_TURN
         torch.cuda.synchronize()
         return [start_event.elapsed_time(end_event) for start_event, end_event in pairs]
 
@@ -77,10 +77,10 @@ class Times:
     """Milliseconds, by round."""
 
     rounds: list[list[float]] = field(default_factory=list)
-    host: list[float] = field(default_factory=list)  # a call's enqueueing, by round; empty on a CPU
+    host: list[float] = field(default_factory=list)  # time to enqueue a call, by round; empty on a CPU
 
     def add(self, timer: Timer, run: Callable[[], object]) -> None:
-        """One more turn."""
+        """Time one more turn."""
         self.rounds.append(timer.turn(run))
         if timer.host_ms is not None:
             self.host.append(timer.host_ms)
@@ -101,12 +101,12 @@ class Times:
 
 @dataclass(frozen=True)
 class Ratio:
-    """One figure against another: times are ratios of medians, the interval the middle 80 % of the rounds'."""
+    """A ratio of medians. The interval is the middle 80 % of the ratios by round."""
 
     name: str
     value: float
     interval: tuple[float, float] | None = None
-    style: Literal["times", "share", "excess"] = "times"
+    style: Style = "times"
 
     def __str__(self) -> str:
         def show(value: float) -> str:
@@ -118,20 +118,22 @@ class Ratio:
         return show(self.value) + spread + ("" if self.style == "times" else " %")
 
 
-def time_ratio(
-    name: str, over: Times, under: Times, style: Literal["times", "share", "excess"] = "times"
-) -> Ratio:
-    """over / under, of the rounds both took part in: the interval compares what ran under the same clock."""
-    shared = min(len(over.rounds), len(under.rounds))  # the loop runs fewer
+def time_ratio(name: str, over: Times, under: Times, style: Style = "times") -> Ratio:
+    """over / under in the rounds that both have, because calls of one round ran at the same clock rate."""
+    shared = min(len(over.rounds), len(under.rounds))  # a slow contender may have fewer
     over, under = Times(over.rounds[:shared]), Times(under.rounds[:shared])
-    each = [
-        statistics.median(a) / statistics.median(b) for a, b in zip(over.rounds, under.rounds, strict=True)
-    ]
+    each = round_ratios(over, under)
     return Ratio(name, over.median / under.median, (quantile(each, 0.1), quantile(each, 0.9)), style)
 
 
+def round_ratios(over: Times, under: Times) -> list[float]:
+    """over / under in each round: a ratio of two medians."""
+    pairs = zip(over.rounds, under.rounds, strict=True)
+    return [statistics.median(a) / statistics.median(b) for a, b in pairs]
+
+
 def three_figures(value: float) -> str:
-    """As many digits as carry information, and no exponent."""
+    """Three significant figures, without an exponent."""
     return f"{value:.{figure_digits(value)}f}"
 
 
@@ -149,7 +151,7 @@ def quantile(values: list[float], q: float) -> float:
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """The most memory a call holds beyond what was there before; None where the device keeps no count."""
+    """The most memory a call allocates beyond what was allocated before; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()

@@ -25,16 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from grmoe.probe.words import (
-    CODE,
-    COMMON,
-    FUNCTION,
-    FUNCTION_WORDS,
-    NUMBER,
-    OTHER,
-    PROPER,
-    PUNCTUATION,
-)
+from grmoe.probe.words import CODE, COMMON, FUNCTION, FUNCTION_WORDS, NUMBER, OTHER, PROPER, PUNCTUATION
 
 # A piece that covers several words (")." or "1," with some tokenizers) has the first of its types in this order.
 _PRECEDENCE = (CODE, NUMBER, PROPER, FUNCTION, COMMON, PUNCTUATION, OTHER)

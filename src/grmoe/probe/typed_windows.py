@@ -1,4 +1,4 @@
-"""Windows of a text in which every token knows its type and its domain.
+"""Windows of a text, with the type and the domain of every token.
 
 Windows are cut from the packed stream, as in training: documents follow one another and nothing is padded. Padding
 would change the gates of routers that look across tokens.

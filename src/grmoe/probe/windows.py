@@ -16,7 +16,7 @@ from grmoe.checks import positive_int, require
 from grmoe.probe.text import VALIDATION, Stream, open_stream
 from grmoe.runs.open import LoadedModel
 
-MIN_WINDOWS = 8  # the standard error of fewer windows says nothing
+MIN_WINDOWS = 8  # with fewer, the standard error is not reliable
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def batch_rows(length: int, device: torch.device) -> int:
 
 
 def window_length(loaded: LoadedModel, length: int | None = None) -> int:
-    """The length asked for, or the one the model was trained on. Never above the model's context."""
+    """The requested length, or the one of training. Raises if it exceeds the model's context."""
     longest = loaded.model.config.max_position_embeddings
     length = loaded.length if length is None else positive_int("length", length)
     require(length <= longest, f"length must be at most the model's {longest}, got {length}")
@@ -68,9 +68,9 @@ def default_tokens(length: int, device: torch.device) -> int:
 
 
 def window_starts(total: int, count: int, length: int) -> list[int]:
-    """Where `count` windows begin, at even distances over `total` tokens; all there are where there are fewer.
+    """Where `count` windows begin, evenly spread over `total` tokens, or fewer if they do not fit.
 
-    Neighbouring windows are alike: windows far apart say more about the text.
+    Spread, because neighbouring windows are similar.
     """
     places = total // length
     count = min(count, places)
@@ -83,11 +83,11 @@ def read_windows(source: str | None, loaded: LoadedModel, length: int, tokens: i
     name = source or VALIDATION
     stream = open_stream([] if source is None else [source], loaded, tokens + 1)
     starts = window_starts(stream.tokens - 1, count, length) if count else []
-    cure = "give more --tokens" if count < MIN_WINDOWS else "give more text"
+    advice = "give more --tokens" if count < MIN_WINDOWS else "give more text"
     require(
         len(starts) >= MIN_WINDOWS,
         f"text must hold at least {MIN_WINDOWS} windows of {length} tokens, got {len(starts)} from {name}: "
-        f"{cure}, or a shorter --length",
+        f"{advice}, or a shorter --length",
     )
     return Text(name, cut_windows(stream, starts, length))
 

@@ -82,9 +82,9 @@ def loads(layer: PrunableLayer, layout: Layout) -> list[float]:
 
 
 def _most_similar(layer: PrunableLayer, layout: Layout) -> tuple[int, int]:
-    alike = similarity(layer.small_router(layout)).tolist()
+    similar_GG = similarity(layer.small_router(layout)).tolist()
     pairs = combinations(range(len(layout)), 2)
-    return max(pairs, key=lambda pair: alike[pair[0]][pair[1]])
+    return max(pairs, key=lambda pair: similar_GG[pair[0]][pair[1]])
 
 
 # -- by what experts compute on calibration tokens -------------------------------------------------------------

@@ -32,12 +32,10 @@ def _names(body: PruneResults) -> list[str]:
 
 
 def _counts(ax: Any, body: PruneResults) -> None:
-    for name, color in [
-        *dict.fromkeys(RANDOM, GREY).items(),
-        *zip(_names(body), _METHOD_COLORS, strict=False),
-    ]:
-        own = [o for o in body.outcomes if o.method == name]
-        x, y = [o.experts for o in own], [100 * o.texts[0].increase.value for o in own]
+    colors = dict.fromkeys(RANDOM, GREY) | dict(zip(_names(body), _METHOD_COLORS, strict=False))
+    for name, color in colors.items():
+        outcomes = [o for o in body.outcomes if o.method == name]
+        x, y = [o.experts for o in outcomes], [100 * o.texts[0].increase.value for o in outcomes]
         if name in RANDOM:
             ax.plot(x, y, MARKS[name], color=color, ms=5, label=f"{name}, each draw")
         else:
@@ -54,13 +52,13 @@ def _texts(ax: Any, body: PruneResults) -> None:
     for place in range(len(body.texts)):
         for i, name in enumerate(names):
             x = place - 0.4 + i * step
-            grown = [o.texts[place].increase for o in body.final if o.method == name]
-            values = [100 * g.value for g in grown]
+            increases = [o.texts[place].increase for o in body.final if o.method == name]
+            values = [100 * g.value for g in increases]
             if name in RANDOM:
                 ax.plot([x] * len(values), values, MARKS[name], color=GREY, ms=5)
             else:
                 color = _METHOD_COLORS[i]
-                ax.plot([x, x], [100 * grown[0].low, 100 * grown[0].high], color=color, lw=1)
+                ax.plot([x, x], [100 * increases[0].low, 100 * increases[0].high], color=color, lw=1)
                 ax.plot(x, values[0], "o", color=color, ms=4)
     ax.set(title=f"{body.experts} experts (bars: 90 % over windows)", xticks=range(len(body.texts)))
     ax.set_xticklabels(text_names(body))

@@ -150,9 +150,8 @@ def _mean_row(router: Router, small: Router, g: int, group: list[int], weight_G:
         small.log_kappa[g] = mean(router.kappa).log()
     else:
         # κ per column: cut the mean form Σ w UΛUᵀ to rank k, the nearest form of that rank.
-        root = (
-            router.frames[group].double() * (weight_G[:, None] * router.kappa[group].double()).sqrt()[:, None]
-        )
+        scale_GK = (weight_G[:, None] * router.kappa[group].double()).sqrt()
+        root = router.frames[group].double() * scale_GK[:, None]
         left, values, _ = torch.linalg.svd(root.transpose(0, 1).flatten(1), full_matrices=False)
         small.frames[g] = left[:, : router.rank]
         small.log_kappa[g] = values[: router.rank].square().clamp(min=1e-12).log()

@@ -87,7 +87,7 @@ class PruneResults:
     """Body of results.json."""
 
     asked: str
-    """The request in words."""
+    """The request as text."""
     asked_experts: int | None
     max_ppl_increase: float | None
     """The bound on the increase of perplexity, where no number of experts was asked for."""

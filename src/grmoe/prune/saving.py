@@ -17,12 +17,10 @@ def save(result: Result, out: Path, write: bool = False) -> dict[str, Path]:
 
     No model is written where nothing was chosen.
     """
-    # The section describes the pruned model. It is no part of the results, because a card of the trained model
+    # The section describes the pruned model. It is not part of the results, because a card of the trained model
     # would show it too.
-    places = {
-        "Numbers": save_results(result.loaded, "prune", result.body, out),
-        "Figure": draw(result, out / FIGURE),
-    }
+    numbers = save_results(result.loaded, "prune", result.body, out)
+    places = {"Numbers": numbers, "Figure": draw(result, out / FIGURE)}
     if write and result.body.chosen is not None:
         folder, sections = out / "model", {"prune": card_section(result)}
         card = model_card(result.loaded, folder.name, measured=False, sections=sections)

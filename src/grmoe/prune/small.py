@@ -24,11 +24,9 @@ class Size:
 def size(model: nn.Module) -> Size:
     """Parameters (tied ones once), and bytes including saved buffers."""
     parameters = list(model.parameters())
-    own = {id(p) for p in parameters}
-    buffers = [t for t in model.state_dict(keep_vars=True).values() if id(t) not in own]
-    return Size(
-        sum(p.numel() for p in parameters), sum(t.numel() * t.element_size() for t in [*parameters, *buffers])
-    )
+    counted = {id(p) for p in parameters}
+    buffers = [t for t in model.state_dict(keep_vars=True).values() if id(t) not in counted]
+    return Size(sum(p.numel() for p in parameters), sum(t.nbytes for t in [*parameters, *buffers]))
 
 
 def small_config(config: GrmoeConfig, experts: int) -> GrmoeConfig:

@@ -220,8 +220,8 @@ def _trained_result(text: Text, measured: Measurement) -> TextResult:
 
 
 def _overlaps(layer: PrunableLayer) -> Overlaps:
-    alike = similarity(layer.router)
-    pairs = alike[torch.triu(torch.ones_like(alike, dtype=torch.bool), 1)]
+    similar_NN = similarity(layer.router)
+    pairs = similar_NN[torch.triu(torch.ones_like(similar_NN, dtype=torch.bool), 1)]
     return Overlaps(layer.block, float(pairs.min()), float(pairs.max()))
 
 
@@ -234,10 +234,8 @@ def _random_overlap(config: GrmoeConfig) -> float | None:
 
 def _expected(config: GrmoeConfig, goal: int, checks: int) -> int:
     """At most how many measurements `run` makes."""
-    own = len(methods()) + 1
-    each = own + len(RANDOM) * DRAWS
-    tried = sum(
-        min(MAX_DROPS, n) + min(MAX_MERGES, n * (n - 1) // 2) for n in range(goal + 1, config.num_experts + 1)
-    )
-    steps = config.num_experts - goal
-    return 1 + checks * (1 + each) + steps * (each + own) + len(config.moe_layers) * tried
+    chosen = len(methods()) + 1
+    each = chosen + len(RANDOM) * DRAWS
+    sizes = range(goal + 1, config.num_experts + 1)
+    tried = sum(min(MAX_DROPS, n) + min(MAX_MERGES, n * (n - 1) // 2) for n in sizes)
+    return 1 + checks * (1 + each) + len(sizes) * (each + chosen) + len(config.moe_layers) * tried

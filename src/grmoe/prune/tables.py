@@ -54,11 +54,11 @@ def _summary(result: Result) -> Iterator[str]:
         return
     if len(body.texts) == 1:
         yield "Check:   none. The calibration text flatters the choice; measure on other text with --check"
-    for text, own in zip(body.texts[1:], chosen.texts[1:], strict=True):
-        kept = "" if body.max_ppl_increase is None else f": {verdict(own.increase, body.max_ppl_increase)}"
+    for text, pruned in zip(body.texts[1:], chosen.texts[1:], strict=True):
+        kept = "" if body.max_ppl_increase is None else f": {verdict(pruned.increase, body.max_ppl_increase)}"
         yield (
             f"Check:   {Path(text.text).name} ({text.tokens:,} tokens): perplexity {text.perplexity:.3f} → "
-            f"{own.perplexity:.3f}, {own.increase}{kept}"
+            f"{pruned.perplexity:.3f}, {pruned.increase}{kept}"
         )
 
 
@@ -78,9 +78,9 @@ def _describe_layouts(result: Result) -> str:
 
 def _overlap_beats(body: PruneResults, text: int) -> tuple[int, int]:
     """Overlap against chance, in the fair comparison: merges with merges, drops with drops."""
-    own = {o.method: o for o in body.ranked}
-    merges = body.beaten(own["overlap merge"], "random merge", text)
-    return merges, body.beaten(own["overlap drop"], "random drop", text)
+    by_method = {o.method: o for o in body.ranked}
+    merges = body.beaten(by_method["overlap merge"], "random merge", text)
+    return merges, body.beaten(by_method["overlap drop"], "random drop", text)
 
 
 def _describe_overlaps(body: PruneResults) -> str:
@@ -112,9 +112,9 @@ def _methods_table(body: PruneResults) -> Table:
 
 
 def _method_cells(body: PruneResults, outcome: Outcome, text: int) -> tuple[str, str, str]:
-    own = outcome.texts[text]
-    band = _band(own.increase.value, own.increase.low, own.increase.high)
-    return f"{own.perplexity:.3f}", band, f"{body.beaten(outcome, 'random drop', text)} of {DRAWS}"
+    pruned = outcome.texts[text]
+    band = _band(pruned.increase.value, pruned.increase.low, pruned.increase.high)
+    return f"{pruned.perplexity:.3f}", band, f"{body.beaten(outcome, 'random drop', text)} of {DRAWS}"
 
 
 def card_section(result: Result) -> str:
@@ -122,13 +122,13 @@ def card_section(result: Result) -> str:
     body, chosen = result.body, result.body.chosen
     assert chosen is not None
     table = Table("", ["text", "tokens", "perplexity before", "perplexity", "increase"])
-    for text, own in zip(body.texts, chosen.texts, strict=True):
+    for text, pruned in zip(body.texts, chosen.texts, strict=True):
         table.add(
             Path(text.text).name,
             f"{text.tokens:,}",
             f"{text.perplexity:.3f}",
-            f"{own.perplexity:.3f}",
-            str(own.increase),
+            f"{pruned.perplexity:.3f}",
+            str(pruned.increase),
         )
     return f"""## Pruned
 

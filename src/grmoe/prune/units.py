@@ -60,13 +60,13 @@ def average(
     """
     up, down = (weights[0] * t[members[0]].detach().float() for t in (experts.up, experts.down_proj))
     for e, weight, match in zip(members[1:], weights[1:], matches, strict=True):
-        theirs = experts.up[e].detach().float()
+        other = experts.up[e].detach().float()
         if experts.activation == "swiglu":
-            gate, linear = theirs.chunk(2)
-            theirs = torch.cat([gate[match.order_I], match.sign_I[:, None] * linear[match.order_I]])
+            gate, linear = other.chunk(2)
+            other = torch.cat([gate[match.order_I], match.sign_I[:, None] * linear[match.order_I]])
         else:
-            theirs = theirs[match.order_I]
-        up = up + weight * theirs
+            other = other[match.order_I]
+        up = up + weight * other
         down = down + weight * match.sign_I * experts.down_proj[e].detach().float()[:, match.order_I]
     return up, down
 
@@ -85,9 +85,5 @@ def resized(experts: ExpertWeights, up_EJH: Tensor, down_EHI: Tensor) -> ExpertW
 @torch.no_grad()
 def outputs(experts: ExpertWeights, x_TD: Tensor) -> Tensor:
     """f_e(x) of every expert on every token, (E, T, H) in fp32."""
-    return torch.stack(
-        [
-            (experts.activate(x_TD @ up.T) @ down.T).float()
-            for up, down in zip(experts.up, experts.down_proj, strict=True)
-        ]
-    )
+    weights = zip(experts.up, experts.down_proj, strict=True)
+    return torch.stack([(experts.activate(x_TD @ up.T) @ down.T).float() for up, down in weights])

@@ -110,4 +110,4 @@ def curves(folder: Path) -> dict[str, Any] | None:
 
 def _over_layers(train: list[Line], key: str) -> list[list[float]]:
     layers = [[layer[key] for layer in line["layers"]] for line in train]
-    return [[line[key], min(own), max(own)] for line, own in zip(train, layers, strict=True)]
+    return [[line[key], min(values), max(values)] for line, values in zip(train, layers, strict=True)]

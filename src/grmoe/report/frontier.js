@@ -56,7 +56,7 @@ function pareto(series, chosen, speed) {
       height: 300,
       label: "Perplexity against cost",
       paint(pane) {
-        // Points of several series coincide. The first lies on top, the others show around it.
+        // Points of several series coincide. The first is drawn on top, the others are visible around it.
         for (
           const { name, color, mark: kind, dash, points, line: joined, r, hollow } of [...series].reverse()
         ) {

@@ -28,7 +28,7 @@ function scaleOf({ domain, log }, from, to) {
   return (v) => from + (((log ? Math.log(v) : v) - low) / span) * (to - from);
 }
 
-// The range of values with some room, so that nothing lies on an axis.
+// The range of values with some room, so that no point is on an axis.
 function padded(values, share = 0.06) {
   const finite = values.filter(Number.isFinite);
   const low = Math.min(...finite), high = Math.max(...finite);

@@ -59,9 +59,8 @@ class Router(nn.Module):
         self.num_experts = checks.positive_int("num_experts", num_experts, at_least=2)
         self.selection: Selection = Dense() if selection is None else selection
         if balance and not self.reads_prior:
-            raise ValueError(
-                f"balance must be False for {type(self).__name__}: its gate has no prior to learn"
-            )
+            kind = type(self).__name__
+            raise ValueError(f"balance must be False for {kind}: its gate has no prior to learn")
         self.balance, self.checked = balance, checked
         self.backend: Literal["auto", "reference", "triton"] = "auto"
         self.register_buffer("alpha_value", torch.tensor(checks.alpha("alpha", alpha)))
@@ -70,8 +69,8 @@ class Router(nn.Module):
         self._packed = PackedCopy()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # `gate_operands` describes the methods it was written beside. A subclass that overrides one of them alone
-        # must not run the kernel of the class above.
+        # `gate_operands` describes the `gate`, `select` and `route` of its own class. A subclass that overrides only
+        # these must not run the kernel of its base class.
         super().__init_subclass__(**kwargs)
         depth = {name: i for i, c in reversed(list(enumerate(cls.__mro__))) for name in vars(c)}
         cls._fusable = depth["gate_operands"] <= min(depth[name] for name in ("gate", "select", "route"))

@@ -41,7 +41,7 @@ class GateOperands:
 def _selection_rule(selection: Selection, num_experts: int) -> tuple[int, int, float] | None:
     """(mode, largest number of experts, limit) for the kernel; None for a policy it does not know."""
     count = selection.max_experts(num_experts)
-    # Exact types: a subclass may choose otherwise.
+    # Exact types, because a subclass may select differently.
     if type(selection) is Dense:
         return runtime.DENSE, count, 0.0
     if type(selection) is TopK:

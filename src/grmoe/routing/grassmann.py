@@ -203,8 +203,8 @@ class GrassmannRouter(Router):
 
     def extra_repr(self) -> str:
         kind = "scalar" if self.log_kappa.ndim == 1 else "diagonal"
-        own = f"rank={self.rank}, concentration={kind}, scaling={self.scaling}, prior={self.prior}"
-        return f"{super().extra_repr()}, {own}"
+        options = f"rank={self.rank}, concentration={kind}, scaling={self.scaling}, prior={self.prior}"
+        return f"{super().extra_repr()}, {options}"
 
 
 def _squared_norm(x: Tensor) -> Tensor:

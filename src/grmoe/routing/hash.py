@@ -34,7 +34,7 @@ class HashRouter(Router):
         return torch.randn(self.dim, _BITS, generator=torch.Generator().manual_seed(self.seed))
 
     def check_seed(self) -> None:
-        """Raise if the projections, loaded from a checkpoint, are those of another seed: ids would hash otherwise."""
+        """Raise if projections loaded from a checkpoint belong to another seed, because ids would hash differently."""
         if not self.projection_DB.is_meta and not torch.equal(
             self.projection_DB.float().cpu(), self._projection()
         ):

@@ -57,9 +57,8 @@ class SoftmaxRouter(LinearRouter):
     def losses(self, routing: Routing) -> Tensor:
         loss = super().losses(routing)
         if self.z_loss:
-            loss = loss + self.z_loss * _mean_over_tokens(
-                torch.logsumexp(routing.logits, -1).square().flatten()
-            )
+            squares = torch.logsumexp(routing.logits, -1).square()
+            loss = loss + self.z_loss * _mean_over_tokens(squares.flatten())
         if self.load_loss:
             loss = loss + self.load_loss * load_balancing_loss(routing.probs, routing.selected)
         return loss

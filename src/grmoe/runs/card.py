@@ -1,6 +1,6 @@
-"""The model card: how to load the model, how it was trained, and what was measured of it since.
+"""The model card: how to load the model, how it was trained, and what was measured with it since.
 
-Every command that measures a model writes its own section (`Results.card`). A section stands between two comments,
+Every command that measures a model writes its own section (`Results.card`). A section is enclosed by two comments,
 `<!-- grmoe:dial -->` and `<!-- /grmoe:dial -->`, so that a later one of the same kind replaces it.
 """
 
@@ -47,7 +47,7 @@ def model_card(
 ) -> str:
     """The card of a run, or the card an exported folder came with, for the setting the model has now.
 
-    measured: keep what was measured of this model. False for one whose experts changed.
+    measured: keep the measurements of this model. False if its experts were changed.
     sections: new sections by kind, from the command that writes this card. They replace earlier ones.
     """
     sections = sections or {}
@@ -86,7 +86,7 @@ def put_section(card: str, kind: str, section: str) -> str:
 
 
 def describe_setting(config: GrmoeConfig) -> str:
-    """Router, α and selection as config.json has them, in words."""
+    """Router, α and selection of a configuration as text."""
     alphas = ", ".join(f"{a:g}" for a in dict.fromkeys(config.alphas))
     if config.router in OWN_CHOICE:
         return f"router `{config.router}`, α {alphas}"
@@ -102,11 +102,8 @@ def describe_setting(config: GrmoeConfig) -> str:
 
 def _training(loaded: LoadedModel, checkpoint: Checkpoint) -> str:
     """What the run's log says about the checkpoint."""
-    lines = [
-        line
-        for line in read_log(loaded.path)
-        if line["kind"] == "validation" and line["step"] <= checkpoint.step
-    ]
+    validations = (line for line in read_log(loaded.path) if line["kind"] == "validation")
+    lines = [line for line in validations if line["step"] <= checkpoint.step]
     if not lines:
         return f"Trained for {checkpoint.step} steps."
     last = lines[-1]

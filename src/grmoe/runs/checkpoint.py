@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or not there: written under a temporary name, synced, then renamed.
+"""Atomic checkpoints: written under a temporary name, flushed to disk, then renamed.
 
-A checkpoint is a folder `step-00000100` with PyTorch's distributed checkpoint in it (so that another number of
-processes can read it) and `meta.json` (step, metric, whatever the trainer adds). What a crash leaves behind has a
-temporary name, is never read and is removed by the next save.
+A checkpoint is a folder `step-00000100`. It holds PyTorch's distributed checkpoint, which any number of processes can
+read, and `meta.json` (step, metric, and what the trainer adds). A crash leaves a folder with a temporary name. It is
+never read, and the next save removes it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ META = "meta.json"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be read or written, with its name. `status`: the exit status of a command."""
+    """A checkpoint cannot be read or written. `status`: the exit status of a command."""
 
     def __init__(self, message: str, status: int = 2) -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ class Checkpoint:
 
     @property
     def metric(self) -> float | None:
-        """What `keep_best` compares; smaller is better."""
+        """The number that `keep_best` compares. Smaller is better."""
         return self.meta.get("metric")
 
 
@@ -60,13 +60,13 @@ class Checkpoints:
         self._failure: Exception | None = None
 
     def all(self) -> list[Checkpoint]:
-        """Whole ones, oldest first."""
+        """Complete checkpoints, oldest first."""
         found = []
         for path in self.folder.glob(f"{PREFIX}*"):
             try:
                 meta = json.loads((path / META).read_text())
             except (OSError, ValueError):
-                continue  # not ours, or not whole
+                continue  # not ours, or incomplete
             found.append(Checkpoint(path, int(meta["step"]), meta))
         return sorted(found, key=lambda c: c.step)
 
@@ -82,20 +82,19 @@ class Checkpoints:
     ) -> Checkpoint:
         """Write `state` (tensors, optimiser states, plain values) as the checkpoint of a step.
 
-        All processes call this together. On any failure the earlier checkpoints are as they were.
-        background: copy the state to the CPU, return, and let a thread write it. There is one at a time: the next
-        save waits for it, as `wait` does, and raises what went wrong with it.
+        All processes call this together. A failure leaves earlier checkpoints unchanged.
+        background: copy the state to the CPU, return, and let a thread write it. The next `save` or `wait` waits for
+        the thread and raises its error.
         """
         self.wait()
         if dist.is_initialized() and self._group is None:
-            # A group of its own: what the thread tells other processes must not mix with what training does.
+            # A separate group, because the thread must not mix its messages with those of training.
             self._group = dist.new_group(backend="gloo")
-        _expect_to_be_alone()
+        _ignore_single_process_warning()
         checkpoint = Checkpoint(self.folder / f"{PREFIX}{step:08d}", step, {"step": step, **(meta or {})})
         if background:
-            self._thread = threading.Thread(
-                target=self._write_behind, args=(checkpoint, _copy(state)), daemon=True
-            )
+            copied = (checkpoint, _copy(state))
+            self._thread = threading.Thread(target=self._write_behind, args=copied, daemon=True)
             self._thread.start()
         else:
             self._write(checkpoint, state)
@@ -103,11 +102,11 @@ class Checkpoints:
 
     @property
     def failed(self) -> bool:
-        """Whether the one in the background could not be written; `wait` says why."""
+        """Whether the background write failed. `wait` raises its error."""
         return self._failure is not None
 
     def wait(self) -> None:
-        """Until the one in the background is written; raises what went wrong with it, once."""
+        """Wait for the background write. Raises its error, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -133,8 +132,10 @@ class Checkpoints:
             (writing / META).write_text(json.dumps(checkpoint.meta, indent=1))
             _sync(writing)
             replaced = final.with_name(f"{final.name}.replaced")
-            if final.exists():  # the same step again, after a resume; until the new one stands, this one does
-                if replaced.exists():  # as a crash between the two renames of an earlier time left it
+            if (
+                final.exists()
+            ):  # the same step, after a resume: keep the old one until the new one is in place
+                if replaced.exists():  # left by a crash between the two renames
                     self._remove(replaced)
                 os.rename(final, replaced)
             os.rename(writing, final)
@@ -157,13 +158,13 @@ class Checkpoints:
             if _first():
                 self._clean()
             last = self.latest()
-            kept = f"the last whole one is {last.path}" if last else "there is none yet"
+            kept = f"the last complete one is {last.path}" if last else "there is none yet"
             message = f"could not write checkpoint {final}: {_reason(error)}; {kept}"
             raise CheckpointError(message, status=1) from error
 
     def load(self, checkpoint: Checkpoint, state: dict[str, Any]) -> dict[str, Any]:
-        """Fill `state`, shaped as it was saved, in place where it holds tensors; returns it."""
-        _expect_to_be_alone()
+        """Fill `state`, which has the structure that was saved. Tensors are filled in place. Returns it."""
+        _ignore_single_process_warning()
         try:
             load(state, checkpoint_id=checkpoint.path, no_dist=not dist.is_initialized())
         except (OSError, RuntimeError, CheckpointException) as error:
@@ -180,10 +181,10 @@ class Checkpoints:
                 self._remove(checkpoint.path)
 
     def _remove(self, path: Path) -> None:
-        # Renamed first: a removal that is interrupted must not leave half a checkpoint under a whole name.
-        doomed = self.folder / f"{TEMPORARY}old-{path.name}"
-        os.rename(path, doomed)
-        shutil.rmtree(doomed)
+        # Renamed first, because an interrupted removal must not leave part of a checkpoint under its final name.
+        trash = self.folder / f"{TEMPORARY}old-{path.name}"
+        os.rename(path, trash)
+        shutil.rmtree(trash)
 
     def _clean(self) -> None:
         for path in self.folder.glob(f"{TEMPORARY}*"):
@@ -191,27 +192,27 @@ class Checkpoints:
 
 
 class _Writer(FileSystemWriter):
-    """Fails with what the system said: PyTorch's archive, half written, complains of itself over it."""
+    """Raises the system's error. PyTorch's archive hides it behind an error about the unfinished archive."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            # Here, for only the process that failed has the chain of errors.
+            # Done here, because only the process that failed has the chain of errors.
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__context__
             raise cause or error from None
 
 
-def _expect_to_be_alone() -> None:
-    """PyTorch warns that a single process saves for itself, which is what is meant."""
-    # For good: a filter that is taken back is taken back for all threads, whatever they have set in between.
+def _ignore_single_process_warning() -> None:
+    """PyTorch warns when a single process saves without torch.distributed. That is intended here."""
+    # Never undone, because restoring the filters would also discard those that other threads set meanwhile.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def _copy(state: Any) -> Any:
-    """The same tree with tensors of its own, on the CPU; a sharded tensor's copy is sharded alike."""
+    """A copy of the tree with its tensors on the CPU. Sharded tensors stay sharded."""
     if isinstance(state, dict):
         return {key: _copy(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
@@ -224,7 +225,7 @@ def _first() -> bool:
 
 
 def _by_first(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """The first process does it and the others wait. Where it fails, it fails for all: nobody waits for ever."""
+    """Run `work` on the first process while the others wait. An error is raised on all of them."""
     failure: list[Exception | None] = [None]
     if _first():
         try:
@@ -238,14 +239,14 @@ def _by_first(work: Callable[[], None], group: dist.ProcessGroup | None) -> None
 
 
 def _reason(error: BaseException) -> str:
-    """The cause in one line. PyTorch collects what went wrong in each process, with its stack."""
+    """The cause in one line. PyTorch collects the error of each process with its stack."""
     failures = getattr(error, "failures", {})
     cause = next((failure[0] for failure in failures.values()), error)
     return (str(cause).strip() or type(cause).__name__).splitlines()[-1][:300]
 
 
 def _sync(folder: Path) -> None:
-    """Every file and the folder itself onto the disk: a rename must not overtake what it names."""
+    """Flush every file and the folder itself to disk. The rename must come after this."""
     for file in _files(folder):
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())

@@ -79,13 +79,13 @@ class OptimConfig:
         for name in ("lr", "frames_lr", "kappa_lr", "eps", "weight_decay", "clip"):
             if getattr(self, name) is not None:
                 finite(name, getattr(self, name), at_least=0)
-        for own in ("", "frames_", "kappa_"):
-            warmup, floor = getattr(self, f"{own}warmup"), getattr(self, f"{own}floor")
+        for kind in ("", "frames_", "kappa_"):
+            warmup, floor = getattr(self, f"{kind}warmup"), getattr(self, f"{kind}floor")
             if warmup is not None:
-                positive_int(f"{own}warmup", warmup, at_least=0)
+                positive_int(f"{kind}warmup", warmup, at_least=0)
             if floor is not None:
-                finite(f"{own}floor", floor, at_least=0)
-                require(floor <= 1, f"{own}floor must be at most 1, got {floor}")
+                finite(f"{kind}floor", floor, at_least=0)
+                require(floor <= 1, f"{kind}floor must be at most 1, got {floor}")
         require(len(self.betas) == 2, f"betas must be two numbers, got {self.betas}")
 
 
@@ -152,9 +152,9 @@ class LogConfig:
     every: int = 10
     """Steps between lines."""
     tensorboard: bool = False
-    """Write to the folder `tensorboard` of the run, too."""
+    """Also write to the folder `tensorboard` of the run."""
     wandb: str | None = None
-    """Project of Weights & Biases to write to, too."""
+    """Project of Weights & Biases to write to as well."""
 
     def __post_init__(self) -> None:
         positive_int("every", self.every)
@@ -169,7 +169,7 @@ class CheckpointConfig:
     keep_last: int = 2
     """Number of newest checkpoints to keep."""
     keep_best: bool = True
-    """Keep the checkpoint with the lowest validation loss, too."""
+    """Also keep the checkpoint with the lowest validation loss."""
     background: bool = False
     """Copy the state, and let a thread write it while training continues."""
 
@@ -195,7 +195,7 @@ class TrainConfig:
     compile: bool | None = None
     """Use torch.compile. Default: on a GPU."""
     activation_checkpointing: bool = False
-    """Need less memory, for a third more arithmetic."""
+    """Recompute activations in the backward pass: less memory, a third more arithmetic."""
     model: dict[str, Any] = field(default_factory=dict)
     """A preset (default: `small`; `null` for none) and fields of `GrmoeConfig`: {preset: tiny, router: softmax}."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -209,7 +209,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         positive_int("steps", self.steps)
-        # Made explicit, so that what is shown and saved names the preset.
+        # Explicit, so that printed and saved configurations name the preset.
         object.__setattr__(self, "model", {"preset": "small", **self.model})
         known = ["preset", *_model_fields()]
         for name in self.model:
@@ -235,12 +235,8 @@ class TrainConfig:
 
     def model_config(self, vocab_size: int, end_of_text: int) -> GrmoeConfig:
         """The model's configuration for a tokenizer. Raises if its vocabulary is too small for the tokenizer."""
-        changes = {k: v for k, v in self.model.items() if k != "preset"}
-        changes = {
-            "vocab_size": vocab_size,
-            "bos_token_id": end_of_text,
-            "eos_token_id": end_of_text,
-        } | changes
+        tokens = {"vocab_size": vocab_size, "bos_token_id": end_of_text, "eos_token_id": end_of_text}
+        changes = tokens | {k: v for k, v in self.model.items() if k != "preset"}
         require(
             changes["vocab_size"] >= vocab_size,
             f"model.vocab_size must be at least the data's {vocab_size}, got {changes['vocab_size']}",
@@ -248,8 +244,8 @@ class TrainConfig:
         return GrmoeConfig(**changes) if self.preset is None else preset(self.preset, **changes)
 
 
-# A run may continue with other values of these keys. They change what is shown, what is kept or where it runs, but not
-# what is trained. The data may have moved: a checkpoint knows its checksum.
+# Keys that may change when a run is resumed. They change what is logged, what is kept or where it runs, but not what
+# is trained. The data may have moved, because a checkpoint stores its checksum.
 _MAY_CHANGE_ON_RESUME = (
     "out", "device", "compile", "activation_checkpointing", "data.path", "data.micro_batch_size", "validation", "log",
     "checkpoint", "parallel",

@@ -1,4 +1,4 @@
-"""Write a model in memory as a folder that everything in the Hugging Face world loads."""
+"""Write a model in memory as a folder that Hugging Face libraries load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def export(
 ) -> Checkpoint:
     """Export a run's checkpoint ("best", "last" or a step). Returns the checkpoint."""
     check_place(run, out)
-    saved_config(run)  # an exported folder is no run
+    saved_config(run)  # raises for an exported folder
     loaded = open_model(run, which, alpha, device="cpu", dtype=dtype)
     write_model(loaded, out, model_card(loaded, out.name))
     assert loaded.checkpoint is not None
@@ -37,10 +37,10 @@ def export(
 
 
 def write_model(loaded: LoadedModel, out: Path, card: str) -> Path:
-    """Write safetensors, configuration, tokenizer, remote code and the card: the whole folder or nothing.
+    """Write safetensors, configuration, tokenizer, remote code and the card, atomically.
 
     Weights, dtype and dial are those in memory. The run or folder the model came from does not change. Other files
-    of an exported folder (a licence, say) come along.
+    of an exported folder (for example a licence) are copied.
     """
     check_place(loaded.path, out)
     with replace_folder(out) as writing:
@@ -49,7 +49,7 @@ def write_model(loaded: LoadedModel, out: Path, card: str) -> Path:
             for file in sorted(loaded.tokenizer_folder.iterdir()):
                 shutil.copyfile(file, writing / file.name)
         else:
-            # Copies, also where the folder holds links into a cache of downloads.
+            # Copies the content, because the folder may hold links into a download cache.
             skipped = shutil.ignore_patterns(*_WEIGHTS, *(p.name for p in writing.iterdir()))
             shutil.copytree(loaded.path, writing, ignore=skipped, dirs_exist_ok=True)
         export_remote_code(writing)
@@ -58,20 +58,20 @@ def write_model(loaded: LoadedModel, out: Path, card: str) -> Path:
 
 
 def check_place(source: Path, out: Path) -> None:
-    """Refuse to overwrite anything but an exported model. Ask this before minutes are spent."""
+    """Refuse to overwrite anything but an exported model. Call it before long work."""
     place = out.resolve()
     checks.require(
         not (source / "config.json").is_file() or source.resolve() not in (place, *place.parents),
-        f"out must lie outside the model's own folder {source}, got {out}",
+        f"out must be outside the model's own folder {source}, got {out}",
     )
     checks.require(
         not out.exists() or _is_export(out),
-        f"{out} exists and is no exported model; give another folder (--out)",
+        f"{out} exists and is not an exported model; give another folder (--out)",
     )
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether a folder holds a model of grmoe, or nothing at all."""
+    """Whether a folder is empty or holds a model of grmoe."""
     try:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""A run's folder: what was asked for, what it ran on, and what happened.
+"""A run's folder: its configuration, its environment, its log and its checkpoints.
 
 config.yaml        the resolved configuration       environment.json   revision, versions, device, command
-log.jsonl          one line for each logged step    checkpoints/       see `grmoe.runs.checkpoint`
-tokenizer/         a copy, so that a run can be used where its data are not
+log.jsonl          one line per logged step         checkpoints/       see `grmoe.runs.checkpoint`
+tokenizer/         a copy, so that a run works without its data
 """
 
 from __future__ import annotations
@@ -69,29 +69,26 @@ def find_checkpoint(folder: Path, which: str = "best") -> tuple[TrainConfig, Che
 
 
 def find_start(config: TrainConfig, resume: bool) -> Checkpoint | None:
-    """The checkpoint to go on from; None for a fresh start. Refuses to mix two runs in one folder."""
+    """The checkpoint to continue from; None for a new run. Refuses to mix two runs in one folder."""
     folder = Path(config.out)
     latest = checkpoints_of(folder, config).latest()
     if latest is None:
         return None
     if not resume:
         raise ValueError(
-            f"{folder} holds a run at step {latest.step}: go on with it (--resume), or give this one another folder "
-            "(out=…)"
+            f"{folder} holds a run at step {latest.step}: continue it with --resume, or choose another folder (out=…)"
         )
-    changed = [
-        d for d in differences(to_dict(saved_config(folder)), to_dict(config)) if not may_change_on_resume(d)
-    ]
+    found = differences(to_dict(saved_config(folder)), to_dict(config))
+    changed = [difference for difference in found if not may_change_on_resume(difference)]
     if changed:
         raise ValueError(
-            f"{folder} was trained with other settings, and going on with these would be another run: "
-            f"{'; '.join(changed)}"
+            f"{folder} was trained with other settings, and these cannot change on resume: {'; '.join(changed)}"
         )
     return latest
 
 
 def open_folder(config: TrainConfig, start: Checkpoint | None, data: TokenDataset) -> None:
-    """Write what the run is; lines of the log that the checkpoint has not seen are dropped."""
+    """Write configuration, environment and tokenizer. Drop log lines that are newer than the checkpoint."""
     folder = Path(config.out)
     folder.mkdir(parents=True, exist_ok=True)
     if start is None or not (folder / TOKENIZER).is_dir():
@@ -116,9 +113,9 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def tokenizer_of(folder: Path, config: TrainConfig) -> Path:
-    """The folder of a run's tokenizer: its own copy, or the data's for a run that was begun without one."""
-    own = folder / TOKENIZER
-    return own if own.is_dir() else TokenDataset(config.data.path).tokenizer_folder
+    """The folder of a run's tokenizer: its own copy, or the one of the data for an older run without a copy."""
+    copy = folder / TOKENIZER
+    return copy if copy.is_dir() else TokenDataset(config.data.path).tokenizer_folder
 
 
 def vocabulary(tokenizer: Path) -> tuple[int, int]:
@@ -126,12 +123,12 @@ def vocabulary(tokenizer: Path) -> tuple[int, int]:
     named = load_tokenizer(str(tokenizer))
     size = max(named.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     end = named.tokenizer.token_to_id(named.special["eos_token"])
-    assert end is not None  # no tokenizer is loaded without one
+    assert end is not None  # `load_tokenizer` raises if there is none
     return size, end
 
 
 def data_checksum(folder: Path) -> str:
-    """What prepared data are known by, wherever they lie."""
+    """Identifies prepared data, independent of its path."""
     return hashlib.sha256((folder / INDEX).read_bytes()).hexdigest()
 
 
@@ -143,7 +140,7 @@ def first_start(folder: Path) -> str:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log; one that a crash cut off is left out."""
+    """The lines of a run's log. A line that a crash cut off is left out."""
     lines = []
     try:
         text = (folder / LOG).read_text()
@@ -158,10 +155,10 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def load_keys(line: dict[str, Any]) -> tuple[str, str]:
-    """Names of the load and its CV that tell experts apart in a line of the log.
+    """Keys of the load and its CV in a line of the log.
 
-    Load is the share of tokens an expert receives. Without selection every expert receives every token; there it is
-    the share of tokens that an expert leads.
+    Load is the share of tokens an expert receives. Without selection every expert receives every token. The keys then
+    name the share of tokens that an expert leads.
     """
     layer = line["layers"][0]
     dense = line["experts_per_token"] == len(layer["load"]) and "leading_load" in layer
@@ -169,7 +166,7 @@ def load_keys(line: dict[str, Any]) -> tuple[str, str]:
 
 
 def environment() -> dict[str, Any]:
-    """Enough to know later what produced the numbers."""
+    """What is needed to reproduce the numbers: command, versions, device."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -184,7 +181,7 @@ def environment() -> dict[str, Any]:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of those that are installed."""
+    """Versions of the packages that are installed."""
     found = {}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -193,7 +190,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def _revision() -> str | None:
-    """The commit of grmoe's own source, with + where it was changed; None for an installed package."""
+    """The commit of grmoe's source, with "+" if files were changed. None for an installed package."""
     here = Path(grmoe.__file__).parent
     if not (here.parent.parent / ".git").exists():
         return None

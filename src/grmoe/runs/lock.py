@@ -1,6 +1,6 @@
-"""One training per folder: two would write into each other's log and remove each other's checkpoints.
+"""One training per folder. Two would mix their logs and remove each other's checkpoints.
 
-The lock is the kernel's, on an open file. A process that dies, even by kill -9, releases it, so a lock is never stale.
+The operating system holds the lock on an open file. It ends with the process, even after kill -9, so it is never stale.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from grmoe.parallel.world import World, any_process
 
 _LOCK = ".lock"
-# Some network file systems have no locks; a run there is as safe as it was without.
+# Errors of network file systems without locks. A run there continues without one.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, world: World) -> Iterator[None]:
-    """Hold the folder for this run; raises on all of its processes if another run does. Creates the folder."""
+    """Lock the folder, and create it if needed. Raises on all processes if another run holds the lock."""
     path = folder / _LOCK
     with contextlib.ExitStack() as held:
         taken = held.enter_context(_locked(path)) if world.first else True
@@ -36,10 +36,10 @@ def lock_folder(folder: Path, world: World) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Whether the lock was free; then it is ours until the end."""
+    """Yield whether the lock was free. If so, hold it until the context ends."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")  # not "w": the holder's name stands in it
+        file = path.open("a")  # not "w", which would erase the name of the holder
     except OSError as error:
         raise OSError(f"cannot write {path}: {error.strerror}") from error
     with file:
@@ -51,7 +51,7 @@ def _locked(path: Path) -> Iterator[bool]:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+        with contextlib.suppress(OSError):  # on a full disk the lock works without a name
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()

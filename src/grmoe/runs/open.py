@@ -1,4 +1,4 @@
-"""Open a model to look at, wherever it lies: the folder of a run, or an exported one."""
+"""Open a trained model from the folder of a run or of an exported model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ from grmoe.model import GrmoeForCausalLM
 from grmoe.model.presets import find_config
 from grmoe.runs.checkpoint import Checkpoint
 from grmoe.runs.config import TrainConfig
-from grmoe.runs.folder import (
-    CONFIG,
-    checkpoints_of,
-    data_checksum,
-    find_checkpoint,
-    tokenizer_of,
-    vocabulary,
-)
+from grmoe.runs.folder import CONFIG, checkpoints_of, data_checksum, find_checkpoint, tokenizer_of, vocabulary
 from grmoe.runs.state import gather
 
 
@@ -53,10 +46,10 @@ class LoadedModel:
     def is_run(self) -> bool:
         return self.checkpoint is not None
 
-    def held_out(self, give: str = "--text FILE") -> TokenDataset:
+    def held_out(self) -> TokenDataset:
         """The validation split, or an error that says why there is none and what to give instead."""
         if self.data is None:
-            raise ValueError(f"{self.path} has no held-out text ({self.no_data}): give {give}")
+            raise ValueError(f"{self.path} has no held-out text ({self.no_data}): give --text FILE")
         return self.data
 
 
@@ -72,8 +65,8 @@ def open_model(
     alpha: replaces the dial saved with the model.
     device: "auto" is the GPU, if there is one.
     dtype: of everything but the routers, which stay in fp32. None keeps the saved one, which is fp32 for a run.
-        "served" turns a run into bf16 on a GPU: that is how it will be used.
-    A run whose data moved, vanished or changed opens all the same, without text.
+        "served" turns a run into bf16 on a GPU, the precision it is served in.
+    A run opens without text if its data was moved, removed or changed.
     """
     path = Path(path)
     place = find_device(device)
@@ -115,9 +108,7 @@ def _open_run(run: Path, which: str) -> LoadedModel:
 
 def _open_export(folder: Path) -> LoadedModel:
     if not (folder / "tokenizer.json").is_file():
-        raise ValueError(
-            f"{folder} must hold a saved model with its tokenizer, got one without tokenizer.json"
-        )
+        raise ValueError(f"{folder} must hold a saved model with its tokenizer: tokenizer.json is missing")
     find_config(folder)  # a model of another kind is refused by name
     model: Any = GrmoeForCausalLM.from_pretrained(folder, dtype="auto")
     return LoadedModel(

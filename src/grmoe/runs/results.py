@@ -1,8 +1,8 @@
-"""One envelope for the results.json of every command: what was measured, of which model, on which machine.
+"""One envelope for the results.json of every command: what was measured, on which model, on which machine.
 
 `grmoe dial`, `eval`, `analyze` and `prune` write it beside the model they measured. `grmoe report` and the model card
-read it. Each command owns the `body` and, in `card`, its Markdown section of the model card, so nobody has to know
-the keys of another command's body.
+read it. Each command owns the `body` and, in `card`, its Markdown section of the model card, so no command
+reads the body of another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grmoe.hardware import device_name
 from grmoe.runs.folder import CONFIG
 from grmoe.runs.open import LoadedModel
 
-FORMAT = 2  # raised whenever a body changes its meaning; older files are refused
+FORMAT = 2  # increased when the meaning of a body changes; older files are refused
 _RESULTS = "results.json"
 # The command that makes each kind of results, and the folder they go to.
 COMMANDS = {"dial": "dial", "eval": "eval", "analysis": "analyze", "prune": "prune"}
@@ -62,12 +62,12 @@ class Results:
 
 
 def results_folder(model: Path, kind: str) -> Path:
-    """Inside a run's folder; beside an exported one, which is passed on and must not change."""
+    """Inside a run's folder, but next to an exported model, because an exported folder must not change."""
     return model / kind if (model / CONFIG).is_file() else model.with_name(f"{model.name}-{kind}")
 
 
 def save_results(loaded: LoadedModel, kind: str, body: Any, out: Path, card: str = "") -> Path:
-    """Write OUT/results.json, whole or not at all. body: a dataclass, or plain data."""
+    """Write OUT/results.json atomically. body: a dataclass, or plain data."""
     model = loaded.model
     results = Results(
         kind=kind,
@@ -93,28 +93,28 @@ def load_results(path: Path, kind: str) -> Results:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ResultsError(f"{path} is damaged ({error})", _again(path, kind)) from error
+        raise ResultsError(f"{path} is damaged ({error})", _command_of(path, kind)) from error
     if not isinstance(found, Mapping) or found.get("format") != FORMAT or found.get("kind") != kind:
-        raise ResultsError(f"{path} was written by another version of grmoe", _again(path, kind))
+        raise ResultsError(f"{path} was written by another version of grmoe", _command_of(path, kind))
     missing = [f.name for f in fields(Results) if f.name not in found]
     if missing:
-        raise ResultsError(f"{path} is damaged (without {', '.join(missing)})", _again(path, kind))
+        raise ResultsError(f"{path} is damaged (without {', '.join(missing)})", _command_of(path, kind))
     return Results(**{f.name: found[f.name] for f in fields(Results)})
 
 
 def find_results(model: Path, kind: str) -> Results | None:
-    """What a command left for a model; None where it was never run."""
+    """The results of a command for a model; None if it was never run."""
     path = results_folder(model, kind) / _RESULTS
     return load_results(path, kind) if path.is_file() else None
 
 
-def check_results(model: Path, own: str) -> None:
-    """Refuse results that a model card could not show, before minutes are spent.
+def check_results(model: Path, measured: str) -> None:
+    """Raise before long work if old results of another kind cannot be shown in a model card.
 
-    own: the kind that is about to be measured. Its old results do not matter.
+    measured: the kind that will be measured. Its old results do not matter.
     """
     for kind in COMMANDS:
-        if kind != own:
+        if kind != measured:
             find_results(model, kind)
 
 
@@ -123,7 +123,7 @@ def remake(model: Path | str, kind: str) -> str:
     return f"grmoe {COMMANDS[kind]} {shlex.quote(str(model))}"
 
 
-def _again(path: Path, kind: str) -> str:
+def _command_of(path: Path, kind: str) -> str:
     model = path.parent.parent
     if not (model / CONFIG).is_file():
         model = path.parent.with_name(path.parent.name.removesuffix(f"-{kind}"))
@@ -131,7 +131,7 @@ def _again(path: Path, kind: str) -> str:
 
 
 def plain(value: Any, digits: int | None = None) -> Any:
-    """Data that JSON knows: dataclasses become dicts, arrays lists, NaN and Inf null.
+    """Data for JSON: dataclasses become dicts, arrays lists, NaN and Inf null.
 
     digits: significant digits of every float; None keeps all of them.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model and its optimisers, by parameter name, so that any number of processes reads it.
+"""The state of a model and its optimisers by parameter name, which any number of processes can read.
 
     state = gather(model, optimizers)                        # refers to the live tensors
     checkpoints.save(step, state)
@@ -6,8 +6,7 @@
     state = checkpoints.load(latest, gather(model, optimizers))
     restore(model, optimizers, state)
 
-Moments and options are stored with the parameter they belong to. How parameters are sharded, and which of them share
-a group, may differ between the two.
+Moments and options are stored per parameter. Sharding and parameter groups may differ between saving and loading.
 """
 
 from __future__ import annotations
@@ -18,22 +17,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Optimizer
 
 from grmoe import checks
 from grmoe.optim import GrassmannAdam
-from grmoe.parallel.world import World
 
-# How a step is computed is up to the machine; what it computes is part of the run.
+# Options that change how a step is computed, but not its result. They are not saved.
 _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
 def gather(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """{"model": tensors, "moments": optimiser states, "groups": their options}, for `Checkpoints` to write or fill.
 
-    A parameter that was never stepped has the moments it would start with: a checkpoint has the same entries at
-    every step.
+    A parameter without a step has its initial moments, so that a checkpoint has the same entries at every step.
     """
     names = _names(model)
     moments, groups = {}, []
@@ -44,15 +40,15 @@ def gather(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
             options = {key: _plain(value) for key, value in group.items() if key not in _IMPLEMENTATION}
             groups.append({"params": [names[p] for p in group["params"]], **options})
     tensors = {name: tensor.detach() for name, tensor in _once(model)}
-    # One string: as a tree, every option of every group would be an entry of the checkpoint.
+    # One string, because in a tree every option of every group would be a separate entry of the checkpoint.
     return {"model": tensors, "moments": moments, "groups": json.dumps(groups)}
 
 
 @torch.no_grad()
 def restore(model: nn.Module, optimizers: Sequence[Optimizer], state: dict[str, Any]) -> None:
-    """Put a loaded state into model and optimisers, moments, rates and all other options.
+    """Put a loaded state into a model and its optimisers: weights, moments, rates and all other options.
 
-    The optimisers take its tensors over: what `gather` gave of a run that still lives would be stepped by both.
+    The optimisers keep its tensors. Do not pass a state that `gather` made from a model that continues training.
     """
     for name, tensor in _once(model):
         tensor.copy_(state["model"][name])
@@ -65,39 +61,27 @@ def restore(model: nn.Module, optimizers: Sequence[Optimizer], state: dict[str, 
         packed = optimizer.state_dict()
         entries = {}
         for group, live in zip(packed["param_groups"], optimizer.param_groups, strict=True):
-            own = [names[p] for p in live["params"]]
-            same = all(options[name] == options[own[0]] for name in own)
-            checks.require(same, f"parameters of one group must have been saved with the same options: {own}")
-            group.update(options[own[0]])
-            for index, name in zip(group["params"], own, strict=True):
+            members = [names[p] for p in live["params"]]
+            same = all(options[name] == options[members[0]] for name in members)
+            checks.require(
+                same, f"parameters of one group must have been saved with the same options: {members}"
+            )
+            group.update(options[members[0]])
+            for index, name in zip(group["params"], members, strict=True):
                 if state["moments"][name]["step"] > 0:
                     entries[index] = state["moments"][name]
         optimizer.load_state_dict({"state": entries, "param_groups": packed["param_groups"]})
 
 
-@torch.no_grad()
-def full_state_dict(model: nn.Module, world: World) -> dict[str, Tensor] | None:
-    """Whole CPU tensors by name, on the first process; None elsewhere. All processes call it together."""
-    whole: dict[str, Tensor] = {}
-    seen: dict[int, Tensor] = {}
-    for name, tensor in _all(model):
-        if id(tensor) not in seen:
-            # One tensor at a time: the whole model need not fit into a device.
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            seen[id(tensor)] = full.cpu().clone() if world.first else torch.empty(0)
-        whole[name] = seen[id(tensor)]
-    return whole if world.first else None
-
-
 def _all(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers; a tied parameter under each of its names."""
-    # FSDP's hooks put shards in the place of gathered parameters; compiling adds a prefix to names.
+    """Parameters and persistent buffers. A tied parameter appears under each of its names."""
+    # `state_dict`, because FSDP's hooks then return shards instead of gathered parameters. Compiling adds a prefix.
     for name, tensor in model.state_dict(keep_vars=True).items():
         yield name.replace("_orig_mod.", ""), tensor
 
 
 def _once(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The same, a tied parameter under its first name only."""
+    """The same, but a tied parameter appears only under its first name."""
     seen = set()
     for name, tensor in _all(model):
         if id(tensor) not in seen:

@@ -96,10 +96,8 @@ class Service:
             alphas = self.alphas(request.alpha)
         except ValueError as error:
             raise Invalid(str(error), "alpha") from error
-        max_prompt, max_tokens = (
-            self._token_limit(self.options.max_prompt),
-            self._token_limit(self.options.max_tokens),
-        )
+        max_prompt = self._token_limit(self.options.max_prompt)
+        max_tokens = self._token_limit(self.options.max_tokens)
         if not ids:
             raise Invalid(f"{field} must hold at least one token", field)
         if len(ids) > max_prompt:
@@ -232,7 +230,7 @@ class Service:
                 return _json(status, error_body(error.failure.message, status), {"retry-after": "1"})
             except ClientDisconnect:
                 self._log(http, 499, None, "gone")
-                return Response(status_code=400)  # nobody reads it
+                return Response(status_code=400)  # the client does not read it
 
         return checked
 

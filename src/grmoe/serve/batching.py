@@ -24,7 +24,7 @@ from grmoe.routing import Router, Routing, routers
 from grmoe.serve.near_ties import clear_experts
 from grmoe.serve.sampling import TokenSampler
 
-# A sequence with that many near ties leaves the batch for good: this bounds the work.
+# A sequence with this many near ties leaves the batch permanently, which bounds the work.
 MAX_TIES = 4
 
 
@@ -195,13 +195,12 @@ class BatchGenerator:
     def _rows(self, sequence: Sequence, before: dict[int, int], layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values (1, heads, length, width) of a sequence in a layer."""
         if sequence.cache is not None:
-            own: Any = sequence.cache.layers[layer]
-            return own.keys, own.values
+            cached: Any = sequence.cache.layers[layer]
+            return cached.keys, cached.values
         row = before[id(sequence)]
         joint: Any = self.cache.layers[layer]
-        return joint.keys[row : row + 1, :, self.pads[row] :], joint.values[
-            row : row + 1, :, self.pads[row] :
-        ]
+        used = (slice(row, row + 1), slice(None), slice(self.pads[row], None))
+        return joint.keys[used], joint.values[used]
 
 
 def set_alphas(found: list[Router], alphas: list[tuple[float, ...]]) -> None:

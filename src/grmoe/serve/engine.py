@@ -100,9 +100,8 @@ class Engine:
                 raise Refused(Failed(503, self.closing or "the engine has stopped"))
             free = self.concurrency - len(self.running)
             if len(self.waiting) >= self.queue + max(0, free):
-                busy = (
-                    f"{len(self.running)} requests are running and {len(self.waiting)} wait; try again later"
-                )
+                running, waiting = len(self.running), len(self.waiting)
+                busy = f"{running} requests are running and {waiting} wait; try again later"
                 raise Refused(Failed(429, busy))
             self.waiting.append(job)
             self._change.notify()

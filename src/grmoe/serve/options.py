@@ -1,4 +1,4 @@
-"""Everything `grmoe serve` can be told. Imports nothing heavy: the command line takes its defaults from here."""
+"""The options of `grmoe serve`. Imports nothing heavy, because the command line takes its defaults from here."""
 
 from __future__ import annotations
 

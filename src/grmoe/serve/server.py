@@ -128,7 +128,5 @@ def _describe(service: Service, host: str, port: int) -> list[str]:
     if options.api_key is None and not host.startswith("127.") and host != "::1":
         lines.append("no key is set: everyone who reaches this address is answered; set GRMOE_API_KEY")
     if generator.together and not generator.repeat_ties:
-        lines.append(
-            "16-bit batches round differently from single requests: answers may differ from offline ones"
-        )
+        lines.append("16-bit batches round differently: answers may differ from those of single requests")
     return lines

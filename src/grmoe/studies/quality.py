@@ -174,20 +174,20 @@ def rows(runs: list[Run]) -> list[dict[str, Any]]:
     found = []
     ours = {r.seed: r.loss for r in runs if r.method == "grmoe"}
     for method in dict.fromkeys(r.method for r in runs):
-        mine = [r for r in runs if r.method == method]
-        paired = [r.loss - ours[r.seed] for r in mine if r.seed in ours]
-        row: dict[str, Any] = {"method": method, "label": METHODS[method].label, "seeds": len(mine)}
+        method_runs = [r for r in runs if r.method == method]
+        paired = [r.loss - ours[r.seed] for r in method_runs if r.seed in ours]
+        row: dict[str, Any] = {"method": method, "label": METHODS[method].label, "seeds": len(method_runs)}
         for name in ("loss", "perplexity", "load_cv"):
-            values = [getattr(r, name) for r in mine]
+            values = [getattr(r, name) for r in method_runs]
             row |= {name: statistics.mean(values), f"{name}_interval": student(values)}
         row["over_grmoe"] = statistics.mean(paired) if paired else None
         row["over_grmoe_interval"] = student(paired)
-        row["min_load"] = min(r.min_load for r in mine)
-        row["collapsed"] = sum(r.collapsed for r in mine)
-        row["collapsed_paper"] = sum(r.collapsed_paper for r in mine)
-        row["entropy"] = statistics.mean(r.entropy for r in mine)
-        row["experts_per_token"] = statistics.mean(r.experts_per_token for r in mine)
-        row["tokens"] = mine[0].tokens
+        row["min_load"] = min(r.min_load for r in method_runs)
+        row["collapsed"] = sum(r.collapsed for r in method_runs)
+        row["collapsed_paper"] = sum(r.collapsed_paper for r in method_runs)
+        row["entropy"] = statistics.mean(r.entropy for r in method_runs)
+        row["experts_per_token"] = statistics.mean(r.experts_per_token for r in method_runs)
+        row["tokens"] = method_runs[0].tokens
         found.append(row)
     return found
 
@@ -227,11 +227,8 @@ def show(result: Result) -> Iterator[Table | str]:
 def save(result: Result, out: Path) -> dict[str, Path]:
     """results.json with every run, table.md with the means, curves.png with the first seed of each method."""
     plan, shown = result.plan, table(result.runs)
-    content = {
-        "config": to_yaml(plan.base),
-        "rows": rows(result.runs),
-        "runs": [asdict(r) for r in result.runs],
-    }
+    runs = [asdict(r) for r in result.runs]
+    content = {"config": to_yaml(plan.base), "rows": rows(result.runs), "runs": runs}
     out.mkdir(parents=True, exist_ok=True)
     written = {"Numbers": out / "results.json", "Table": out / "table.md"}
     write_file(written["Numbers"], json.dumps(content, indent=1).encode())

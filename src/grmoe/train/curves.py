@@ -34,10 +34,7 @@ def draw_curves(runs: list[Path], path: Path, unigram: float | None = None) -> P
             loss.annotate("unigram model", (0, math.log(unigram)), **place)
         loss.set(title="loss, nats per token (dots: validation)", ylim=_loss_range(logs, unigram))
         imbalance.set(title="load imbalance: CV over experts (band: layers)", ylim=(0, None))
-        load.set(
-            title="tokens received (dense: led) over the fair share, least and most used expert",
-            ylim=(0, None),
-        )
+        load.set(title="tokens of the least and most used expert / fair share (dense: led)", ylim=(0, None))
         entropy.set(title="entropy of the gate, nats (band: layers)", ylim=(0, None))
         for ax in (loss, imbalance, load, entropy):
             ax.set_xlabel("step")
@@ -87,18 +84,15 @@ def _loss(
     ax: Any, name: str, color: str, train: list[dict[str, Any]], held_out: list[dict[str, Any]]
 ) -> None:
     ax.plot([t["step"] for t in train], [t["loss"] for t in train], color=color, lw=1, alpha=0.6)
-    label = name
-    if held_out:
-        label = f"{name}: validation perplexity {held_out[-1]['perplexity']:.2f}"
+    label = f"{name}: validation perplexity {held_out[-1]['perplexity']:.2f}" if held_out else name
     ax.plot([v["step"] for v in held_out], [v["loss"] for v in held_out], "o", color=color, ms=4, label=label)
 
 
 def _band(ax: Any, name: str, color: str, train: list[dict[str, Any]], key: str) -> None:
     steps = [t["step"] for t in train]
     layers = [[layer[key] for layer in t["layers"]] for t in train]
-    ax.fill_between(
-        steps, [min(v) for v in layers], [max(v) for v in layers], color=color, alpha=0.15, linewidth=0
-    )
+    low, high = [min(v) for v in layers], [max(v) for v in layers]
+    ax.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
     ax.plot(steps, [t[key] for t in train], color=color, lw=1.5, label=name)
 
 

@@ -1,4 +1,4 @@
-"""The world outside the loop: signals that end it, and the clock that measures it."""
+"""Signals that end the training loop, and the clock that measures its speed."""
 
 from __future__ import annotations
 

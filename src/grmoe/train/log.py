@@ -225,7 +225,7 @@ def describe(line: dict[str, Any]) -> str:
 
 
 def describe_load(line: dict[str, Any]) -> str:
-    """Balance in words: of received tokens, or of leading experts where every expert computes every token."""
+    """Balance as text: of received tokens, or of leading experts where every expert computes every token."""
     if all(layer["experts_per_token"] == len(layer["load"]) for layer in line["layers"]):
         return f"leading CV {line['leading_cv']:.2f}  leads at least {line['leading_min_load']:.3f}"
     return f"CV {line['load_cv']:.2f}  min load {line['min_load']:.3f}"

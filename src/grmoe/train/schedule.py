@@ -36,16 +36,16 @@ def prior_rate(config: TrainConfig, step: int) -> float:
     return config.routing.prior_rate * rate_factors(config, step)["weights"]
 
 
-def alphas_at(config: TrainConfig, own: Sequence[float], step: int) -> list[float]:
-    """α of each MoE layer. `own` are the model's own values, which validation and the saved model use."""
+def alphas_at(config: TrainConfig, model_alphas: Sequence[float], step: int) -> list[float]:
+    """α of each MoE layer. `model_alphas` are those of validation and of the saved model."""
     low, high = config.alpha.low, config.alpha.high
     if config.alpha.schedule == "anneal":
         done = step / max(1, config.steps - 1)
-        return [low ** (1 - done) * a**done for a in own]
+        return [low ** (1 - done) * a**done for a in model_alphas]
     if config.alpha.schedule == "sample":
         drawn = random.Random(f"{config.seed}/{step}").uniform(math.log(low), math.log(high))
-        return [math.exp(drawn)] * len(own)
-    return list(own)
+        return [math.exp(drawn)] * len(model_alphas)
+    return list(model_alphas)
 
 
 def remember_peaks(optimizers: Iterable[Optimizer]) -> None:

@@ -1,4 +1,4 @@
-"""What `grmoe train` says when a run ends: how good the model is, where everything is, what to do next."""
+"""What `grmoe train` prints when a run ends: validation, and the files written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grmoe.train.loop import Outcome
 class Summary:
     outcome: Outcome
     perplexity: float | None
-    """The last validation's. None where nothing tells it: the run had ended before and its log is gone."""
+    """Of the last validation. None if unknown: the run had already ended and its log was removed."""
     domains: dict[str, float]
     """Its loss by domain, in nats per token."""
     unigram: float
@@ -33,7 +33,7 @@ def summarize(config: TrainConfig, outcome: Outcome) -> Summary:
     lines = read_log(outcome.folder)
     held_out = [line for line in lines if line["kind"] == "validation"]
     perplexity, domains = None, {}
-    if outcome.validation is not None:  # known even if somebody has removed the log
+    if outcome.validation is not None:  # known even if the log was removed
         perplexity, domains = outcome.validation.perplexity, outcome.validation.domains
     elif held_out:
         perplexity, domains = held_out[-1]["perplexity"], held_out[-1]["domains"]

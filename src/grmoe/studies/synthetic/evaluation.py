@@ -17,6 +17,12 @@ from grmoe.routing.metrics import COLLAPSE_FRACTION, summarize
 from grmoe.studies.synthetic.task import Task
 from grmoe.studies.synthetic.training import StackedRouters, Trained, mixture_output
 
+# Figures of `RoutingMetrics` that a score keeps.
+_METRICS = (
+    "load_cv", "min_load", "collapsed", "collapsed_paper", "leading_cv", "leading_min_load", "entropy",
+    "experts_per_token",
+)  # fmt: skip
+
 
 @dataclass(kw_only=True)
 class SeedScore:
@@ -74,16 +80,9 @@ def score(task: Task, trained: Trained, x_SBD: Tensor, label_SB: Tensor, group: 
             SeedScore(
                 accuracy=accuracy,
                 share=accuracy / float(oracle_S[s]),
-                load_cv=metrics.load_cv,
-                min_load=metrics.min_load,
-                collapsed=metrics.collapsed,
-                collapsed_paper=metrics.collapsed_paper,
-                leading_cv=metrics.leading_cv,
-                leading_min_load=metrics.leading_min_load,
                 leading_collapsed=metrics.leading_min_load < COLLAPSE_FRACTION / N,
-                entropy=metrics.entropy,
-                experts_per_token=metrics.experts_per_token,
                 loss=float(loss_S[s]),
+                **{name: getattr(metrics, name) for name in _METRICS},
             )
         )
     return scores

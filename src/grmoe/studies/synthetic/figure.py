@@ -53,16 +53,9 @@ def _strip(axes: Any, result: SettingResult, value: Callable[[SeedScore], float]
 
 def _accuracy(axes: Any, result: SettingResult) -> None:
     _strip(axes, result, lambda s: 100 * s.accuracy)
-    axes.axvline(100 * result.oracle_accuracy, color=RIVAL, lw=1.2)
-    axes.text(
-        100 * result.oracle_accuracy - 0.6,
-        -0.75,
-        "Bayes oracle",
-        color=RIVAL,
-        fontsize=9,
-        ha="right",
-        va="center",
-    )
+    oracle = 100 * result.oracle_accuracy
+    axes.axvline(oracle, color=RIVAL, lw=1.2)
+    axes.text(oracle - 0.6, -0.75, "Bayes oracle", color=RIVAL, fontsize=9, ha="right", va="center")
     axes.axvline(100 / result.num_experts, color=_OTHERS, lw=1, ls=":")
     axes.set_xlim(0, 103)
     axes.set_xlabel("tokens sent to the right expert, % (dotted: chance)")
@@ -77,18 +70,11 @@ def _load(axes: Any, result: SettingResult) -> None:
         stats = Row.of(method, N)
         starved = stats.leading_collapsed if stats.dense else stats.collapsed
         if starved:
-            axes.text(
-                11,
-                row - 0.42,
-                f"{starved}/{stats.seeds} " + ("without a lead" if stats.dense else "collapsed"),
-                color=RIVAL,
-                fontsize=7.5,
-                va="center",
-            )
+            text = f"{starved}/{stats.seeds} {'without a lead' if stats.dense else 'collapsed'}"
+            axes.text(11, row - 0.42, text, color=RIVAL, fontsize=7.5, va="center")
     axes.set_xlim(-4, None)
-    axes.set_xlabel(
-        "tokens the least used expert receives (vMF, GrMoE: leads),\n% of the fair share (red: < 10 %)"
-    )
+    received = "tokens the least used expert receives (vMF, GrMoE: leads)"
+    axes.set_xlabel(f"{received},\n% of the fair share (red: < 10 %)")
     axes.set_title("Is an expert starving?", loc="left", fontsize=11)
 
 
@@ -96,15 +82,8 @@ def _dial(axes: Any, method: MethodResult) -> None:
     ours = method.method.startswith("grmoe")
     color, dial = OURS if ours else RIVAL_DIAL, method.dial or {}
     alphas, entropy_AS = dial["alphas"], dial["entropy_AS"]
-    axes.fill_between(
-        alphas,
-        dial["lower"],
-        dial["upper"],
-        color=color,
-        alpha=0.15,
-        lw=0,
-        label="certified band, mean over tokens",
-    )
+    band = {"color": color, "alpha": 0.15, "lw": 0, "label": "certified band, mean over tokens"}
+    axes.fill_between(alphas, dial["lower"], dial["upper"], **band)
     for seed in zip(*entropy_AS, strict=True):
         axes.plot(alphas, seed, color=color, alpha=0.3, lw=0.7)
     mean = [sum(row) / len(row) for row in entropy_AS]
@@ -112,26 +91,20 @@ def _dial(axes: Any, method: MethodResult) -> None:
     paper = [max(0.0, v) for v in dial["paper_lower"]]
     axes.plot(alphas, paper, color=INK, lw=1.1, ls="--", label="the paper's lower bound")
     axes.axvline(1, color=_OTHERS, lw=1, ls=":")
-    axes.text(
-        1.05, 0.99, "trained here", color=INK, fontsize=8.5, va="top", transform=axes.get_xaxis_transform()
-    )
+    at_top = {"va": "top", "transform": axes.get_xaxis_transform()}
+    axes.text(1.05, 0.99, "trained here", color=INK, fontsize=8.5, **at_top)
     axes.set_xscale("log", base=2)
     axes.set_xlim(alphas[0], alphas[-1])
     axes.set_ylim(0, None)
     axes.set_xticks([1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16], ["⅛", "¼", "½", "1", "2", "4", "8", "16"])
-    axes.set_xlabel(
-        "the dial α, turned after training" if ours else "α = 1/temperature, turned after training"
-    )
+    axes.set_xlabel(f"{'the dial α' if ours else 'α = 1/temperature'}, turned after training")
     axes.set_ylabel("routing entropy, nats")
     sharp = mean[len(mean) // 2] < mean[0] / 2  # then the curve leaves the right half of the panel free
     axes.legend(frameon=False, loc="center right" if sharp else "lower left", fontsize=8.5)
     falling = sum(all(b <= a + 1e-6 for a, b in pairwise(seed)) for seed in zip(*entropy_AS, strict=True))
     what = "GrMoE" if ours else "Softmax gate"
-    axes.set_title(
-        f"{what}: entropy falls along the dial in {falling}/{len(method.scores)} seeds",
-        loc="left",
-        fontsize=11,
-    )
+    title = f"{what}: entropy falls along the dial in {falling}/{len(method.scores)} seeds"
+    axes.set_title(title, loc="left", fontsize=11)
 
 
 def _recovery(figure: Any, axes: Any, result: SettingResult) -> None:

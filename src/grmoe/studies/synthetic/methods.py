@@ -113,11 +113,7 @@ METHODS = (
         options={**_GRASSMANN, "prior": "paper"},
     ),
     Method(
-        key="supervised",
-        title="Linear, with labels",
-        router="softmax",
-        options={"top_k": 1},
-        supervised=True,
+        key="supervised", title="Linear, with labels", router="softmax", options={"top_k": 1}, supervised=True
     ),
 )
 

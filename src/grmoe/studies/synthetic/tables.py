@@ -59,12 +59,8 @@ class Row:
         )
 
     def cells(self, paper: PaperRow | None) -> list[str]:
-        half = self.accuracy_interval
-        received = (
-            f"{self.load_cv:.3f}",
-            out_of(self.collapsed, self.seeds),
-            f"{self.collapsed_paper}/{self.seeds}",
-        )
+        half, seeds = self.accuracy_interval, self.seeds
+        received = (f"{self.load_cv:.3f}", out_of(self.collapsed, seeds), f"{self.collapsed_paper}/{seeds}")
         return [
             self.title,
             plus_minus(100 * self.accuracy, None if half is None else 100 * half, 1),

@@ -112,13 +112,7 @@ def apply_experts(x_SBD: Tensor, maps_SNDO: Tensor) -> Tensor:
 
 
 def frames_with_overlap(
-    rho: float,
-    dim: int,
-    rank: int,
-    num: int,
-    *,
-    batch: int,
-    generator: torch.Generator | None = None,
+    rho: float, dim: int, rank: int, num: int, *, batch: int, generator: torch.Generator | None = None
 ) -> Tensor:
     """Random frames (batch, num, dim, rank) with mean pairwise overlap ‖UᵢᵀUⱼ‖²_F / rank = `rho`.
 

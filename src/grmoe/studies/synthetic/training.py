@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -107,16 +108,14 @@ def train(
     start = torch.randn(task.maps_SNDO.shape, generator=generator) / task.maps_SNDO.shape[-2] ** 0.5
     maps_SNDO = nn.Parameter(start.to(task.device))
     optimizers = _optimizers(routers, maps_SNDO, config)
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(opt, lambda step: _cosine(step, config.steps)) for opt in optimizers
-    ]
+    decay = partial(_cosine, steps=config.steps)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(opt, decay) for opt in optimizers]
     for step in range(config.steps):
         x_SBD, label_SB = task.tokens(config.batch)
         routing = routers(x_SBD, train=True)
         if supervised:
-            nll = nn.functional.cross_entropy(
-                routing.logits.flatten(0, 1), label_SB.flatten(), reduction="none"
-            )
+            logits, labels = routing.logits.flatten(0, 1), label_SB.flatten()
+            nll = nn.functional.cross_entropy(logits, labels, reduction="none")
             loss_S = nll.view(S, -1).mean(-1)
         else:
             error = mixture_output(x_SBD, maps_SNDO, routing) - task.targets(x_SBD, label_SB)
@@ -129,7 +128,7 @@ def train(
             opt.step()
             schedule.step()
         if routers.template.balance:
-            routers.update_prior(config.prior_rate * _cosine(step, config.steps))
+            routers.update_prior(config.prior_rate * decay(step))
         on_step()
     return Trained(routers, maps_SNDO.detach())
 
@@ -143,6 +142,4 @@ def _optimizers(routers: StackedRouters, maps: nn.Parameter, config: Training) -
     frames = [p for name, p in routers.params.items() if name == "frames"]
     rest = [p for name, p in routers.params.items() if name != "frames"]
     adam = torch.optim.Adam([maps, *rest], lr=config.lr)
-    if not frames:
-        return [adam]
-    return [adam, GrassmannAdam(frames, lr=config.frame_lr)]
+    return [adam, GrassmannAdam(frames, lr=config.frame_lr)] if frames else [adam]
