@@ -56,9 +56,6 @@ def test_pages_are_free_of_banned_phrases(name: str) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="docstrings and messages are still being rewritten; remove this mark then"
-)
 def test_the_source_is_free_of_banned_phrases() -> None:
     """Docstrings, comments and messages: everything in the files but the words of other people's text."""
     found = {}
