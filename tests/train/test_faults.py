@@ -311,7 +311,7 @@ def test_a_shard_that_is_broken_between_runs(settings: Settings, prepared: Path,
     status, said = grmoe_train(config, "--resume", "optim.lr=1")
     assert status == 2
     assert len(said) == 1
-    assert said[0].endswith("would be another run: optim.lr: 0.003 → 1.0")
+    assert said[0].endswith("cannot change on resume: optim.lr: 0.003 → 1.0")
     assert grmoe_train(config, "--resume")[0] == 0
     assert_same(config, straight)
 
