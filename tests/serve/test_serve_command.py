@@ -57,7 +57,9 @@ def test_what_is_not_served(folder: Path, tmp_path: Path) -> None:
     assert "model.safetensors" in refused(str(tmp_path / "nothing"), "--port", "0")
     assert "alpha must be between 0.5 and 5, got 7" in refused(str(folder), "--alpha", "7", "--port", "0")
     for text in ("5", "5:1", "a:b", "1:inf", "1:nan", "0:1:2"):
-        assert re.search("alpha.range must (have|be)", refused(str(folder), "--alpha-range", text, "--port", "0"))
+        assert re.search(
+            "alpha.range must (have|be)", refused(str(folder), "--alpha-range", text, "--port", "0")
+        )
     assert "dtype must be" in refused(str(folder), "--dtype", "int8", "--port", "0")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -74,7 +74,7 @@ def count(config: GrmoeConfig, context: int | None = None) -> Cost:
     active = round(total - experts + experts * per_token / config.num_experts - len(blocks) * unused)
     table = config.vocab_size * config.hidden_size
     embedding = table if config.tie_word_embeddings else 2 * table
-    # Looking up a token multiplies nothing; the output matrix does, tied or not. Norms and κ do not take part in products.
+    # A look-up multiplies nothing; the output matrix does, tied or not. Norms and κ take no part in products.
     vectors = sum(p.numel() for p in model.parameters() if p.ndim <= 1)
     multiplied = active - vectors - (0 if config.tie_word_embeddings else table)
     keys = (context + 1) / 2
