@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -42,6 +43,19 @@ TESTS = (
 )  # fmt: skip
 MAX_TESTS = 150  # per mutant, those of its own room first: lines that everything runs would take minutes each
 TIME_LIMIT = 300  # seconds per mutant; its tests take far less
+
+# Importing these takes longer than most tests: every mutant is a fork of a process that has them.
+CONTEXT = multiprocessing.get_context("forkserver")
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "transformers.modeling_utils",
+    "tokenizers",
+    "hypothesis",
+    "pytest",
+    "typer",
+    "rich",
+)
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -182,27 +196,41 @@ def covering(data: Path, path: Path, line: int) -> list[str]:
     return sorted(names, key=lambda name: (f"/{room}" not in name.replace("test_", ""), name))[:MAX_TESTS]
 
 
-def judge(
-    mutant: Mutant, change: Change, path: Path, tests: list[str], place: Path, show: bool = False
-) -> None:
-    """Run the tests on the changed source in `place`, which is put back afterwards."""
+def judge(mutant: Mutant, change: Change, path: Path, tests: list[str], place: Path) -> str:
+    """Run the tests on the changed source in `place`, which is put back afterwards. Returns what pytest printed."""
     target = place / path.relative_to(ROOT / "src")
     content = target.read_bytes()
     began = time.perf_counter()
     target.write_bytes(content[: change.start] + change.after.encode() + content[change.stop :])
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    log = place.with_suffix(".log")
+    process = CONTEXT.Process(target=run_tests, args=(place, tests, log))
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=_environment(place), capture_output=not show, text=True, timeout=TIME_LIMIT
-        )
-        failed = [w for w in (done.stdout or "").splitlines() if w.startswith(("FAILED", "ERROR"))]
-        if done.returncode:
-            mutant.caught_by = failed[0].split(" - ")[0] if failed else f"exit status {done.returncode}"
-    except subprocess.TimeoutExpired:
-        mutant.caught_by = "time limit"
+        process.start()
+        process.join(TIME_LIMIT)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            mutant.caught_by = "time limit"
+        elif process.exitcode:
+            failed = [w for w in log.read_text().splitlines() if w.startswith(("FAILED", "ERROR"))]
+            mutant.caught_by = failed[0].split(" - ")[0] if failed else f"exit status {process.exitcode}"
     finally:
         target.write_bytes(content)
     mutant.seconds = round(time.perf_counter() - began, 1)
+    return log.read_text()
+
+
+def run_tests(source: Path, tests: list[str], log: Path) -> None:
+    """In a process of its own, forked from one that has imported torch already."""
+    import pytest
+
+    os.chdir(ROOT)
+    os.environ.update(_environment(source))
+    sys.path.insert(0, str(source))
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        sys.exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])))
 
 
 def _environment(source: Path) -> dict[str, str]:
@@ -211,6 +239,8 @@ def _environment(source: Path) -> dict[str, str]:
 
 
 def main() -> None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/conftest.py wants it before triton is imported
+    CONTEXT.set_forkserver_preload(list(PRELOADED))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -244,8 +274,9 @@ def main() -> None:
             mutant.tests = len(tests)
             place = places.get()
             try:
-                if tests:
-                    judge(mutant, change, path, tests, place, show=options.only is not None)
+                printed = judge(mutant, change, path, tests, place) if tests else ""
+                if options.only is not None:
+                    print(printed)
             finally:
                 places.put(place)
             fate = mutant.caught_by or "SURVIVED"
