@@ -513,3 +513,75 @@ def test_a_check_measures_both_settings_on_the_other_text(monkeypatch: pytest.Mo
         assert found.perplexity_trained == pytest.approx(math.exp(2.0))
         assert found.perplexity == pytest.approx(math.exp(2.3))
     assert said == ["trained", "per layer"] * 3
+
+
+@pytest.mark.parametrize(
+    "target", [Target("experts", 2.0), Target("perplexity", 1.0), Target("throughput", 1.5)], ids=str
+)
+def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage is made up, so that it is clear what each one is given."""
+    meter = SmoothMeter(2)
+    timed: list[list[Point]] = []
+    totals: list[int] = []
+    applied: list[Setting] = []
+    searched: list[tuple[int, float | None]] = []
+    config = SimpleNamespace(moe_layers=[0, 1], num_experts=4, num_experts_per_tok=3, router="grassmann")
+    model = SimpleNamespace(config=config)
+    texts = [Text(name, torch.zeros(8, 17, dtype=torch.long)) for name in ("own", "a", "b")]
+
+    def fake_search(meter: SmoothMeter, cap: int, experts: float | None) -> list[Sensitivity]:
+        searched.append((cap, experts))
+        for tau in (0.1, 0.4, 0.7):
+            meter.measure(mass((1.0, 1.0), tau, 4), "uniform")
+        return []
+
+    def fake_times(_: Any, __: Any, points: list[Point], trained: Point, step: Any) -> dict[Point, Speed]:
+        timed.append(list(points))
+        return {p: Speed(float(len(timed)), (1, 1), 4 / p.experts_per_token, (1, 1)) for p in [trained, *points]}
+
+    class NotingSteps:
+        def __init__(self, progress: Any, total: int) -> None:
+            totals.append(total)
+
+        def __call__(self, stage: str) -> None: ...
+
+    stubs: dict[str, Any] = {
+        "open_model": lambda *_, **__: SimpleNamespace(model=model),
+        "read_texts": lambda sources, *_: texts[: len(sources)],
+        "Meter": lambda *_: meter, "search": fake_search, "time_points": fake_times, "certify": lambda *_: [],
+        "apply": lambda _, setting: applied.append(setting), "Steps": NotingSteps,
+        "_check": lambda m, t, trained, chosen, text, step: text.name,
+    }  # fmt: skip
+    for name, stub in stubs.items():
+        monkeypatch.setattr(calibration, name, stub)
+    plan = calibration.Plan(model="m", target=target, checks=("a", "b"))
+    body = calibration.run(plan).body
+    assert searched == [(3, 2.0 if target.kind == "experts" else None)]
+    # 6 refinements, timing in at most two passes of 9 rounds and a warm-up, two measurements per check.
+    assert totals == [expected(2, 3) + 6 + 2 * 10 + 2 * 2]
+    assert body.checks == ["a", "b"]
+    assert (body.calibration.text, body.calibration.tokens, body.calibration.windows) == ("own", 128, 8)
+    assert [str(setting) for setting in applied] == [body.chosen.name]
+    refined = 6 if target.kind != "throughput" else 0
+    assert len(body.points) == 1 + 3 + refined + 4  # trained, grid, refinements, rows of the α table
+    counts = [p.experts_per_token for p in body.points]
+    assert counts == sorted(counts)
+    if target.kind == "throughput":
+        # Timed before the choice, and the rows of the table afterwards.
+        assert len(timed) == 2
+        assert [str(p.setting) for p in timed[1]] == [body.chosen.name, *(row.name for row in body.table)]
+        assert body.chosen.experts_per_token <= 4 / 1.5
+        assert body.chosen.speed is not None
+        assert body.chosen.speed.tokens_per_second == 1.0
+    else:
+        assert len(timed) == 1
+        assert len(timed[0]) == 4 + refined + 1 + 4
+    assert {row.speed.tokens_per_second for row in body.table if row.speed} == {float(len(timed))}
+    assert all(row.speed for row in body.table)
+
+    def refuse(_: object) -> None:
+        raise ValueError("no dial")
+
+    monkeypatch.setattr(calibration, "check_router", refuse)
+    with pytest.raises(ValueError, match="no dial"):
+        calibration.run(plan)
