@@ -46,7 +46,7 @@ PER_LAYER = [
     shown(1.5, 12.0, "per layer", on_frontier=True),
     shown(1.7, 15.0, "per layer"),
 ]
-TOP_K = [shown(1.0, 60.0, "top-k"), shown(2.0, 9.5, "trained", setting={"selection": "topk"})]
+TOP_K = [shown(1.0, 40.0, "top-k"), shown(2.0, 9.5, "trained", setting={"selection": "topk"})]
 POINTS = sorted([*UNIFORM, *PER_LAYER, *TOP_K], key=lambda p: p.experts_per_token)
 SETTING = {"selection_tau": 0.37, "num_experts_per_tok": 2}
 
@@ -143,7 +143,7 @@ def test_the_right_panel_has_the_points_that_were_timed_with_their_intervals(axe
 
 
 def test_one_bad_point_does_not_flatten_the_picture(axes: tuple[Any, Any]) -> None:
-    # The uniform frontier and the chosen point span 10 to 20. Shown is what lies up to 10 + 1.5·10: 23, not 60.
+    # The uniform frontier and the chosen point span 10 to 20. Shown is what lies up to 10 + 1.5·10: 23, not 40.
     # Top-k's 9.5 is below the range by less than its margin of 8 %.
     assert figure._range(body()) == (10.0, 23.0)
     for ax in axes:
