@@ -163,6 +163,14 @@ def test_single_layers_are_aimed_from_few_experts_to_nearly_all(gates: NotingGat
 def test_at_most_eight_top_ks() -> None:
     assert [_top_ks(cap) for cap in (2, 3, 8)] == [[1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8]]
     assert _top_ks(16) == [1, 2, 4, 6, 8, 10, 12, 14, 16]
+    assert expected(2, 7) + 1 == expected(2, 8) == expected(2, 9) == expected(2, 64)
+
+
+def test_two_experts_are_enough_to_choose_from_and_the_first_layer_names_the_alpha(
+    gates: NotingGates,
+) -> None:
+    search(SmoothMeter(2, trained=top_k((3.0, 7.0), 2)), 2)
+    assert {a for a, _ in gates.tau_asked} == {(a, a) for a in (0.5, 1.0, 2.0, 5.0, 3.0)}
 
 
 def test_bases_are_spread_evenly_along_the_uniform_frontier() -> None:
@@ -273,6 +281,7 @@ def test_the_bisections_end_at_the_edge() -> None:
         assert mean(tau) >= aim > mean(tau - 1e-8)
         alpha = gates.alpha_for(1, 0.8, aim)
         assert gates.experts(1, alpha, 0.8) <= aim < gates.experts(1, alpha * (1 - 1e-6), 0.8)
+    assert gates.tau_for((1.0, 2.0), 9.0) == pytest.approx(1.0)  # out of reach: all there are
     assert gates.alpha_for(0, 1e-9, 1.0) == pytest.approx(0.01)  # the ends of the range of α
     assert gates.alpha_for(0, 1.0, 0.5) == pytest.approx(100)
 
@@ -537,7 +546,9 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
 
     def fake_times(_: Any, __: Any, points: list[Point], trained: Point, step: Any) -> dict[Point, Speed]:
         timed.append(list(points))
-        return {p: Speed(float(len(timed)), (1, 1), 4 / p.experts_per_token, (1, 1)) for p in [trained, *points]}
+        return {
+            p: Speed(float(len(timed)), (1, 1), 4 / p.experts_per_token, (1, 1)) for p in [trained, *points]
+        }
 
     class NotingSteps:
         def __init__(self, progress: Any, total: int) -> None:

@@ -50,9 +50,7 @@ class Stub(ModuleType):
             self.calls.append(options)
             return self.answer
 
-        tasks, models, inner = (
-            ModuleType(f"lm_eval.{n}") for n in ("tasks", "models", "models.huggingface")
-        )
+        tasks, models, inner = (ModuleType(f"lm_eval.{n}") for n in ("tasks", "models", "models.huggingface"))
         tasks.__file__ = str(folder / "__init__.py")
         vars(tasks)["TaskManager"] = TaskManager
         vars(inner)["HFLM"] = make_model
@@ -128,7 +126,7 @@ def test_a_name_without_a_split_is_what_the_stock_task_evaluates(tmp_path: Path)
 
 
 def test_what_the_harness_is_given(lm_eval: Stub, tmp_path: Path) -> None:
-    stock, out, rows = tmp_path / "stock", tmp_path / "out", tmp_path / "rows"
+    stock, out, rows = tmp_path / "stock", tmp_path / "deep" / "out", tmp_path / "rows"
     own = tmp_path / "own.yml"
     own.write_text("")
     specs = task_specs(["lambada", "mmlu", str(own), "mmlu"], None, out)
@@ -138,6 +136,7 @@ def test_what_the_harness_is_given(lm_eval: Stub, tmp_path: Path) -> None:
     for name in ("piqa_val.jsonl", "arc_easy_test.jsonl"):
         (rows / name).write_text("")
     assert task_specs([], rows, out) == [str(out / "arc_easy.yaml"), str(out / "piqa.yaml")]
+    assert (out / "piqa.yaml").read_text().startswith("include: ")  # in the order of a task file
     written = yaml.safe_load((out / "piqa.yaml").read_text())
     assert written == task_config("piqa", {"validation": rows / "piqa_val.jsonl"}, stock)
     assert task_specs(["arc-easy"], rows, out) == [str(out / "arc_easy.yaml")]
@@ -177,9 +176,7 @@ def test_examples_must_leave_a_row_to_ask(lm_eval: Stub) -> None:
     for shots in (None, 0, 9):
         assert harness(["mmlu"], shots).shots == shots
     for shots in (10, 11):
-        with pytest.raises(
-            ValueError, match=f"shots must be below the 10 rows of winogrande, got {shots}"
-        ):
+        with pytest.raises(ValueError, match=f"shots must be below the 10 rows of winogrande, got {shots}"):
             harness(["winogrande"], shots)
     lm_eval.rows = 0
     harness(["mmlu"], 0)

@@ -106,7 +106,9 @@ def test_small_damage_is_removed_by_the_nearest_frame_and_large_damage_by_qr() -
     torch.testing.assert_close(fixed[0], U[0], rtol=0, atol=1e-14)
     torch.testing.assert_close(fixed[1], left @ right, rtol=0, atol=1e-12)
     torch.testing.assert_close(fixed[2], U[2], rtol=0, atol=1e-12)
-    torch.testing.assert_close(fixed[3] @ fixed[3].mT, U[3] @ U[3].mT, rtol=0, atol=1e-12)  # the subspace stays
+    torch.testing.assert_close(
+        fixed[3] @ fixed[3].mT, U[3] @ U[3].mT, rtol=0, atol=1e-12
+    )  # the subspace stays
     alone = damaged[1:2].clone()
     repair(alone)
     torch.testing.assert_close(alone[0], fixed[1], rtol=0, atol=1e-14)
@@ -159,7 +161,11 @@ def test_the_weight_of_the_measured_gram_matrix() -> None:
 
 def test_a_step_of_the_reference_by_hand() -> None:
     """One direction in the plane: U = e₁, G = (g₁, g₂). The tangent part is (0, g₂)."""
-    U, G, zero = torch.tensor([[1.0], [0.0]], dtype=F64), torch.tensor([[5.0], [2.0]], dtype=F64), torch.zeros(2, 1)
+    U, G, zero = (
+        torch.tensor([[1.0], [0.0]], dtype=F64),
+        torch.tensor([[5.0], [2.0]], dtype=F64),
+        torch.zeros(2, 1),
+    )
     m0, v0 = zero.double(), torch.zeros((), dtype=F64)
     U1, m, v = reference_step(U, G, m0, v0, 1, lr=0.1, betas=(0.8, 0.9), eps=0.0)
     torch.testing.assert_close(m, torch.tensor([[0.0], [0.4]], dtype=F64))  # (1 − β₁)·2
@@ -207,4 +213,6 @@ def test_stacks_on_the_cpu_stay_within_the_cache(monkeypatch: pytest.MonkeyPatch
     sizes = [[len(p) for p in chunk] for chunk in stacks.chunks(params)]
     # Ten elements per frame: at most ten frames, but a tensor is never cut.
     assert sizes == [[4, 6], [1], [20], [3, 3, 3, 1]]
-    assert [p is q for p, q in zip((p for c in stacks.chunks(params) for p in c), params, strict=True)] == [True] * 8
+    assert [p is q for p, q in zip((p for c in stacks.chunks(params) for p in c), params, strict=True)] == [
+        True
+    ] * 8

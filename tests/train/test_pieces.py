@@ -70,7 +70,9 @@ def test_loggers_are_opened_as_asked(
         module.__spec__ = ModuleSpec(name, None)
         monkeypatch.setitem(sys.modules, name, module)
     made: list[Any] = []
-    monkeypatch.setattr(log, "TensorBoard", lambda folder, first: made.append((folder.name, first)) or "board")
+    monkeypatch.setattr(
+        log, "TensorBoard", lambda folder, first: made.append((folder.name, first)) or "board"
+    )
     monkeypatch.setattr(log, "WandB", lambda config: made.append(config.log.wandb) or "wandb")
     monkeypatch.setattr(log, "Screen", lambda steps, first, begins: (steps, first, begins))
     monkeypatch.setattr(log, "describe_start", lambda trainer, first: f"from {first}")
@@ -183,7 +185,9 @@ def test_micro_batches_add_up_and_the_overlap_counts_once() -> None:
     config: Any = SimpleNamespace(overlap_weight=0.3)
     whole, logged = torch.zeros(()), torch.zeros(3)
     for number in range(4):
-        output = SimpleNamespace(loss=weight * (number + 1), cross_entropy=torch.tensor(1.0), router_loss=weight)
+        output = SimpleNamespace(
+            loss=weight * (number + 1), cross_entropy=torch.tensor(1.0), router_loss=weight
+        )
         loss, parts = micro_batch_loss(output, 5 * weight, config, number, 4)
         whole, logged = whole + loss, logged + torch.stack([p.detach() for p in parts])
     assert whole.item() == pytest.approx(2.0 * (1 + 2 + 3 + 4) / 4 + 0.3 * 10.0)
@@ -228,7 +232,9 @@ def test_a_batch_is_divided_among_processes_and_micro_batches(settings: Settings
     assert divide(100, size=3) == (4, 4)  # never more than there are
     with pytest.raises(ValueError, match=r"data\.batch_size must be a multiple of the 5 processes, got 12"):
         divide(None, size=5)
-    with pytest.raises(ValueError, match=r"data\.micro_batch_size must divide a process's 12 sequences, got 5"):
+    with pytest.raises(
+        ValueError, match=r"data\.micro_batch_size must divide a process's 12 sequences, got 5"
+    ):
         divide(5)
 
 
