@@ -224,6 +224,13 @@ def test_every_best_combination_is_found(seed: int) -> None:
     assert combine(Sensitivity(base, layers), len(found)) == found
 
 
+def test_the_base_itself_is_not_measured_again() -> None:
+    options = [Option(1.0, 0.0, 0.0), Option(2.0, -1.0, 3.0), Option(3.0, 1.0, -0.5)]
+    base = point(2.0, 1.0, setting=mass((1.0, 1.0), 0.5, 4))
+    # A price of an expert below 0.5 buys more in both layers, one above 3 fewer. Between them the base is best.
+    assert combine(Sensitivity(base, [options] * 2), 9) == [(3.0, 3.0), (2.0, 2.0)]
+
+
 def test_prices_lie_between_the_turns() -> None:
     layers = [[Option(1.0, 0.0, 0.0), Option(2.0, -1.0, 3.0), Option(3.0, 1.0, 1.0)]]
     # The third gives way to the second at 1, the first at 3. The third is never better than the first.

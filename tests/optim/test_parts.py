@@ -138,10 +138,10 @@ def test_the_longest_step() -> None:
     small = torch.zeros(2, 3, 3, dtype=F64)
     assert _largest_scale(norm, small, 0.5).flatten().tolist() == [0.125, math.inf]
     # A gradient that is almost vertical: rounding errors of 8·√k·eps·‖W‖ stay within 0.01.
-    large = torch.zeros(2, 4, 4, dtype=F64)
+    large = torch.zeros(2, 9, 9, dtype=F64)
     large[0, 0, 0] = large[0, 1, 1] = 1e16
     got = float(_largest_scale(norm, large, 0.5)[0])
-    assert got == pytest.approx(0.01 / (8 * math.sqrt(4) * EPS * math.hypot(4.0, math.sqrt(2) * 1e16)))
+    assert got == pytest.approx(0.01 / (8 * math.sqrt(9) * EPS * math.hypot(4.0, math.sqrt(2) * 1e16)))
 
 
 def test_the_weight_of_the_measured_gram_matrix() -> None:

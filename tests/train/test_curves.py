@@ -125,6 +125,26 @@ def test_without_selection_the_leading_experts_are_drawn(axes: list[Any], tmp_pa
     assert loss.get_ylim() == pytest.approx((0.95 * 3, 1.03 * 3))
 
 
+def test_the_table_has_the_last_validation_of_each_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    routing = {"entropy": 0.625, "load_cv": 0.25, "min_load": 0.125, "experts_per_token": 1.5}
+    lines = [validation_line(step, loss) | routing for step, loss in ((2, 3.0), (4, 2.5), (6, 2.0))]
+    done = write_log(tmp_path / "done", [*lines, train_line(7, 1.0)])
+    young = write_log(tmp_path / "young", [train_line(1, 5.0)])
+    models = {done: {"router": "softmax"}, young: {}}
+    data = SimpleNamespace(path=str(tmp_path / "gone"))
+    monkeypatch.setattr(curves, "saved_config", lambda run: SimpleNamespace(model=models[run], data=data))
+    table = curves.summary([done, young])
+    assert table.left == 2
+    numbers = ("6", f"{math.exp(2):.2f}", "–", "0.62", "0.250", "0.125", "1.50")
+    assert table.rows == [("done", "softmax", *numbers), ("young", "no validation yet", *[""] * 7)]
+    monkeypatch.setattr(curves, "TokenDataset", lambda path, split: (path, split))
+    monkeypatch.setattr(curves, "unigram_perplexity", lambda given: 12.34)
+    models[done] = {}
+    assert curves.summary([done]).rows[0][1:5] == ("grassmann", "6", f"{math.exp(2):.2f}", "12.3")
+
+
 def test_an_expert_without_any_load_is_drawn_at_zero() -> None:
     assert curves._over_fair([0.0, 0.0], min) == 0.0
     assert curves._over_fair([0.1, 0.3], max) == pytest.approx(1.5)
