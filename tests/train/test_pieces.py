@@ -149,8 +149,8 @@ def test_the_first_signal_is_noted_and_the_second_interrupts() -> None:
 
 def test_each_seed_step_and_stream_has_its_own_number() -> None:
     seeds, steps, streams = (0, 1, 2), (0, 1, 2, 10**9 - 2, 10**9 - 1), (0, 1, 2, 10**5 - 2, 10**5 - 1)
-    found = {_seed(a, b, c) for a in seeds for b in steps for c in streams}
-    assert len(found) == len(seeds) * len(steps) * len(streams)
+    found = [_seed(a, b, c) for a in seeds for b in steps for c in streams]
+    assert found == sorted(set(found))  # in the order of (seed, step, stream), so that no two ranges meet
     assert _seed(3, 4) == _seed(3, 4, 0)
     for number in (*found, _seed(2**62, 10**9 - 1, 10**5 - 1)):
         assert 0 <= number < 2**63
