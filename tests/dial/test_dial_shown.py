@@ -1,0 +1,215 @@
+"""The figure and the tables of `grmoe dial`, on results that were made up: every number is where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grmoe.dial import figure, tables
+from grmoe.dial.certify import LayerCertificate
+from grmoe.dial.frontier import Gain
+from grmoe.dial.meter import Family
+from grmoe.dial.results import AlphaRow, Calibration, DialResults, PointResult, Result
+from grmoe.dial.speed import Speed
+from grmoe.dial.target import Target
+from grmoe.pictures import COLORS, INK
+from grmoe.probe.losses import Increase
+
+
+def shown(experts: float, perplexity: float, family: Family = "uniform", **changes: Any) -> PointResult:
+    """A point that was timed: 1000·perplexity tokens/s, give or take 100."""
+    fields: dict[str, Any] = {
+        "family": family, "name": f"{family} {experts:g}", "loss": 1.0, "perplexity": perplexity,
+        "setting": {"selection": "topk" if family == "top-k" else "mass", "selection_tau": 0.5},
+        "increase": Increase(0.0, 0.0, 0.0), "experts_per_token": experts, "layer_experts": (experts,), "entropy": 1.0,
+        "effective_experts_entropy": 2.0, "effective_experts_inverse": 1.5,
+        "speed": Speed(1e3 * perplexity, (1e3 * perplexity - 100, 1e3 * perplexity + 100), 2.0, (1.5, 2.5)),
+        "on_frontier": False, "on_uniform_frontier": False,
+    }  # fmt: skip
+    return PointResult(**fields | changes)
+
+
+UNIFORM = [
+    shown(1.2, 20.0, on_uniform_frontier=True),
+    shown(1.6, 14.0, on_uniform_frontier=True, speed=None),
+    shown(1.9, 10.0, on_uniform_frontier=True, on_frontier=True),
+]
+PER_LAYER = [
+    shown(1.1, 23.0, "per layer", on_frontier=True),
+    shown(1.5, 12.0, "per layer", on_frontier=True),
+    shown(1.7, 15.0, "per layer"),
+]
+TOP_K = [shown(1.0, 40.0, "top-k"), shown(2.0, 9.5, "trained", setting={"selection": "topk"})]
+POINTS = sorted([*UNIFORM, *PER_LAYER, *TOP_K], key=lambda p: p.experts_per_token)
+SETTING = {"selection_tau": 0.37, "num_experts_per_tok": 2}
+
+
+def alpha_row(alpha: float, **changes: Any) -> AlphaRow:
+    return AlphaRow(alpha=alpha, **vars(shown(1.4, 11.0, setting=SETTING)) | changes)
+
+
+def certificate(**changes: Any) -> LayerCertificate:
+    fields: dict[str, Any] = {
+        "layer": 3, "tokens": 1234, "experts_per_token": 1.5, "dropped_mean": 0.125, "dropped_max": 0.25,
+        "entropy_lower": 0.5, "entropy": 1.0, "entropy_upper": 1.25, "output": 7.0, "exact": 0.1, "bound": 400.0,
+        "holds": True, "looseness": 4000.0,
+    }  # fmt: skip
+    return LayerCertificate(**fields | changes)
+
+
+def body(**changes: Any) -> DialResults:
+    fields: dict[str, Any] = {
+        "target": Target("experts", 1.5), "asked": "at most 1.5 experts per token",
+        "calibration": Calibration("folder/held.txt", 4096, 128), "trained": TOP_K[1], "chosen": PER_LAYER[1],
+        "points": POINTS, "table": [alpha_row(0.5), alpha_row(5.0, setting={}, speed=None)], "per_layer_gains": [],
+        "sensitivities": [], "certificates": [certificate()], "checks": [],
+    }  # fmt: skip
+    return DialResults(**fields | changes)
+
+
+def result(**changes: Any) -> Result:
+    model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    return Result(loaded=SimpleNamespace(model=model), body=body(**changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def axes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, Any]:
+    """Both panels, as they were drawn."""
+    kept: list[Any] = []
+    real = figure.two_panels
+
+    @contextmanager
+    def keep(path: Path) -> Iterator[Any]:
+        with real(path) as panels:
+            kept.extend(panels)
+            yield panels
+
+    monkeypatch.setattr(figure, "two_panels", keep)
+    path = figure.draw(result(), tmp_path / "pareto.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    return kept[0], kept[1]
+
+
+def curve(line: Any) -> tuple[list[float], list[float]]:
+    return list(line.get_xdata()), list(line.get_ydata())
+
+
+def pairs(points: list[PointResult]) -> tuple[list[float], list[float]]:
+    return [p.experts_per_token for p in points], [p.perplexity for p in points]
+
+
+def test_the_left_panel_has_every_point_and_three_families(axes: tuple[Any, Any]) -> None:
+    left, _ = axes
+    assert left.get_title() == "Perplexity against experts per token (lines: frontiers)"
+    assert (left.get_xlabel(), left.get_ylabel()) == ("experts per token", "perplexity, calibration text")
+    uniform, per_layer, *families, ring = left.lines
+    assert [curve(uniform), curve(per_layer)] == [pairs(UNIFORM), pairs(PER_LAYER)]
+    assert {uniform.get_marker(), per_layer.get_marker()} == {"."}
+    assert [curve(line) for line in families] == [
+        pairs(UNIFORM), pairs([PER_LAYER[0], PER_LAYER[1], UNIFORM[2]]), pairs(TOP_K),
+    ]  # fmt: skip
+    assert [line.get_label() for line in families] == ["one α for all", "one α per layer allowed", "top-k"]
+    assert [line.get_color() for line in families] == list(COLORS[:3])
+    assert [uniform.get_color(), per_layer.get_color()] == list(COLORS[:2])
+    assert [line.get_linewidth() > 0 for line in families] == [True, True, False]  # nothing between two k
+    assert {line.get_drawstyle() for line in families} == {"steps-post"}
+    assert curve(ring) == ([1.5], [12.0])
+    assert (ring.get_markerfacecolor(), ring.get_markeredgecolor()) == ("none", INK)
+    names = [text.get_text() for text in left.get_legend().get_texts()]
+    assert names == ["one α for all", "one α per layer allowed", "top-k", "chosen"]
+    assert not left.get_legend().get_frame_on()
+
+
+def test_the_right_panel_has_the_points_that_were_timed_with_their_intervals(axes: tuple[Any, Any]) -> None:
+    _, right = axes
+    assert right.get_title() == "The same against measured prefill, CPU (bars: middle 80 %)"
+    assert right.get_xlabel() == "tokens/s"
+    *lines, ring = right.lines
+    timed = [UNIFORM[0], UNIFORM[2], PER_LAYER[0], PER_LAYER[1], UNIFORM[2], *TOP_K]
+    wanted = []
+    for p in timed:
+        speed, y = 1e3 * p.perplexity, p.perplexity
+        wanted += [([speed - 100, speed + 100], [y, y]), ([speed], [y])]
+    assert [curve(line) for line in lines] == wanted
+    assert [line.get_color() for line in lines] == [COLORS[0]] * 4 + [COLORS[1]] * 6 + [COLORS[2]] * 4
+    assert curve(ring) == ([12e3], [12.0])
+
+
+def test_one_bad_point_does_not_flatten_the_picture(axes: tuple[Any, Any]) -> None:
+    # The uniform frontier and the chosen point span 10 to 20. Shown is what lies up to 10 + 1.5·10: 23, not 40.
+    # Top-k's 9.5 is below the range by less than its margin of 8 %.
+    assert figure._range(body()) == (10.0, 23.0)
+    for ax in axes:
+        assert ax.get_ylim() == pytest.approx((10 - 0.08 * 13, 23 + 0.12 * 13))
+    assert figure._range(body(chosen=shown(1.3, 8.0))) == (8.0, 23.0)
+    edge = replace(TOP_K[0], perplexity=25.0)
+    assert figure._range(body(points=[edge, *POINTS[1:]])) == (10.0, 25.0)
+
+
+def test_the_card_has_the_first_and_the_last_of_a_long_frontier() -> None:
+    best = [shown(1 + i / 10, 20.0 - i, on_frontier=True) for i in range(7)]
+    untimed = shown(0.9, 30.0, on_frontier=True, speed=None)
+    for points, names in (
+        ([untimed, *best], ["uniform 1", "uniform 1.3", "uniform 1.6"]),
+        (best[:4], ["uniform 1", "uniform 1.1", "uniform 1.3"]),
+        (best[:3], ["uniform 1", "uniform 1.1", "uniform 1.2"]),
+        (best[:1], ["uniform 1"]),
+    ):
+        card = tables.card_section(result(points=points))
+        rows = [line.split(" | ")[1] for line in card.splitlines() if line.startswith("| frontier |")]
+        assert rows == names
+
+
+def test_the_card_names_the_text_and_what_was_asked() -> None:
+    card = tables.card_section(result())
+    assert "on 4,096 tokens of “held.txt”" in card
+    assert "float32)." in card
+    assert "Asked: at most 1.5 experts per token." in card
+    assert "Chosen: per layer 1.5: 1.500 experts per token, perplexity 12.000," in card
+    assert "As trained: trained 2: 2.000 experts per token, perplexity 9.500." in card
+    assert "One α for all layers, mass 0.37, cap 2:" in card  # of the first row
+
+
+def test_the_tables_of_the_terminal() -> None:
+    lines = list(tables.show(result(per_layer_gains=[Gain(1.2, 0.0, 0.1), Gain(1.6, 0.5, 0.1)])))
+    frontiers, alphas, certificates = lines[:3]
+    assert isinstance(frontiers, tables.Table)
+    assert isinstance(alphas, tables.Table)
+    assert isinstance(certificates, tables.Table)
+    # One section per family. The point without a speed is left out. The arrow marks the chosen setting.
+    names = [[row[0] for row in section] for section in frontiers.sections if section]
+    each = "one α per layer allowed"
+    assert names == [["one α for all"] * 2, [each, f"{each} ←", each], ["top-k"] * 2]
+    assert frontiers.rows[0][1:] == ("uniform 1.2", "1.200", "20.000", "+0.00 %", "2.00 (1.50 to 2.50)")
+    assert (frontiers.left, alphas.left, certificates.left) == (2, 1, 1)
+    assert alphas.title == "One α for all layers, mass 0.37, cap 2"
+    assert alphas.rows == [
+        ("as trained", "2.00", "1.50", "2.000", "9.500", "2.00 (1.50 to 2.50)", "9,500"),
+        ("0.5", "2.00", "1.50", "1.400", "11.000", "2.00 (1.50 to 2.50)", "11,000"),
+        ("5", "2.00", "1.50", "1.400", "11.000", "–", "–"),
+        ("chosen", "2.00", "1.50", "1.500", "12.000", "2.00 (1.50 to 2.50)", "12,000"),
+    ]
+    assert "1,234 calibration tokens" in certificates.title
+    row = ("3", "0.125", "0.250", "0.50 to 1.25", "1.00", "7", "0.1")
+    assert certificates.rows == [(*row, "400", "4,000")]
+    open_bound = tables._certificate_table(body(certificates=[certificate(holds=False)]))
+    assert open_bound.rows == [(*row, "∞ for some tokens", "4,000")]
+    assert lines[3] == "Asked:  at most 1.5 experts per token"
+    assert lines[4] == "Chosen: per layer: per layer 1.5"
+    assert lines[6] == "        2.00 times the trained speed (middle 80 %: 1.50 to 2.50), 12,000 tokens/s"
+    assert "lower loss at 1 of 2 points" in str(lines[7])
+    assert "at most 0.5000 ± 0.1000 nats per token, at 1.60 experts" in str(lines[7])
+
+
+def test_a_gain_within_its_error_is_noise() -> None:
+    assert "no gain" in tables.gain_line([Gain(1.2, 0.1, 0.1), Gain(1.5, 0.0, 0.0)])
+    best = tables.gain_line([Gain(1.2, 0.3, 0.1), Gain(1.5, 0.2, 0.1)])
+    assert "2 of 2" in best
+    assert "at most 0.3000" in best

@@ -1,0 +1,205 @@
+"""A log in pictures and words: the curves, one line per step, the summary. The logs are made up."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grmoe.pictures import COLORS, INK
+from grmoe.runs.config import TrainConfig
+from grmoe.train import curves, log, summary
+from grmoe.train.curves import draw_curves
+from grmoe.train.loop import Outcome
+from grmoe.train.validate import Validation
+
+Settings = Callable[..., TrainConfig]
+
+
+def layer(entropy: float, load: list[float]) -> dict[str, Any]:
+    return {
+        "entropy": entropy, "load": load, "load_cv": entropy / 10, "leading_load": [0.9, 0.1], "leading_cv": 0.8,
+        "experts_per_token": 1.0,
+    }  # fmt: skip
+
+
+def train_line(step: int, loss: float, dense: bool = False) -> dict[str, Any]:
+    loads = [[1.0, 1.0]] * 2 if dense else [[0.2, 1.8], [0.5, 0.5]]
+    return {
+        "kind": "train", "step": step, "loss": loss, "entropy": 0.6, "load_cv": 0.06, "leading_cv": 0.7,
+        "experts_per_token": 2.0 if dense else 1.0, "layers": [layer(0.5, loads[0]), layer(0.7, loads[1])],
+    }  # fmt: skip
+
+
+def validation_line(step: int, loss: float) -> dict[str, Any]:
+    return {"kind": "validation", "step": step, "loss": loss, "perplexity": math.exp(loss), "domains": {}}
+
+
+def write_log(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture
+def axes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The four axes of the last figure: loss, imbalance, load, entropy."""
+    kept: list[Any] = []
+    real = curves.picture
+
+    @contextmanager
+    def keep(*arguments: Any) -> Iterator[Any]:
+        with real(*arguments) as figure:
+            yield figure
+            kept[:] = figure.axes
+
+    monkeypatch.setattr(curves, "picture", keep)
+    return kept
+
+
+def curve(line: Any) -> tuple[list[float], list[float]]:
+    return list(line.get_xdata()), list(line.get_ydata())
+
+
+def band(collection: Any) -> tuple[float, float]:
+    y = collection.get_paths()[0].vertices[:, 1]
+    return float(y.min()), float(y.max())
+
+
+def test_the_curves_of_two_runs(axes: list[Any], tmp_path: Path) -> None:
+    first = [train_line(1, 5.0), train_line(2, 4.0), validation_line(2, 3.0), train_line(3, 2.0)]
+    second = [train_line(1, 6.0), train_line(2, math.inf)]
+    runs = [write_log(tmp_path / name, lines) for name, lines in (("a", first), ("b", second))]
+    draw_curves(runs, tmp_path / "out" / "x.png", unigram=math.exp(4.5))
+    loss, imbalance, load, entropy = axes
+    assert [ax.get_title() for ax in axes] == [
+        "loss, nats per token (dots: validation)",
+        "load imbalance: CV over experts (band: layers)",
+        "tokens received (dense: led) over the fair share, least and most used expert",
+        "entropy of the gate, nats (band: layers)",
+    ]
+    assert {ax.get_xlabel() for ax in axes} == {"step"}
+    assert {ax.get_ylim()[0] for ax in (imbalance, load, entropy)} == {0.0}
+    assert loss.get_ylim() == pytest.approx((0.95 * 2.0, 1.03 * 6.0))  # of what is finite
+
+    lines = [curve(line) for line in loss.lines]
+    assert lines[0] == ([1, 2, 3], [5.0, 4.0, 2.0])
+    assert lines[1] == ([2], [3.0])
+    assert lines[2] == ([1, 2], [6.0, math.inf])
+    assert loss.lines[1].get_marker() == "o"
+    unigram = loss.lines[4]
+    assert list(unigram.get_ydata()) == pytest.approx([4.5, 4.5])
+    assert unigram.get_color() == INK
+    (words,) = loss.texts
+    assert words.get_text() == "unigram model"
+    assert words.xy == pytest.approx((0, 4.5))
+    named = [text.get_text() for text in loss.get_legend().get_texts()]
+    assert named == [f"a: validation perplexity {math.exp(3):.2f}", "b"]
+
+    # One band per run, from the least to the most of its layers, around their mean.
+    for ax, key, low, high in ((imbalance, "load_cv", 0.05, 0.07), (entropy, "entropy", 0.5, 0.7)):
+        assert [band(c) for c in ax.collections] == [pytest.approx((low, high))] * 2
+        mean = train_line(1, 1.0)[key]
+        assert [curve(line) for line in ax.lines] == [([1, 2, 3], [mean] * 3), ([1, 2], [mean] * 2)]
+        assert [line.get_color() for line in ax.lines] == list(COLORS[:2])
+    # Load over the fair share: 0.2 of 2.0 for two experts is 0.2, and 1.8 is 1.8.
+    load_lines = [curve(line) for line in load.lines]
+    assert load_lines[0] == ([1, 2, 3], pytest.approx([0.2] * 3))
+    assert load_lines[1] == ([1, 2, 3], pytest.approx([1.8] * 3))
+    assert list(load.lines[2].get_ydata()) == [1, 1]
+
+
+def test_without_selection_the_leading_experts_are_drawn(axes: list[Any], tmp_path: Path) -> None:
+    draw_curves([write_log(tmp_path / "run", [train_line(1, 3.0, dense=True)])], tmp_path / "x.png")
+    loss, imbalance, load, _ = axes
+    assert curve(imbalance.lines[0]) == ([1], [0.7])
+    assert [curve(line)[1] for line in load.lines[:2]] == [pytest.approx([0.2]), pytest.approx([1.8])]
+    assert len(loss.lines) == 2
+    assert len(loss.texts) == 0  # no unigram model given
+    assert loss.get_ylim() == pytest.approx((0.95 * 3, 1.03 * 3))
+
+
+def test_the_table_has_the_last_validation_of_each_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    routing = {"entropy": 0.625, "load_cv": 0.25, "min_load": 0.125, "experts_per_token": 1.5}
+    lines = [validation_line(step, loss) | routing for step, loss in ((2, 3.0), (4, 2.5), (6, 2.0))]
+    done = write_log(tmp_path / "done", [*lines, train_line(7, 1.0)])
+    young = write_log(tmp_path / "young", [train_line(1, 5.0)])
+    models = {done: {"router": "softmax"}, young: {}}
+    data = SimpleNamespace(path=str(tmp_path / "gone"))
+    monkeypatch.setattr(curves, "saved_config", lambda run: SimpleNamespace(model=models[run], data=data))
+    table = curves.summary([done, young])
+    assert table.left == 2
+    numbers = ("6", f"{math.exp(2):.2f}", "–", "0.62", "0.250", "0.125", "1.50")
+    assert table.rows == [("done", "softmax", *numbers), ("young", "no validation yet", *[""] * 7)]
+    monkeypatch.setattr(curves, "TokenDataset", lambda path, split: (path, split))
+    monkeypatch.setattr(curves, "unigram_perplexity", lambda given: 12.34)
+    models[done] = {}
+    assert curves.summary([done]).rows[0][1:5] == ("grassmann", "6", f"{math.exp(2):.2f}", "12.3")
+
+
+def test_an_expert_without_any_load_is_drawn_at_zero() -> None:
+    assert curves._over_fair([0.0, 0.0], min) == 0.0
+    assert curves._over_fair([0.1, 0.3], max) == pytest.approx(1.5)
+
+
+def test_lines_in_words() -> None:
+    line = train_line(3, 2.0) | {
+        "tokens_per_second": 12345.6, "mfu": None, "memory_gb": 1.25, "max_overlap": None, "min_load": 0.125,
+    }  # fmt: skip
+    said = log.describe(line)
+    assert said == "loss 2.000  12,346 tok/s  1.2 GB  H 0.60  CV 0.06  min load 0.125  1.00 experts"
+    said = log.describe(line | {"mfu": 0.4567, "max_overlap": 0.25})
+    assert "tok/s  MFU 45.7%  1.2 GB" in said
+    assert said.endswith("experts  overlap 0.250")
+    numbers = {"loss": 2.0, "perplexity": 7.389, "domains": {"a": math.log(3), "b": 1e6}}
+    assert log._describe_validation(numbers).startswith(
+        "validation loss 2.0000, perplexity 7.39 (a 3.00, b 1"
+    )
+    assert [log._duration(s) for s in (0.4, 59.6, 61, 3599, 3600, 7325)] == [
+        "0:00", "1:00", "1:01", "59:59", "1:00:00", "2:02:05",
+    ]  # fmt: skip
+
+
+def test_the_summary_takes_the_last_validation(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = settings()
+    lines = [train_line(1, 3.0), validation_line(1, 2.5), validation_line(2, 2.0) | {"domains": {"a": 1.5}}]
+    folder = write_log(tmp_path / "run", lines)
+    checkpoint: Any = SimpleNamespace(path=folder / "checkpoints" / "x")
+
+    def outcome(validation: Validation | None = None, at: Path = folder) -> summary.Summary:
+        return summary.summarize(config, Outcome(at, checkpoint, validation))
+
+    again = outcome()
+    assert (again.perplexity, again.domains, again.has_log) == (math.exp(2.0), {"a": 1.5}, True)
+    said = list(summary.show(again))
+    assert said[0] == f"{folder} had already reached its last step."
+    assert said[1].startswith(f"Validation perplexity 7.39 (a {math.exp(1.5):.2f}); unigram model ")
+    assert len(said) == 2
+    fresh = outcome(Validation(1.0, {"b": 0.5}, []))
+    assert (fresh.perplexity, fresh.domains) == (math.exp(1.0), {"b": 0.5})
+    assert len(list(summary.show(fresh))) == 1
+    lost = outcome(at=tmp_path / "gone")
+    assert (lost.perplexity, lost.domains, lost.has_log) == (None, {}, False)
+    assert list(summary.show(lost))[1:] == [f"{tmp_path / 'gone' / 'log.jsonl'} has no lines to draw."]
+    for kept in (lines[:1], lines[1:]):  # the figure needs both kinds of lines
+        part = write_log(tmp_path / f"part{len(kept)}", kept)
+        assert not outcome(at=part).has_log
+    drawn: list[Any] = []
+    monkeypatch.setattr(
+        summary, "draw_curves", lambda runs, path, unigram: drawn.append((runs, path, unigram)) or path
+    )
+    assert summary.save(again) == {"Figure": folder / "curves.png", "Checkpoint": checkpoint.path}
+    assert drawn == [([folder], folder / "curves.png", again.unigram)]
+    assert summary.save(lost) == {"Checkpoint": checkpoint.path}
+    monkeypatch.setattr(summary.importlib.util, "find_spec", lambda name: None)
+    assert summary.save(again) == {"Checkpoint": checkpoint.path}  # without matplotlib
