@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from grmoe.cli import app
 from grmoe.data.prepare import Progress
-from grmoe.data.report import Reporter
+from grmoe.data.progress import Reporter
 
 pytest.importorskip("tokenizers")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from grmoe.evaluate.perplexity import Perplexity, measure_text
-from grmoe.evaluate.report import _domain_table, _summary_table, card_section, show
 from grmoe.evaluate.results import Evaluation, Point, Result, show_alpha
+from grmoe.evaluate.tables import _domain_table, _summary_table, card_section, show
 from grmoe.evaluate.texts import DomainText
 from grmoe.head import IGNORED
 from grmoe.probe.routing import RoutingFigures

@@ -17,7 +17,7 @@ from grmoe.model import GrmoeForCausalLM, preset
 from grmoe.model.count import meta_model
 from grmoe.parallel.cost import Plan, Traffic, traffic
 from grmoe.parallel.memory import block_activations, memory
-from grmoe.parallel.report import Machine, seconds
+from grmoe.parallel.tables import Machine, seconds
 from grmoe.parallel.world import ParallelConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "results" / "parallel.md").read_text()

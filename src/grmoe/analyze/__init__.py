@@ -4,8 +4,8 @@
 `figures` and `report` show and save them.
 """
 
-from grmoe.analyze.report import save, show
 from grmoe.analyze.results import Analysis, Result
 from grmoe.analyze.study import Plan, analyze, run
+from grmoe.analyze.tables import save, show
 
 __all__ = ["Analysis", "Plan", "Result", "analyze", "run", "save", "show"]

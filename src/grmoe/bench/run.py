@@ -12,8 +12,8 @@ import torch
 from grmoe import checks
 from grmoe.bench.measure import Contender, Result, Row, measure, parts, pick
 from grmoe.bench.plot import bars
-from grmoe.bench.report import describe_machine, ratio_table, row_table, write_json
 from grmoe.bench.shapes import Shape
+from grmoe.bench.tables import describe_machine, ratio_table, row_table, write_json
 from grmoe.tables import Table
 from grmoe.terminal import Progress, Steps, silent
 

@@ -75,7 +75,7 @@ def prepare(
     """
     with shell("lm", continues=True):
         from grmoe.data.prepare import prepare as run
-        from grmoe.data.report import Reporter, show
+        from grmoe.data.progress import Reporter, show
         from grmoe.data.sources import STDLIB
 
         with show_progress() as progress:

@@ -115,7 +115,7 @@ def info(
         from grmoe.model.count import count, describe
         from grmoe.model.presets import find_config
         from grmoe.parallel.cost import Plan
-        from grmoe.parallel.report import Machine, describe_step
+        from grmoe.parallel.tables import Machine, describe_step
 
         config = find_config(model)
         tables = [describe(model, config, count(config, context))]

@@ -4,8 +4,8 @@
 save what they found.
 """
 
-from grmoe.evaluate.report import save, show
 from grmoe.evaluate.results import Result
 from grmoe.evaluate.run import Plan, run
+from grmoe.evaluate.tables import save, show
 
 __all__ = ["Plan", "Result", "run", "save", "show"]

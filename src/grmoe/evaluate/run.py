@@ -9,8 +9,8 @@ from pathlib import Path
 
 from grmoe.checks import positive_int, require
 from grmoe.evaluate.perplexity import Perplexity, count_windows, measure_text
-from grmoe.evaluate.report import save
 from grmoe.evaluate.results import Alpha, Evaluation, Point, Result, show_alpha
+from grmoe.evaluate.tables import save
 from grmoe.evaluate.texts import DomainText, read_domains
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.routing import routing_figures
