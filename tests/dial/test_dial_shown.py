@@ -196,7 +196,7 @@ def test_the_tables_of_the_terminal() -> None:
         ("5", "2.00", "1.50", "1.400", "11.000", "–", "–"),
         ("chosen", "2.00", "1.50", "1.500", "12.000", "2.00 (1.50 to 2.50)", "12,000"),
     ]
-    assert "1,234 calibration tokens" in certificates.title
+    assert "1,234 tokens" in certificates.title
     row = ("3", "0.125", "0.250", "0.50 to 1.25", "1.00", "7", "0.1")
     assert certificates.rows == [(*row, "400", "4,000")]
     open_bound = tables._certificate_table(body(certificates=[certificate(holds=False)]))

@@ -34,7 +34,10 @@ def draw_curves(runs: list[Path], path: Path, unigram: float | None = None) -> P
             loss.annotate("unigram model", (0, math.log(unigram)), **place)
         loss.set(title="loss, nats per token (dots: validation)", ylim=_loss_range(logs, unigram))
         imbalance.set(title="load imbalance: CV over experts (band: layers)", ylim=(0, None))
-        load.set(title="tokens of the least and most used expert / fair share (dense: led)", ylim=(0, None))
+        load.set(
+            title="tokens received (dense: led) over the fair share, least and most used expert",
+            ylim=(0, None),
+        )
         entropy.set(title="entropy of the gate, nats (band: layers)", ylim=(0, None))
         for ax in (loss, imbalance, load, entropy):
             ax.set_xlabel("step")
