@@ -80,7 +80,7 @@ def test_killed_and_resumed_is_the_same_to_the_byte(corpus: Path, tmp_path: Path
     command = [sys.executable, str(KILLING), str(corpus), str(tmp_path / "killed"), *mode]
     done = subprocess.run(command, env=OUTSIDE, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= (15 if mode[0] == "random" else 20)  # killed, not merely asked to
+    assert int(done.stdout) >= 20  # killed, not merely asked to
     assert folder_bytes(tmp_path / "killed") == folder_bytes(tmp_path / "straight")
 
 
