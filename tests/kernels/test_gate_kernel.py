@@ -76,7 +76,7 @@ def run(router: Router, x: Tensor, upstream: dict[str, Tensor], fused: bool, pac
         assert operands is not None
         operands = replace(operands, prior_N=prior)
         packed = pack_operands(operands, x.dtype) if pack else None
-        routing = fused_gate(leaf, operands, router.alpha_value, router.selection, packed)
+        routing = fused_gate(leaf, operands, router.alpha_value, router.budget, packed=packed)
     else:
         router.log_prior = prior
         routing = router.route(leaf.double(), None)
@@ -258,7 +258,7 @@ def test_strided_inputs() -> None:
     leaf = wide.clone().requires_grad_()
     router.zero_grad()
     operands = router.gate_operands()
-    routing = fused_gate(leaf[:, ::2], operands, router.alpha_value, router.selection)
+    routing = fused_gate(leaf[:, ::2], operands, router.alpha_value, router.budget)
     torch.autograd.backward([getattr(routing, name) for name in OUTPUTS], [views[name] for name in OUTPUTS])
     assert leaf.grad is not None
     assert torch.equal(leaf.grad[:, ::2], plain[1]["x"])
@@ -271,7 +271,7 @@ def test_tokens_off_alignment() -> None:
     shifted = torch.cat([torch.zeros(1), x.flatten()])[1:].view(x.shape)
     assert shifted.data_ptr() % 16
     operands = router.gate_operands()
-    ours, plain = (fused_gate(t, operands, router.alpha_value, router.selection) for t in (shifted, x))
+    ours, plain = (fused_gate(t, operands, router.alpha_value, router.budget) for t in (shifted, x))
     for name in (*OUTPUTS, "selected"):
         assert torch.equal(getattr(ours, name), getattr(plain, name))
 
@@ -310,7 +310,7 @@ def test_a_linear_gate_has_one_dial() -> None:
 
 def test_second_derivative_is_refused_not_dropped() -> None:
     router, x = grassmann(), tokens(9).requires_grad_()
-    probs = fused_gate(x, router.gate_operands(), router.alpha_value, router.selection).probs
+    probs = fused_gate(x, router.gate_operands(), router.alpha_value, router.budget).probs
     (first,) = torch.autograd.grad(probs.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"once_differentiable|differentiat"):
         (first.sum() + x.sum()).backward()

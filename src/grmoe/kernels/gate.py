@@ -3,7 +3,7 @@
     ℓ_e = α(c·Σ_j λ_ej (u_ejᵀx)²/‖x‖² + prior_e)   (square),      ℓ_e = α(w_eᵀx + prior_e)   (linear)
 
 Products use x's own precision and add in fp32 (fp32 tokens: three tf32 products, as exact as fp32). Everything after
-the products is fp32. The dial and the prior are read on the device, so changing them recompiles nothing.
+the products is fp32. The dial, the prior and the budget are read on the device: changing them recompiles nothing.
 
 Legend: T tokens, D model width, N experts, K rank, C packed columns (see `gate_kernels`).
 """
@@ -19,7 +19,15 @@ from torch.autograd.function import once_differentiable
 
 from grmoe.kernels import gate_kernels as kernels
 from grmoe.kernels.launch import ceil_div, dense, launch, power_of_2, tiled
-from grmoe.kernels.runtime import DENSE, INTERPRETED, attempt, is_hopper, specialises
+from grmoe.kernels.runtime import (
+    DENSE,
+    FIXED,
+    INTERPRETED,
+    PER_TOKEN,
+    attempt,
+    is_hopper,
+    specialises,
+)
 
 
 class Tiles(NamedTuple):
@@ -95,12 +103,20 @@ def _forward(
     log_kappa: Tensor | None,
     prior: Tensor,
     alpha: Tensor,
+    weight_alpha: Tensor | None,
+    tau: Tensor,
+    cap: Tensor,
+    key: Tensor | None,
+    first_row: Tensor | None,
     energy_scale: float,
     posterior: bool,
     mode: int,
     max_experts: int,
-    limit: float,
     renormalize: bool,
+    length: int,
+    layer: int,
+    elastic: int,
+    unit: int,
     packed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(logits, probs, weights, selected, 0, ‖x‖², packed); without log_kappa the gate is linear."""
@@ -115,12 +131,18 @@ def _forward(
         return *outputs, packed
     x, t = dense(x), p.forward
     pointers = (
-        *(prior if log_kappa is None else log_kappa.contiguous(), prior.contiguous(), alpha),
+        *(prior if log_kappa is None else log_kappa.contiguous(), prior.contiguous()),
+        *(alpha, alpha if weight_alpha is None else weight_alpha, tau, cap),
+        *(cap if key is None else key, cap if first_row is None else first_row),
         *(logits, probs, weights, selected.view(torch.uint8), norm, zero),
-        *(T, energy_scale, limit),
+        *(T, energy_scale, length, layer),
     )
     diagonal = log_kappa is not None and log_kappa.ndim == 2
-    shape, choice = (D, K, p.columns, N), (diagonal, posterior, mode, max_experts, renormalize)
+    shape = (D, K, p.columns, N)
+    choice = (
+        *(diagonal, posterior, mode, max_experts, renormalize),
+        *(alpha.ndim > 0, weight_alpha is not None, elastic, unit),
+    )
 
     def plain() -> None:
         tiles = tiled(x, t.tokens, t.width)
@@ -293,25 +315,27 @@ def _(
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Tensor, log_kappa: Tensor | None, prior: Tensor, alpha: Tensor,
-                energy_scale: float, posterior: bool, mode: int, max_experts: int, limit: float,
-                renormalize: bool, packed: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
-        options = (energy_scale, posterior, mode, max_experts, limit, renormalize)
-        args = (x, matrix, log_kappa, prior, alpha, *options)
+    def forward(ctx: Any, x: Tensor, matrix: Tensor, log_kappa: Tensor | None, prior: Tensor,
+                packed: Tensor | None, *numbers: Any) -> tuple[Tensor, ...]:  # fmt: skip
+        # numbers: alpha, weight_alpha, tau, cap, key, first_row, energy_scale, posterior, mode, max_experts,
+        # renormalize, length, layer, elastic, unit
+        args = (x, matrix, log_kappa, prior, *numbers)
         # An operator must not return its input, so it packs again, which takes a few microseconds.
         results = _forward_op(*args) if torch.compiler.is_compiling() else _forward(*args, packed)
         logits, probs, weights, selected, zero, norm, packed = results
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(selected, zero)
+        # The choice has no gradient, so only the α of the weights matters.
+        alpha = numbers[0] if numbers[1] is None else numbers[1]
         ctx.save_for_backward(x, matrix, log_kappa, alpha, probs, selected, norm, packed, prior)
-        ctx.options = (energy_scale, posterior, renormalize)
+        ctx.options = (numbers[6], numbers[7], numbers[10])
         return logits, probs, weights, selected, zero
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logits: Any, grad_probs: Any, grad_weights: Any, *_: Any) -> tuple[Any, ...]:
-        nothing = (None,) * 12
+        nothing = (None,) * 20
         if grad_logits is None and grad_probs is None and grad_weights is None:
             return nothing
         run: Any = _backward_op if torch.compiler.is_compiling() else _backward
@@ -334,12 +358,20 @@ def gate(
     prior_N: Tensor,
     alpha: Tensor,
     *,
+    weight_alpha: Tensor | None = None,
+    tau: Tensor,
+    cap: Tensor,
+    key: Tensor | None = None,
+    first_row: Tensor | None = None,
     energy_scale: float = 1.0,
     posterior: bool = True,
     mode: int = DENSE,
     max_experts: int,
-    limit: float = 2.0,
     renormalize: bool,
+    length: int = 1,
+    layer: int = 0,
+    elastic: int = FIXED,
+    unit: int = PER_TOKEN,
     packed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(logits, probs, weights, selected), each (T, N), and a 0-d zero that auxiliary losses are added to.
@@ -347,23 +379,19 @@ def gate(
     Differentiable in x, matrix, log_kappa and the prior.
 
     matrix: frames (N, D, K) with log_kappa (N,) or (N, K), or linear weights (N, D) with None.
-    mode: DENSE takes all experts. LARGEST takes the most probable ones, at most `max_experts`, while the mass before is
-        below `limit`. ABOVE takes those with probability at least `limit`, and the largest.
+    alpha: the dial. weight_alpha: another α for logits, probs and weights; then `alpha` decides the choice alone.
+    mode: DENSE takes all experts. LARGEST takes the most probable ones, at most `cap` (int32), while the mass before is
+        below `tau`. ABOVE takes those with probability at least `tau`, and the largest.
+    max_experts: the largest possible cap.
+    alpha, weight_alpha, tau, cap: all 0-d, or all (T / length,): one number per sequence. No gradient then.
+    key, first_row, layer, elastic, unit: how budgets are drawn, as in `grmoe.routing.elastic`.
     packed: `pack(matrix, x.dtype, square)`, if the caller knows that the matrix has not changed since.
     """
     if log_kappa is None and not posterior:
         raise ValueError("posterior must be True for a linear gate: its dial multiplies all of its logits")
-    return _Gate.apply(
-        x_TD,
-        matrix,
-        log_kappa,
-        prior_N,
-        alpha,
-        energy_scale,
-        posterior,
-        mode,
-        max_experts,
-        limit,
-        renormalize,
-        packed,
+    numbers = (alpha, weight_alpha, tau, cap, key, first_row, energy_scale, posterior, mode, max_experts)
+    more = (renormalize, length, layer, elastic, unit)
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _Gate.apply(
+        x_TD, matrix, log_kappa, prior_N, packed, *numbers, *more
     )
+    return results

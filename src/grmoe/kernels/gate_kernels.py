@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from grmoe.kernels.select import grad_logits_BN, select_BN, softmax_BN, weigh_BN
+from grmoe.kernels.select import budget_B, grad_logits_BN, select_BN, softmax_BN, weigh_BN
 
 ZERO_TOKEN = tl.constexpr(1e-12)  # as in grmoe.routing.grassmann
 
@@ -85,16 +85,39 @@ def _sum_directions(
 
 
 @triton.jit
+def _alpha(alpha_ptr, token, num_tokens, length, PER_ROW: tl.constexpr):
+    """α as a scalar, or as (BT, 1) where each sequence has its own."""
+    if PER_ROW:
+        alpha = tl.load(alpha_ptr + token // length, mask=token < num_tokens, other=1.0)[:, None]
+    else:
+        alpha = tl.load(alpha_ptr)
+    return alpha
+
+
+@triton.jit
+def _dial(scores_BN, prior_N, alpha, POSTERIOR: tl.constexpr):
+    if POSTERIOR:
+        logits_BN = alpha * (scores_BN + prior_N[None, :])
+    else:
+        logits_BN = alpha * scores_BN + prior_N[None, :]
+    return logits_BN
+
+
+@triton.jit
 def finish_gate(
-    sums_BN, norm_B, token, expert, log_kappa_ptr, prior_ptr, alpha_ptr,
-    logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, limit,
+    sums_BN, norm_B, token, expert, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget,
+    logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, length, layer,
     num_experts: tl.constexpr, SQUARE: tl.constexpr, DIAGONAL: tl.constexpr, POSTERIOR: tl.constexpr,
     MODE: tl.constexpr, MAX_EXPERTS: tl.constexpr, RENORMALIZE: tl.constexpr,
+    PER_ROW: tl.constexpr, APART: tl.constexpr, ELASTIC: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """From the sums over directions and ‖x‖² to everything the gate returns, for a tile of tokens."""
+    """From the sums over directions and ‖x‖² to everything the gate returns, for a tile of tokens.
+
+    budget: pointers to τ, cap, the key of a draw and its first row.
+    """
     real_N = expert < num_experts
     prior_N = tl.load(prior_ptr + expert, mask=real_N, other=0.0)
-    alpha = tl.load(alpha_ptr)
+    alpha_BN = _alpha(alpha_ptr, token, num_tokens, length, PER_ROW)
     scores_BN = sums_BN
     if SQUARE:
         norm_B = tl.maximum(norm_B, ZERO_TOKEN)
@@ -102,12 +125,17 @@ def finish_gate(
         if not DIAGONAL:
             kappa_N = tl.exp(tl.load(log_kappa_ptr + expert, mask=real_N, other=0.0))
             scores_BN = scores_BN * kappa_N[None, :]
-    if POSTERIOR:
-        logits_BN = alpha * (scores_BN + prior_N[None, :])
-    else:
-        logits_BN = alpha * scores_BN + prior_N[None, :]
+    logits_BN = _dial(scores_BN, prior_N, alpha_BN, POSTERIOR)
     probs_BN = softmax_BN(tl.where(real_N[None, :], logits_BN, float("-inf")))
-    chosen_BN = select_BN(probs_BN, expert, real_N, limit, MODE, MAX_EXPERTS)
+    tau_ptr, cap_ptr, key_ptr, first_row_ptr = budget
+    tau_B, cap_B = budget_B(
+        token, num_tokens, tau_ptr, cap_ptr, key_ptr, first_row_ptr, length, layer, PER_ROW, ELASTIC, UNIT
+    )
+    chosen_BN = select_BN(probs_BN, expert, real_N, tau_B, cap_B, MODE, MAX_EXPERTS)
+    if APART:
+        alpha_BN = _alpha(weight_alpha_ptr, token, num_tokens, length, PER_ROW)
+        logits_BN = _dial(scores_BN, prior_N, alpha_BN, POSTERIOR)
+        probs_BN = softmax_BN(tl.where(real_N[None, :], logits_BN, float("-inf")))
     weights_BN = weigh_BN(probs_BN, chosen_BN, RENORMALIZE)
 
     inside = (token < num_tokens)[:, None] & real_N[None, :]
@@ -120,7 +148,7 @@ def finish_gate(
         tl.store(norm_ptr + token, norm_B, mask=token < num_tokens)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "length", "layer"])
 def gate_kernel(
     x_desc,
     again_desc,
@@ -128,6 +156,11 @@ def gate_kernel(
     log_kappa_ptr,
     prior_ptr,
     alpha_ptr,
+    weight_alpha_ptr,
+    tau_ptr,
+    cap_ptr,
+    key_ptr,
+    first_row_ptr,
     logits_ptr,
     probs_ptr,
     weights_ptr,
@@ -136,7 +169,8 @@ def gate_kernel(
     aux_ptr,
     num_tokens,
     energy_scale,
-    limit,
+    length,
+    layer,
     D: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
@@ -147,6 +181,10 @@ def gate_kernel(
     MODE: tl.constexpr,
     MAX_EXPERTS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    APART: tl.constexpr,
+    ELASTIC: tl.constexpr,
+    UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
     NP: tl.constexpr,
     BT: tl.constexpr,
@@ -195,9 +233,10 @@ def gate_kernel(
             acc_BC, log_kappa_ptr, column, num_experts, K, SQUARE, DIAGONAL, BT, BC, NP
         )
     finish_gate(
-        sums_BN, norm_B, token, expert, log_kappa_ptr, prior_ptr, alpha_ptr,
-        logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, limit,
-        num_experts, SQUARE, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS, RENORMALIZE,
+        sums_BN, norm_B, token, expert, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr,
+        (tau_ptr, cap_ptr, key_ptr, first_row_ptr),
+        logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, length, layer,
+        num_experts, SQUARE, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS, RENORMALIZE, PER_ROW, APART, ELASTIC, UNIT,
     )  # fmt: skip
     if first == 0:
         tl.store(aux_ptr, 0.0)

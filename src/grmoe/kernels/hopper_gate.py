@@ -53,9 +53,11 @@ def _sum_directions(
 
 @gluon.jit
 def _multiply(
-    HALF: gl.constexpr, tiles, first, log_kappa_ptr, prior_ptr, alpha_ptr, results, num_tokens, energy_scale, limit,
+    HALF: gl.constexpr, tiles, first, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget, results,
+    num_tokens, energy_scale, length, layer,
     D: gl.constexpr, K: gl.constexpr, C: gl.constexpr, num_experts: gl.constexpr, DIAGONAL: gl.constexpr,
-    POSTERIOR: gl.constexpr, MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr, RENORMALIZE: gl.constexpr, NP: gl.constexpr,
+    POSTERIOR: gl.constexpr, MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr, RENORMALIZE: gl.constexpr,
+    PER_ROW: gl.constexpr, APART: gl.constexpr, ELASTIC: gl.constexpr, UNIT: gl.constexpr, NP: gl.constexpr,
     BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Four warps: one half of the tile's tokens against all experts."""
@@ -100,19 +102,20 @@ def _multiply(
     expert = gl.arange(0, NP, gl.SliceLayout(0, SUMS))
     norm_B = gl.convert_layout(gl.sum(square_BD, axis=1), gl.SliceLayout(1, SUMS))
     finish_gate(
-        sums_BN, norm_B, token, expert, log_kappa_ptr, prior_ptr, alpha_ptr,
-        logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, limit,
-        num_experts, True, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS, RENORMALIZE,
+        sums_BN, norm_B, token, expert, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget,
+        logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, length, layer,
+        num_experts, True, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS, RENORMALIZE, PER_ROW, APART, ELASTIC, UNIT,
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["num_tokens"])
+@gluon.jit(do_not_specialize=["num_tokens", "length", "layer"])
 def gate_kernel(
     x_desc, packed_desc,
-    log_kappa_ptr, prior_ptr, alpha_ptr, logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, aux_ptr,
-    num_tokens, energy_scale, limit,
+    log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, tau_ptr, cap_ptr, key_ptr, first_row_ptr,
+    logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, aux_ptr, num_tokens, energy_scale, length, layer,
     D: gl.constexpr, K: gl.constexpr, C: gl.constexpr, num_experts: gl.constexpr, DIAGONAL: gl.constexpr,
-    POSTERIOR: gl.constexpr, MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr, RENORMALIZE: gl.constexpr, NP: gl.constexpr,
+    POSTERIOR: gl.constexpr, MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr, RENORMALIZE: gl.constexpr,
+    PER_ROW: gl.constexpr, APART: gl.constexpr, ELASTIC: gl.constexpr, UNIT: gl.constexpr, NP: gl.constexpr,
     BT: gl.constexpr, BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program: BT = 128 tokens against all experts."""
@@ -126,17 +129,20 @@ def gate_kernel(
         mbarrier.init(empty.index(i), count=2)  # both halves must be done with a tile
     fence_async_shared()
     tiles = (x_tiles, packed_tiles, full, empty)
+    budget = (tau_ptr, cap_ptr, key_ptr, first_row_ptr)
     results = (logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr)
     # Registers: warps that multiply need 128 for sums alone; the one that fetches needs few.
     gl.warp_specialize(
         [
             (_multiply, (
-                0, tiles, first, log_kappa_ptr, prior_ptr, alpha_ptr, results, num_tokens, energy_scale, limit,
-                D, K, C, num_experts, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS, RENORMALIZE, NP, BC, BD, STAGES,
+                0, tiles, first, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget, results,
+                num_tokens, energy_scale, length, layer, D, K, C, num_experts, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS,
+                RENORMALIZE, PER_ROW, APART, ELASTIC, UNIT, NP, BC, BD, STAGES,
             )),
             (_multiply, (
-                1, tiles, first, log_kappa_ptr, prior_ptr, alpha_ptr, results, num_tokens, energy_scale, limit,
-                D, K, C, num_experts, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS, RENORMALIZE, NP, BC, BD, STAGES,
+                1, tiles, first, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget, results,
+                num_tokens, energy_scale, length, layer, D, K, C, num_experts, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS,
+                RENORMALIZE, PER_ROW, APART, ELASTIC, UNIT, NP, BC, BD, STAGES,
             )),
             (_fetch, (x_desc, packed_desc, tiles, first, D, C, BC, BD, STAGES)),
         ],

@@ -15,16 +15,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grmoe.kernels import runtime
 from grmoe.kernels.dispatch import token_tile
 from grmoe.kernels.launch import ceil_div, launch, power_of_2
+from grmoe.kernels.select import select_BN
 
 CHUNKS = 256
+# What the prior counts. A kernel can read constexpr globals only.
+PRIORS = {None: 0, "computed": 1, "candidates": 2, "leading": 3, "both": 4}
+CANDIDATES, LEADING, BOTH = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+LARGEST = tl.constexpr(runtime.LARGEST)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "chunk"])
 def partial_kernel(
-    probs_ptr, weights_ptr, selected_ptr, gate_ptr, led_ptr, received_ptr, share_ptr, scalar_ptr, num_tokens, chunk,
-    DENSE: tl.constexpr, num_experts: tl.constexpr, NP: tl.constexpr, B: tl.constexpr,
+    probs_ptr, weights_ptr, selected_ptr, tau_ptr, cap_ptr,
+    gate_ptr, led_ptr, received_ptr, share_ptr, scalar_ptr, num_tokens, chunk,
+    PRIOR: tl.constexpr, ROOM: tl.constexpr, num_experts: tl.constexpr, NP: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Sums of one chunk. (P, N): gate probabilities, led tokens, received tokens, prior shares.
     (P, 4): entropy, 1/Σg², tokens, non-finite tokens."""
@@ -64,11 +71,20 @@ def partial_kernel(
         led_N += tl.sum(
             ((expert[None, :] == first_B[:, None]) & (each_B > 0)[:, None]).to(tl.float32), axis=0
         )
-        if DENSE:
+        if PRIOR == CANDIDATES or PRIOR == BOTH:
+            tau_B = tl.zeros((B,), tl.float32) + tl.load(tau_ptr)
+            cap_B = tl.zeros((B,), tl.int32) + tl.load(cap_ptr)
+            chosen_BN = select_BN(probs_BN, expert, real_N, tau_B, cap_B, LARGEST, ROOM) != 0
+            chosen_BN = chosen_BN & counted_B[:, None]
+            each_B = tl.sum(chosen_BN.to(tl.float32), axis=1)
+        share_BN = chosen_BN.to(tl.float32) / tl.maximum(each_B, 1.0)[:, None]
+        if PRIOR == LEADING or PRIOR == BOTH:
             lead_B = _first_largest(tl.where(real_N[None, :], probs_BN, -1.0), expert)
-            share_BN = ((expert[None, :] == lead_B[:, None]) & counted_B[:, None]).to(tl.float32)
-        else:
-            share_BN = chosen_BN.to(tl.float32) / tl.maximum(each_B, 1.0)[:, None]
+            leads_BN = ((expert[None, :] == lead_B[:, None]) & counted_B[:, None]).to(tl.float32)
+            if PRIOR == LEADING:
+                share_BN = leads_BN
+            else:
+                share_BN = 0.5 * (share_BN + leads_BN)
         share_N += tl.sum(share_BN, axis=0)
     tl.store(gate_ptr + program * NP + expert, gate_N)
     tl.store(led_ptr + program * NP + expert, led_N)
@@ -127,10 +143,12 @@ def _add_counts(
     probs: Tensor,
     weights: Tensor,
     selected: Tensor,
+    tau: Tensor | None,
+    cap: Tensor | None,
     sums: Tensor,
     prior_sums: Tensor,
-    prior: bool,
-    dense: bool,
+    prior: int,
+    room: int,
 ) -> None:
     T, N = probs.shape
     if T == 0:
@@ -141,10 +159,11 @@ def _add_counts(
     partial = torch.empty(programs * (4 * NP + 4), dtype=torch.float32, device=probs.device)
     sections = partial.split([programs * NP] * 4 + [programs * 4])
     marks = selected.contiguous().view(torch.uint8)
-    args: tuple[Any, ...] = (probs.contiguous(), weights.contiguous(), marks, *sections, T, chunk)
-    launch(partial_kernel, (programs,), args, (dense, N, NP, tile))
+    limits = [prior_sums if t is None else t for t in (tau, cap)]  # not read where None
+    args: tuple[Any, ...] = (probs.contiguous(), weights.contiguous(), marks, *limits, *sections, T, chunk)
+    launch(partial_kernel, (programs,), args, (prior, room, N, NP, tile))
     args = (*sections, sums, prior_sums, programs)
-    launch(accumulate_kernel, (1,), args, (prior, N, NP, power_of_2(programs)))
+    launch(accumulate_kernel, (1,), args, (prior > 0, N, NP, power_of_2(programs)))
 
 
 _add_counts_op = torch.library.custom_op(
@@ -160,9 +179,12 @@ def add_counts(
     sums: Tensor,
     prior_sums: Tensor,
     *,
-    prior: bool,
-    dense: bool,
+    prior: str | None = None,
+    tau: Tensor | None = None,
+    cap: Tensor | None = None,
+    room: int = 1,
 ) -> None:
-    """Add one pass to `sums`, and with `prior` to `prior_sums`. dense: the prior counts leading experts."""
+    """Add one pass to `sums`, and unless `prior` is None to `prior_sums`. prior: what it counts (`Budget.balances`); for
+    "candidates" and "both" the full budget is τ and cap, 0-d, and cap is at most `room`."""
     run = _add_counts_op if torch.compiler.is_compiling() else _add_counts
-    run(probs_TN, weights_TN, selected_TN, sums, prior_sums, prior, dense)
+    run(probs_TN, weights_TN, selected_TN, tau, cap, sums, prior_sums, PRIORS[prior], room)

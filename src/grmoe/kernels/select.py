@@ -12,6 +12,8 @@ from grmoe.kernels import runtime
 
 # A kernel can read constexpr globals only.
 DENSE, ABOVE = tl.constexpr(runtime.DENSE), tl.constexpr(runtime.ABOVE)
+MASS, COUNT = tl.constexpr(runtime.MASS), tl.constexpr(runtime.COUNT)
+PER_TOKEN, PER_SEQUENCE = tl.constexpr(runtime.PER_TOKEN), tl.constexpr(runtime.PER_SEQUENCE)
 
 
 @triton.jit
@@ -23,8 +25,47 @@ def softmax_BN(logits_BN):
 
 
 @triton.jit
-def select_BN(probs_BN, index_N, real_N, limit, MODE: tl.constexpr, MAX_EXPERTS: tl.constexpr):
-    """Which experts are computed, as 0/1. LARGEST takes at most MAX_EXPERTS while the mass before is under `limit`.
+def mix(word):
+    """The 32-bit hash of `grmoe.routing.elastic.mix`, in uint32."""
+    word = (word ^ (word >> 16)) * 0x7FEB352D
+    word = (word ^ (word >> 15)) * 0x846CA68B
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def budget_B(
+    token, num_tokens, tau_ptr, cap_ptr, key_ptr, first_row_ptr, length, layer,
+    PER_ROW: tl.constexpr, ELASTIC: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """(τ, cap) of each token: one number for all, one per sequence (PER_ROW), or drawn (`grmoe.routing.elastic`)."""
+    if PER_ROW:
+        row_B, inside_B = token // length, token < num_tokens
+        tau_B = tl.load(tau_ptr + row_B, mask=inside_B, other=1.0)
+        cap_B = tl.load(cap_ptr + row_B, mask=inside_B, other=1)
+    else:
+        tau_B = (token * 0).to(tl.float32) + tl.load(tau_ptr)
+        cap_B = token * 0 + tl.load(cap_ptr)
+    if ELASTIC:
+        key = tl.load(key_ptr)
+        index_B = token + tl.load(first_row_ptr).to(tl.int32) * length
+        if UNIT == PER_SEQUENCE:
+            index_B = index_B // length
+        elif UNIT != PER_TOKEN:
+            index_B = index_B * 0
+        stem = mix(layer.to(tl.uint32) + mix(key.to(tl.uint32)))
+        u_B = (mix(index_B.to(tl.uint32) + stem) >> 8).to(tl.float32) * (1.0 / (1 << 24))
+        if ELASTIC == MASS:
+            tau_B = tl.where(key < 0, tau_B, tl.minimum(tau_B, u_B))
+        else:
+            fewer_B = 1 + tl.floor(u_B * cap_B.to(tl.float32)).to(tl.int32)
+            cap_B = tl.where(key < 0, cap_B, tl.minimum(cap_B, fewer_B))
+    return tau_B, cap_B
+
+
+@triton.jit
+def select_BN(probs_BN, index_N, real_N, tau_B, cap_B, MODE: tl.constexpr, MAX_EXPERTS: tl.constexpr):
+    """Which experts are computed, as 0/1. LARGEST takes at most `cap_B` while the mass before is under `tau_B`,
+    ABOVE those with probability at least `tau_B`. MAX_EXPERTS is the largest possible cap.
 
     Ties go to the lower index. A row of NaN counts as all zero, so that it also gets an expert.
     """
@@ -38,17 +79,18 @@ def select_BN(probs_BN, index_N, real_N, limit, MODE: tl.constexpr, MAX_EXPERTS:
     if MODE == ABOVE:
         best_B = tl.max(left_BN, axis=1)
         first_B = tl.min(tl.where(left_BN == best_B[:, None], index_N[None, :], probs_BN.shape[1]), axis=1)
-        chosen_BN = (left_BN >= limit) | (index_N[None, :] == first_B[:, None])
+        chosen_BN = (left_BN >= tau_B[:, None]) | (index_N[None, :] == first_B[:, None])
         return (chosen_BN & real_N[None, :]).to(tl.int32)
     chosen_BN = (left_BN > 2.0).to(tl.int32)  # none: zeros in the layout of the caller's tile
     mass_B = tl.sum(chosen_BN, axis=1).to(tl.float32)
-    for _ in range(MAX_EXPERTS):
+    for taken in range(MAX_EXPERTS):
         best_B = tl.max(left_BN, axis=1)
         first_B = tl.min(tl.where(left_BN == best_B[:, None], index_N[None, :], probs_BN.shape[1]), axis=1)
-        take_BN = (index_N[None, :] == first_B[:, None]) & (mass_B < limit)[:, None]
+        more_B = (mass_B < tau_B) & (taken < cap_B)
+        take_BN = (index_N[None, :] == first_B[:, None]) & more_B[:, None]
         chosen_BN = tl.where(take_BN, 1, chosen_BN)
         left_BN = tl.where(take_BN, -1.0, left_BN)
-        mass_B += tl.where(mass_B < limit, best_B, 0.0)
+        mass_B += tl.where(more_B, best_B, 0.0)
     return chosen_BN
 
 

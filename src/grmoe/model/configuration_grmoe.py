@@ -98,10 +98,13 @@ class GrmoeConfig(PreTrainedConfig):
     least selection_tau) or "dense"."""
     selection_tau: float | None = None
     """τ of "mass" and "threshold". Default: 0.9 and 1/N."""
-    norm_topk_prob: bool | None = None
-    """Scale the kept weights back to sum one. Default: yes, except at K = 1, where the router would get no gradient."""
+    norm_topk_prob: bool = False
+    """Scale the kept weights back to sum one. The paper does not, and losses are lower without."""
     alpha: float | list[float] = 1.0
     """The dial: one number, or one per MoE layer. It is stored only here, not with the weights."""
+    weight_alpha: float | list[float] | None = None
+    """α of the combine weights: one number, or one per MoE layer. Then `alpha` changes only which experts are computed,
+    and those keep the weights they have at this α. Default: `alpha` changes both, as in the paper."""
     shared_experts: int = 0
     """Experts of the same width that compute every token."""
     output_router_logits: bool = False
@@ -130,15 +133,13 @@ class GrmoeConfig(PreTrainedConfig):
             self.selection_tau = 0.9 if self.selection == "mass" else 1 / self.num_experts
         if self.num_experts_per_tok is None:
             self.num_experts_per_tok = self._implied_experts() or min(2, self.num_experts)
-        if self.norm_topk_prob is None:
-            self.norm_topk_prob = self.num_experts_per_tok > 1
         super().__post_init__(**kwargs)
         self.check()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """α and τ become Python numbers, because NumPy's and PyTorch's cannot be written to JSON."""
-        if name == "alpha":
-            value = checks.alphas("alpha", value)
+        if name == "alpha" or (name == "weight_alpha" and value is not None):
+            value = checks.alphas(name, value)
         if name == "selection_tau" and value is not None:
             value = checks.fraction("selection_tau", value)
         super().__setattr__(name, value)
@@ -153,9 +154,15 @@ class GrmoeConfig(PreTrainedConfig):
     @property
     def alphas(self) -> list[float]:
         """The dial of each MoE layer."""
-        if isinstance(self.alpha, list):
-            return [float(a) for a in self.alpha]
-        return [float(self.alpha)] * len(self.moe_layers)
+        return self._by_layer(self.alpha)
+
+    @property
+    def weight_alphas(self) -> list[float] | list[None]:
+        """`weight_alpha` of each MoE layer."""
+        return [None] * len(self.moe_layers) if self.weight_alpha is None else self._by_layer(self.weight_alpha)
+
+    def _by_layer(self, value: float | list[float]) -> list[float]:
+        return [float(v) for v in value] if isinstance(value, list) else [float(value)] * len(self.moe_layers)
 
     @property
     def activation(self) -> Literal["swiglu", "gelu"]:
@@ -166,7 +173,7 @@ class GrmoeConfig(PreTrainedConfig):
         """The router's selection policy; None where the router chooses by itself."""
         if self.router in OWN_CHOICE:
             return None
-        K, tau, norm = self.num_experts_per_tok, self.selection_tau, bool(self.norm_topk_prob)
+        K, tau, norm = self.num_experts_per_tok, self.selection_tau, self.norm_topk_prob
         assert K is not None  # resolved in __post_init__
         if self.selection == "dense":
             return Dense()
@@ -194,10 +201,12 @@ class GrmoeConfig(PreTrainedConfig):
         checks.require(
             found > 0, f"moe_every = {self.moe_every} leaves no MoE layer in {self.num_hidden_layers} blocks"
         )
-        checks.require(
-            not isinstance(self.alpha, list) or len(self.alpha) == found,
-            f"alpha must be one number or one for each of the {found} MoE layers, got {self.alpha!r}",
-        )
+        for name in ("alpha", "weight_alpha"):
+            value = getattr(self, name)
+            checks.require(
+                not isinstance(value, list) or len(value) == found,
+                f"{name} must be one number or one for each of the {found} MoE layers, got {value!r}",
+            )
         checks.require(
             isinstance(self.router_options, dict),
             f"router_options must be a dict, got {self.router_options!r}",

@@ -155,6 +155,8 @@ def config_router(config: GrmoeConfig, number: int) -> Router:
         raise ValueError(f"router_options must fit the router {config.router!r}: {error}") from error
     # α is stored in the configuration alone, because `from_pretrained(dir, alpha=2)` must have one answer.
     router.register_buffer("alpha_value", router.alpha_value, persistent=False)
+    router.budget.layer = number
+    router.budget.set_weight_alpha(config.weight_alphas[number])
     # A router's constructor fills it, except on the meta device.
     for module in router.modules():
         module._is_hf_initialized = not router.log_prior.is_meta  # type: ignore[assignment]
@@ -353,7 +355,8 @@ class GrmoePreTrainedModel(PreTrainedModel):
     def initialize_weights(self) -> None:
         super().initialize_weights()
         set_router_alpha(self, self.config.alphas)
-        for router in routers(self):
+        for router, weight_alpha in zip(routers(self), self.config.weight_alphas, strict=True):
+            router.budget.reset(weight_alpha)
             if isinstance(router, HashRouter):
                 router.check_seed()
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from grmoe import checks
 from grmoe.kernels.runtime import INTERPRETED
+from grmoe.routing.budget import Budget
 from grmoe.routing.counting import LoadCounter
 from grmoe.routing.fused import GateOperands, try_fused
 from grmoe.routing.metrics import RoutingMetrics
@@ -30,7 +31,8 @@ from grmoe.routing.selection import Dense, Selection
 class Router(nn.Module):
     """Base of all routers.
 
-    selection: which experts compute a token, given its gate. Default: all of them.
+    selection: which experts compute a token, given its gate. Default: all of them. Its numbers are in `budget`, on the
+        device, and change at any time without recompiling (`tau`, `cap`).
     alpha: the dial, ℓ = α·score. 0 gives the uniform gate, ∞ top-1. Changeable at any time without recompiling.
     balance: learn a log-prior b_e without gradients, b ← b + η(1 − N·load_e) (see `update_prior`).
     checked: raise on NaN or Inf in the input. This waits for the device. Without it such a token gets a NaN gate and
@@ -57,7 +59,7 @@ class Router(nn.Module):
         super().__init__()
         self.dim = checks.positive_int("dim", dim)
         self.num_experts = checks.positive_int("num_experts", num_experts, at_least=2)
-        self.selection: Selection = Dense() if selection is None else selection
+        self.budget = Budget(Dense() if selection is None else selection, num_experts)
         if balance and not self.reads_prior:
             kind = type(self).__name__
             raise ValueError(f"balance must be False for {kind}: its gate has no prior to learn")
@@ -87,11 +89,11 @@ class Router(nn.Module):
 
     def select(self, probs: Tensor) -> Tensor:
         """Mask (..., N) of the experts computed."""
-        return self.selection(probs)
+        return self.budget.select(probs, self.training)
 
     def max_experts(self) -> int:
         """The largest number of experts a token can get. It sizes the dispatch list."""
-        return self.selection.max_experts(self.num_experts)
+        return self.budget.room
 
     def experts_per_token(self, tokens: int) -> float:
         """Experts computed per token in a sequence of `tokens` tokens: the mean, or an upper bound of it."""
@@ -125,13 +127,13 @@ class Router(nn.Module):
         if kernels and self._fusable:
             pack = None if self.training else self._packed.get
             routing = try_fused(
-                x, self.gate_operands, self.alpha_value, self.selection, self.num_experts, pack
+                x, self.gate_operands, self.alpha_value, self.budget, self.training, pack
             )
         if routing is None:
             routing = self.route(x if x.dtype == torch.float64 else x.float(), token_ids)
         routing.aux_loss = self.losses(routing)
-        prior = self.balance and self.training
-        self.counter.add(routing, prior=prior, dense=self.selection.dense, kernels=kernels)
+        prior = self.budget if self.balance and self.training else None
+        self.counter.add(routing, prior=prior, kernels=kernels)
         return routing
 
     def route(self, x: Tensor, token_ids: Tensor | None) -> Routing:
@@ -139,11 +141,22 @@ class Router(nn.Module):
         logits = self.gate(x, token_ids)
         probs = torch.softmax(logits, dim=-1)
         selected = self.select(probs)
+        if self.budget.weighs_apart:
+            logits = self._gate_at(self.budget.weight_alpha, x, token_ids)
+            probs = torch.softmax(logits, dim=-1)
         weights = torch.where(selected, probs, 0.0)
-        if self.selection.renormalize:
+        if self.budget.policy.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
         zero = logits.new_zeros(())
         return Routing(logits=logits, probs=probs, selected=selected, weights=weights, aux_loss=zero)
+
+    def _gate_at(self, alpha: Tensor, x: Tensor, token_ids: Tensor | None) -> Tensor:
+        """`gate` at another α."""
+        before, self.alpha_value = self.alpha_value, alpha
+        try:
+            return self.gate(x, token_ids)
+        finally:
+            self.alpha_value = before
 
     def uncounted(self) -> AbstractContextManager[None]:
         """A context in which forward passes leave metrics and prior sums unchanged."""
@@ -171,6 +184,33 @@ class Router(nn.Module):
     @alpha.setter
     def alpha(self, value: Any) -> None:
         self.alpha_value.fill_(checks.alpha("alpha", value))
+
+    @property
+    def selection(self) -> Selection:
+        """The policy, with the numbers it was given. The numbers in use are `tau` and `cap`."""
+        return self.budget.policy
+
+    @selection.setter
+    def selection(self, policy: Selection) -> None:
+        self.budget.use(policy)
+
+    @property
+    def tau(self) -> float:
+        """τ in use: experts are added while those before hold less than τ. Reading waits for the device."""
+        return float(self.budget.tau)
+
+    @tau.setter
+    def tau(self, value: Any) -> None:
+        self.budget.set_tau(value)
+
+    @property
+    def cap(self) -> int:
+        """The most experts per token in use. Reading waits for the device."""
+        return int(self.budget.cap)
+
+    @cap.setter
+    def cap(self, value: Any) -> None:
+        self.budget.set_cap(value)
 
     def read_metrics(self) -> RoutingMetrics:
         """Metrics since the last `reset_metrics`. Waits for the device."""

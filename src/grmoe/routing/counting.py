@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from grmoe.kernels.runtime import attempt, available, has_failed
+from grmoe.routing.budget import Budget
 from grmoe.routing.metrics import RoutingMetrics, routing_sums, summarize
 from grmoe.routing.result import Routing
 
@@ -45,33 +47,31 @@ class LoadCounter(nn.Module):
             self.paused = before
 
     @torch.no_grad()
-    def add(
-        self, routing: Routing, *, prior: bool = False, dense: bool = False, kernels: bool = False
-    ) -> None:
+    def add(self, routing: Routing, *, prior: Budget | None = None, kernels: bool = False) -> None:
         """Count one forward pass. No value is read by the host.
 
-        prior: count for the balanced prior too. dense: the selection computes every expert. kernels: by Triton where
-        it runs. Activation checkpointing runs the forward a second time, inside the backward; that run is not counted.
+        prior: count for the balanced prior too, as its `balances` says. kernels: by Triton where it runs.
+        Activation checkpointing runs the forward a second time, inside the backward; that run is not counted.
         """
         # The graph task is set during a backward. Dynamo cannot trace the call.
         in_backward = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if self.paused or in_backward:
             return
         if kernels and routing.slots is None and available(routing.probs) and not has_failed("metrics"):
-            attempt("metrics", lambda: self._add_fused(routing, prior, dense), lambda: None)
+            attempt("metrics", lambda: self._add_fused(routing, prior), lambda: None)
             if not has_failed("metrics"):
                 return
         self.sums.add_(routing_sums(routing.probs, routing.weights, routing.selected, _slot_rows(routing)))
-        if prior:
-            shares = prior_shares(routing.probs, routing.selected, dense)
+        if prior is not None:
+            shares = prior_shares(routing.probs, routing.selected, prior)
             self.prior_sums.add_(shares.to(self.prior_sums.dtype))
 
-    def _add_fused(self, routing: Routing, prior: bool, dense: bool) -> None:
+    def _add_fused(self, routing: Routing, prior: Budget | None) -> None:
         from grmoe.kernels.metrics import add_counts
 
         tensors = (routing.probs, routing.weights, routing.selected)
-        probs, weights, selected = (t.reshape(-1, self.num_experts) for t in tensors)
-        add_counts(probs, weights, selected, self.sums, self.prior_sums, prior=prior, dense=dense)
+        flat = (t.reshape(-1, self.num_experts) for t in tensors)
+        add_counts(*flat, self.sums, self.prior_sums, **({} if prior is None else _prior_rule(prior)))
 
     def read(self) -> RoutingMetrics:
         """The metrics since the last `reset`, without a router's own figures. Waits for the device."""
@@ -91,20 +91,30 @@ class LoadCounter(nn.Module):
         return super()._apply(keep_precision, recurse)
 
 
-def prior_shares(probs: Tensor, selected: Tensor, dense: bool) -> Tensor:
+def prior_shares(probs: Tensor, selected: Tensor, budget: Budget) -> Tensor:
     """Each expert's share of every token, summed over tokens, then the number of tokens; (N+1,).
 
-    A token divides one unit among the experts that compute it. With a dense selection that would always be uniform,
-    so there the leading expert gets the unit: the gate's mass can be balanced while some expert never leads.
+    A token divides one unit among experts, as `budget.balances` says: among those that compute it; among those that
+    would compute it at the full budget; to the leading one; or the mean of the last two.
     """
     N = probs.shape[-1]
     probs_TN, chosen_TN = probs.detach().reshape(-1, N), selected.reshape(-1, N)
-    if dense:
-        chosen_TN = probs_TN.argmax(-1, keepdim=True) == torch.arange(N, device=probs.device)
-    finite_T = torch.isfinite(probs_TN).all(-1)
-    chosen_TN = chosen_TN & finite_T.unsqueeze(-1)
-    share_TN = chosen_TN / chosen_TN.sum(-1, keepdim=True).clamp(min=1)
-    return torch.cat([share_TN.sum(0), finite_T.sum(0, keepdim=True)])
+    finite_T1 = torch.isfinite(probs_TN).all(-1, keepdim=True)
+    kind = budget.balances
+    if kind in ("candidates", "both"):
+        chosen_TN = budget.select(probs_TN, training=False)
+    if kind != "leading":
+        chosen_TN = chosen_TN & finite_T1
+        share_TN = chosen_TN / chosen_TN.sum(-1, keepdim=True).clamp(min=1)
+    if kind in ("leading", "both"):
+        leads_TN = probs_TN.argmax(-1, keepdim=True) == torch.arange(N, device=probs.device)
+        leads_TN = (leads_TN & finite_T1).to(torch.get_default_dtype())
+        share_TN = leads_TN if kind == "leading" else (share_TN + leads_TN) / 2
+    return torch.cat([share_TN.sum(0), finite_T1.sum(0)])
+
+
+def _prior_rule(budget: Budget) -> dict[str, Any]:
+    return {"prior": budget.balances, "tau": budget.tau, "cap": budget.cap, "room": budget.room}
 
 
 def _slot_rows(routing: Routing) -> int | None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grmoe import checks
 from grmoe.kernels import runtime
+from grmoe.routing.budget import Budget
 from grmoe.routing.result import Routing
 from grmoe.routing.selection import Dense, Mass, Selection, Threshold, TopK
 
@@ -38,22 +40,12 @@ class GateOperands:
     """The dial multiplies the prior too."""
 
 
-def _selection_rule(selection: Selection, num_experts: int) -> tuple[int, int, float] | None:
-    """(mode, largest number of experts, limit) for the kernel; None for a policy it does not know."""
-    count = selection.max_experts(num_experts)
-    # Exact types, because a subclass may select differently.
-    if type(selection) is Dense:
-        return runtime.DENSE, count, 0.0
-    if type(selection) is TopK:
-        checks.require(
-            count <= num_experts, f"k must be at most the number of experts {num_experts}, got {count}"
-        )
-        return runtime.LARGEST, count, 2.0  # no mass reaches 2: the count decides
-    if type(selection) is Mass:
-        return runtime.LARGEST, count, selection.tau
-    if type(selection) is Threshold:
-        return runtime.ABOVE, count, selection.minimum
-    return None
+# Exact types, because a subclass may select differently.
+_MODES: dict[type, int] = {
+    Dense: runtime.DENSE, TopK: runtime.LARGEST, Mass: runtime.LARGEST, Threshold: runtime.ABOVE
+}  # fmt: skip
+_RULES = {"mass": runtime.MASS, "count": runtime.COUNT}
+_UNITS = {"token": runtime.PER_TOKEN, "sequence": runtime.PER_SEQUENCE}
 
 
 def fuses(x: Tensor, selection: Selection, num_experts: int) -> bool:
@@ -62,7 +54,7 @@ def fuses(x: Tensor, selection: Selection, num_experts: int) -> bool:
         runtime.runs_on(x)
         and num_experts <= MAX_EXPERTS
         and not runtime.has_failed("gate")
-        and _selection_rule(selection, num_experts) is not None
+        and type(selection) in _MODES
     )
 
 
@@ -77,44 +69,76 @@ def try_fused(
     x: Tensor,
     operands_of: Callable[[], GateOperands | None],
     alpha: Tensor,
-    selection: Selection,
-    num_experts: int,
+    budget: Budget,
+    training: bool,
     pack: Callable[[GateOperands, Tensor], Tensor | None] | None,
 ) -> Routing | None:
     """`fused_gate`, or None where that is not possible. pack: returns a packed copy that is kept between calls."""
-    # The kernel takes one α for all tokens. A router in fp64 computes in fp64, whatever the tokens are.
-    if alpha.ndim or not fuses(x, selection, num_experts):
+    if not fuses(x, budget.policy, budget.num_experts):
+        return None
+    # Numbers per sequence: for sequences (B, S, D), and without gradients.
+    if _by_row(alpha, budget) and (x.ndim != 3 or torch.is_grad_enabled()):
         return None
     operands = operands_of()
+    # A router in fp64 computes in fp64, whatever the tokens are.
     if operands is None or operands.matrix.dtype == torch.float64:
         return None
     packed = None if pack is None else pack(operands, x)
-    return runtime.attempt("gate", lambda: fused_gate(x, operands, alpha, selection, packed), lambda: None)
+    return runtime.attempt(
+        "gate", lambda: fused_gate(x, operands, alpha, budget, training, packed), lambda: None
+    )
+
+
+def _by_row(alpha: Tensor, budget: Budget) -> bool:
+    return any(t.ndim > 0 for t in (alpha, budget.tau, budget.cap, budget.weight_alpha))
 
 
 def fused_gate(
-    x: Tensor, operands: GateOperands, alpha: Tensor, selection: Selection, packed: Tensor | None = None
+    x: Tensor,
+    operands: GateOperands,
+    alpha: Tensor,
+    budget: Budget,
+    training: bool = False,
+    packed: Tensor | None = None,
 ) -> Routing:
     """Gate and selection of tokens x by one kernel."""
     from grmoe.kernels.gate import gate
 
-    rule = _selection_rule(selection, len(operands.matrix))
-    assert rule is not None
-    mode, max_experts, limit = rule
-    shape = (*x.shape[:-1], len(operands.matrix))
+    policy, N = budget.policy, len(operands.matrix)
+    checks.require(budget.room <= N, f"k must be at most the number of experts {N}, got {budget.room}")
+    weight_alpha = budget.weight_alpha if budget.weighs_apart else None
+    given = (alpha, weight_alpha, budget.tau, budget.cap)
+    if _by_row(alpha, budget):
+        rows = len(x)
+        given = tuple(None if t is None else t.reshape(-1).expand(rows).contiguous() for t in given)
+    drawn: dict[str, Any] = {}
+    if budget.draws(training):
+        assert budget.elastic is not None
+        unit = budget.elastic.unit
+        drawn = {
+            "key": budget.key,
+            "first_row": budget.first_row,
+            "layer": 0 if unit == "step" else 1 + budget.layer,
+            "elastic": _RULES[budget.elastic.rule],
+            "unit": _UNITS.get(unit, runtime.PER_STEP),
+        }
     *results, zero = gate(
         x.reshape(-1, x.shape[-1]),
         operands.matrix,
         operands.log_kappa,
         operands.prior_N,
-        alpha,
+        given[0],
+        weight_alpha=given[1],
+        tau=given[2],
+        cap=given[3],
         energy_scale=operands.energy_scale,
         posterior=operands.posterior,
-        mode=mode,
-        max_experts=max_experts,
-        limit=limit,
-        renormalize=selection.renormalize,
+        mode=_MODES[type(policy)],
+        max_experts=budget.room,
+        renormalize=policy.renormalize,
+        length=x.shape[-2] if x.ndim > 2 else max(1, x[..., 0].numel()),
+        **drawn,
         packed=packed,
     )
-    logits, probs, weights, selected = (r.view(shape) for r in results)
+    logits, probs, weights, selected = (r.view(*x.shape[:-1], N) for r in results)
     return Routing(logits=logits, probs=probs, selected=selected, weights=weights, aux_loss=zero)

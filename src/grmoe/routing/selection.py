@@ -1,7 +1,11 @@
 """Which experts compute a token, given its gate. Selection is separate from gating, so any policy fits any router.
 
 A policy maps gate probabilities (..., N) to a boolean mask of the same shape. Every policy keeps at least the most
-probable expert. `renormalize` says whether the kept weights are scaled back to sum one.
+probable expert. `renormalize` says whether the kept weights are scaled back to sum one; the paper's are not.
+
+`TopK` and `Mass` are one rule with two numbers: take the most probable experts, at most `cap` of them, while those taken
+hold less than τ. A router keeps both numbers on the device (`Router.tau`, `Router.cap`), where they change without
+recompiling.
 """
 
 from __future__ import annotations
@@ -13,6 +17,9 @@ import torch
 from torch import Tensor
 
 from grmoe import checks
+
+
+NO_LIMIT = 2.0  # a τ that no mass reaches: the cap alone decides
 
 
 class Selection(Protocol):
@@ -48,7 +55,7 @@ class TopK:
     """The k most probable experts. At k = 1 a renormalised weight is constant and trains no router."""
 
     k: int
-    renormalize: bool = True
+    renormalize: bool = False
     dense: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -57,7 +64,7 @@ class TopK:
     def __call__(self, probs: Tensor) -> Tensor:
         experts = probs.shape[-1]
         checks.require(self.k <= experts, f"k must be at most the number of experts {experts}, got {self.k}")
-        return _mask(probs, probs.topk(self.k, dim=-1).indices)
+        return largest(probs, NO_LIMIT, self.k)
 
     def max_experts(self, num_experts: int) -> int:
         return self.k
@@ -73,7 +80,7 @@ class Mass:
 
     tau: float
     cap: int | None = None
-    renormalize: bool = True
+    renormalize: bool = False
     dense: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -82,13 +89,7 @@ class Mass:
             _set(self, "cap", checks.positive_int("cap", self.cap))
 
     def __call__(self, probs: Tensor) -> Tensor:
-        sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
-        # Mass of the experts ranked higher. Shifted, because `cumsum − p` rounds and can keep one expert too many.
-        before = torch.nn.functional.pad(sorted_probs.cumsum(-1)[..., :-1], (1, 0))
-        keep = before < self.tau
-        if self.cap is not None:
-            keep = keep & (torch.arange(probs.shape[-1], device=probs.device) < self.cap)
-        return torch.zeros_like(keep).scatter(-1, order, keep)
+        return largest(probs, self.tau, self.max_experts(probs.shape[-1]))
 
     def max_experts(self, num_experts: int) -> int:
         return num_experts if self.cap is None else min(self.cap, num_experts)
@@ -99,24 +100,51 @@ class Threshold:
     """Experts with a probability of at least `minimum`, and always the most probable one."""
 
     minimum: float
-    renormalize: bool = True
+    renormalize: bool = False
     dense: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _set(self, "minimum", checks.fraction("minimum", self.minimum))
 
     def __call__(self, probs: Tensor) -> Tensor:
-        return (probs >= self.minimum) | _mask(probs, probs.argmax(-1, keepdim=True))
+        return above(probs, self.minimum)
 
     def max_experts(self, num_experts: int) -> int:
         # n experts of at least `minimum` each need n·minimum <= 1, up to the rounding of the softmax.
         return min(num_experts, int(1.000001 / self.minimum) or 1)
 
 
+def largest(probs: Tensor, tau: float | Tensor, cap: int | Tensor) -> Tensor:
+    """Mask (..., N) of the most probable experts: at most `cap` of them, while those before hold less than τ.
+
+    τ and cap may be tensors that broadcast against (..., N), for instance one number per sequence. Ties go to the lower
+    index.
+    """
+    # A NaN gate counts as all zero, so that its token gets experts too.
+    sorted_probs, order = torch.where(probs == probs, probs, 0.0).sort(dim=-1, descending=True, stable=True)
+    # Mass of the experts ranked higher. Shifted, because `cumsum − p` rounds and can keep one expert too many.
+    before = torch.nn.functional.pad(sorted_probs.cumsum(-1)[..., :-1], (1, 0))
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    keep = (before < tau) & (rank < cap)
+    return torch.zeros_like(keep).scatter(-1, order, keep)
+
+
+def above(probs: Tensor, minimum: float | Tensor) -> Tensor:
+    """Mask (..., N) of the experts with at least this probability, and of the most probable one."""
+    first = torch.zeros_like(probs, dtype=torch.bool).scatter(-1, probs.argmax(-1, keepdim=True), True)
+    return (probs >= minimum) | first
+
+
+def numbers(selection: Selection, num_experts: int) -> tuple[float, int]:
+    """(τ, cap) of a policy, as `Router` keeps them on the device."""
+    if isinstance(selection, Mass):
+        return selection.tau, selection.max_experts(num_experts)
+    if isinstance(selection, Threshold):
+        return selection.minimum, num_experts
+    return NO_LIMIT, selection.max_experts(num_experts)
+
+
 def _set(policy: Any, name: str, value: float | int) -> None:
     """Store a checked Python number in a frozen policy, in place of the NumPy or PyTorch number given."""
     object.__setattr__(policy, name, value)
 
-
-def _mask(probs: Tensor, index: Tensor) -> Tensor:
-    return torch.zeros_like(probs, dtype=torch.bool).scatter(-1, index, True)

@@ -15,7 +15,7 @@ from grmoe.routing.selection import TopK
 
 
 class SoftmaxRouter(LinearRouter):
-    """ℓ = α(Wx + b); the k largest gates, renormalised for k > 1.
+    """ℓ = α(Wx + b); the k largest gates, not renormalised, as for every other router.
 
     noise: standard deviation of Gaussian noise on the logits while training.
     z_loss: coefficient of the mean squared log-sum-exp (ST-MoE).
@@ -35,8 +35,7 @@ class SoftmaxRouter(LinearRouter):
         **router: Any,
     ) -> None:
         top_k = checks.positive_int("top_k", top_k)
-        # At k = 1 the raw probability stays the weight: renormalised it would be 1 and train no router.
-        router.setdefault("selection", TopK(top_k, renormalize=top_k > 1))
+        router.setdefault("selection", TopK(top_k))
         super().__init__(dim, num_experts, **router)
         checks.require(
             top_k <= num_experts, f"top_k must be at most num_experts = {num_experts}, got {top_k}"

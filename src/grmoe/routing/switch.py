@@ -30,7 +30,7 @@ class SwitchRouter(LinearRouter):
         load_loss: float = 0.01,
         **router: Any,
     ) -> None:
-        super().__init__(dim, num_experts, selection=TopK(1, renormalize=False), **router)
+        super().__init__(dim, num_experts, selection=TopK(1), **router)
         self.capacity_factor = checks.finite("capacity_factor", capacity_factor, above=0)
         self.load_loss = checks.finite("load_loss", load_loss, at_least=0)
 

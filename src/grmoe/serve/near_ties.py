@@ -29,5 +29,5 @@ def clear_experts(router: Router, routing: Routing) -> Tensor:
     first_dropped = torch.where(selected, -torch.inf, probs).amax(-1)
     clear = last_kept - first_dropped > MARGIN
     for factor in (1 - MARGIN, 1 + MARGIN):
-        clear &= (router.selection(probs * factor) == selected).all(-1)
+        clear &= (router.select(probs * factor) == selected).all(-1)
     return clear.flatten(1).all(-1)

@@ -1,0 +1,140 @@
+"""A router's budget as data: τ, cap and the α of the weights, on the device.
+
+Changing one of these numbers recompiles nothing, and a captured CUDA graph sees the change. Each is a 0-d tensor, or one
+number per sequence with shape (B, 1, 1).
+
+Legend: N experts, B sequences; `...` any leading dimensions of the tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from grmoe import checks
+from grmoe.routing.elastic import FULL, Elastic, elastic_numbers
+from grmoe.routing.selection import Mass, Selection, Threshold, TopK, above, largest, numbers
+
+
+Balances = Literal["computed", "candidates", "leading", "both"]
+
+
+class Budget(nn.Module):
+    """How many experts a token gets: a policy, and its numbers on the device. Not part of a checkpoint.
+
+    policy: the rule, the room (the most experts a token can get, which sizes the dispatch list) and whether weights are
+        renormalised. These are fixed when a model is compiled.
+    elastic, layer: random budgets while training (`grmoe.routing.elastic`).
+    balances: the experts whose load the balanced prior evens out (`grmoe.routing.counting.prior_shares`). "computed":
+        those computed. "candidates": those of the full budget, whatever was drawn. "leading": the most probable one, the
+        only choice of a dense gate, where all are computed. "both": the mean of the last two.
+    """
+
+    tau: Tensor
+    cap: Tensor
+    weight_alpha: Tensor
+    key: Tensor
+    first_row: Tensor
+
+    def __init__(self, policy: Selection, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.elastic: Elastic | None = None
+        self.layer = 0
+        self.weighs_apart = False
+        self._balances: Balances = "computed"
+        tau, cap = numbers(policy, num_experts)
+        self.register_buffer("tau", torch.tensor(tau), persistent=False)
+        self.register_buffer("cap", torch.tensor(cap, dtype=torch.int32), persistent=False)
+        self.register_buffer("weight_alpha", torch.tensor(1.0), persistent=False)
+        self.register_buffer("key", torch.tensor(FULL), persistent=False)
+        self.register_buffer("first_row", torch.tensor(0), persistent=False)
+        self.policy = policy
+
+    @property
+    def balances(self) -> Balances:
+        return "leading" if self.policy.dense else self._balances
+
+    @balances.setter
+    def balances(self, kind: Balances) -> None:
+        self._balances = checks.one_of("balances", kind, ("computed", "candidates", "leading", "both"))
+
+    @property
+    def room(self) -> int:
+        """The most experts a token can get without another policy."""
+        return self.policy.max_experts(self.num_experts)
+
+    def use(self, policy: Selection) -> None:
+        """Another policy, and its numbers."""
+        self.policy = policy
+        tau, cap = numbers(policy, self.num_experts)
+        self._fill("tau", tau)
+        self._fill("cap", cap)
+
+    def reset(self, weight_alpha: float | None) -> None:
+        """Fill all numbers anew: a model made on the meta device has none."""
+        self.use(self.policy)
+        self.set_weight_alpha(weight_alpha)
+        self.key.fill_(FULL)
+        self.first_row.zero_()
+
+    def set_tau(self, value: Any) -> None:
+        """τ of `Mass` and `TopK` (a top-k with a τ stops early), or the minimum of `Threshold`."""
+        self._needs(TopK, Mass, Threshold)
+        tau = checks.fraction("tau", value)
+        if isinstance(self.policy, Threshold):
+            needed = Threshold(tau).max_experts(self.num_experts)
+            checks.require(needed <= self.room, f"tau must leave at most {self.room} experts, got {value!r}")
+        self._fill("tau", tau)
+
+    def set_cap(self, value: Any) -> None:
+        """The most experts per token, at most the policy's own."""
+        self._needs(TopK, Mass)
+        cap = checks.positive_int("cap", value)
+        checks.require(cap <= self.room, f"cap must be at most {self.room}, the room of {self.policy}, got {cap}")
+        self._fill("cap", cap)
+
+    def set_weight_alpha(self, value: Any | None) -> None:
+        """α of the combine weights; None: that of the choice, as in the paper."""
+        self.weighs_apart = value is not None
+        if value is not None:
+            self._fill("weight_alpha", checks.alpha("weight_alpha", value))
+
+    def select(self, probs: Tensor, training: bool) -> Tensor:
+        """Mask (..., N) of the experts computed."""
+        if isinstance(self.policy, Threshold):
+            return above(probs, self.tau)
+        if not isinstance(self.policy, TopK | Mass):
+            return self.policy(probs)
+        checks.require(
+            self.room <= probs.shape[-1],
+            f"k must be at most the number of experts {probs.shape[-1]}, got {self.room}",
+        )
+        tau, cap = self.tau.to(probs.dtype), self.cap
+        if self.draws(training):
+            assert self.elastic is not None
+            tau, cap = elastic_numbers(
+                self.elastic, self.key, self.first_row, self.layer, probs.shape, tau, cap
+            )
+        return largest(probs, tau, cap)
+
+    def draws(self, training: bool) -> bool:
+        """Whether budgets are random in this pass."""
+        return training and self.elastic is not None and isinstance(self.policy, TopK | Mass)
+
+    def _needs(self, *kinds: type) -> None:
+        checks.require(
+            isinstance(self.policy, kinds),
+            f"selection must be one of {', '.join(k.__name__ for k in kinds)} to change this, got {self.policy}",
+        )
+
+    def _fill(self, name: str, value: float) -> None:
+        """In place where the buffer holds one number, so that captured graphs see it."""
+        now: Tensor = getattr(self, name)
+        if now.ndim == 0:
+            now.fill_(value)
+        else:
+            setattr(self, name, now.new_tensor(value))
+
