@@ -76,11 +76,39 @@ def test_gate(
     frames = torch.linalg.qr(torch.randn(N, D, K, device=DEVICE))[0].contiguous()
     log_kappa = torch.randn(N, K, device=DEVICE) if diagonal else torch.randn(N, device=DEVICE)
     prior, alpha = torch.randn(N, device=DEVICE), torch.tensor(1.7, device=DEVICE)
+    tau = torch.tensor(0.2 if mode == runtime.ABOVE else 2.0, device=DEVICE)
+    cap = torch.tensor(3, device=DEVICE, dtype=torch.int32)
 
     def run() -> tuple[Tensor, ...]:
         return gate(
             x, frames, log_kappa, prior, alpha, energy_scale=D / K, posterior=not diagonal, mode=mode, max_experts=3,
-            limit=0.2 if mode == runtime.ABOVE else 2.0, renormalize=not diagonal,
+            tau=tau, cap=cap, renormalize=not diagonal,
+        )  # fmt: skip
+
+    special, plain = triton_too(run, gate_module, monkeypatch)
+    for name, a, b in zip(("logits", "probs", "weights", "selected", "zero"), special, plain, strict=True):
+        assert torch.equal(a, b), (name, (a.float() - b.float()).abs().max().item())
+
+
+@pytest.mark.parametrize("elastic", [runtime.FIXED, runtime.MASS, runtime.COUNT])
+def test_budgets_of_the_gate(elastic: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers per sequence, or drawn, and weights at their own α: equal to the Triton kernel bit for bit."""
+    torch.manual_seed(elastic)
+    rows, length, D, N, K = 6, 50, 512, 16, 64
+    x = torch.randn(rows * length, D, device=DEVICE, dtype=BF16)
+    frames = torch.linalg.qr(torch.randn(N, D, K, device=DEVICE))[0].contiguous()
+    log_kappa, prior = torch.randn(N, device=DEVICE), torch.randn(N, device=DEVICE)
+    shape = () if elastic else (rows,)
+    alpha, apart = 0.5 + torch.rand(shape, device=DEVICE), 0.5 + torch.rand(shape, device=DEVICE)
+    tau = torch.rand(shape, device=DEVICE) if not elastic else torch.tensor(2.0, device=DEVICE)
+    cap = torch.randint(1, 5, shape, device=DEVICE, dtype=torch.int32)
+    key, first_row = torch.tensor(99, device=DEVICE), torch.tensor(3, device=DEVICE)
+
+    def run() -> tuple[Tensor, ...]:
+        return gate(
+            x, frames, log_kappa, prior, alpha, weight_alpha=apart, tau=tau, cap=cap, key=key, first_row=first_row,
+            energy_scale=D / K, mode=runtime.LARGEST, max_experts=4, renormalize=False, length=length, layer=5,
+            elastic=elastic, unit=runtime.PER_TOKEN,
         )  # fmt: skip
 
     special, plain = triton_too(run, gate_module, monkeypatch)
@@ -138,7 +166,8 @@ def test_another_number_of_tokens_is_no_new_kernel_and_changes_no_token() -> Non
     x = torch.randn(700, 512, device=DEVICE, dtype=torch.bfloat16)
     frames = torch.linalg.qr(torch.randn(16, 512, 64, device=DEVICE))[0].contiguous()
     zeros, alpha = torch.zeros(16, device=DEVICE), torch.tensor(1.0, device=DEVICE)
-    options = {"mode": runtime.LARGEST, "max_experts": 2, "renormalize": True}
+    tau, cap = torch.tensor(2.0, device=DEVICE), torch.tensor(2, device=DEVICE, dtype=torch.int32)
+    options = {"mode": runtime.LARGEST, "max_experts": 2, "renormalize": True, "tau": tau, "cap": cap}
     whole = gate(x, frames, zeros, zeros, alpha, **options)
     known = len(gate_module.launch.__globals__["_compiled"])
     for T in (1, 16, 127, 128, 129, 700):

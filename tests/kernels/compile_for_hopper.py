@@ -40,16 +40,31 @@ def assembler(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> 
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-def gate(N: int, diagonal: bool) -> str:
-    floats = ["log_kappa", "prior", "alpha", "logits", "probs", "weights", "norm", "aux"]
+def gate(N: int, diagonal: bool, elastic: int = 0, per_row: bool = False) -> str:
+    floats = [
+        "log_kappa",
+        "prior",
+        "alpha",
+        "weight_alpha",
+        "tau",
+        "logits",
+        "probs",
+        "weights",
+        "norm",
+        "aux",
+    ]
     types = {
         **{f"{name}_ptr": "*fp32" for name in floats},
         "x_desc": tiles(128),
         "packed_desc": tiles(256),
         "selected_ptr": "*u8",
+        "cap_ptr": "*i32",
+        "key_ptr": "*i64",
+        "first_row_ptr": "*i64",
         "num_tokens": "i32",
         "energy_scale": "fp32",
-        "limit": "fp32",
+        "length": "i32",
+        "layer": "i32",
     }
     constants = {
         "D": 2048,
@@ -61,6 +76,10 @@ def gate(N: int, diagonal: bool) -> str:
         "MODE": 1,
         "MAX_EXPERTS": 2,
         "RENORMALIZE": True,
+        "PER_ROW": per_row,
+        "APART": per_row,
+        "ELASTIC": elastic,
+        "UNIT": 0,
         "NP": N,
         "BT": 128,
         "BC": 256,
@@ -99,6 +118,8 @@ if __name__ == "__main__":
     said = {
         "gate 16": gate(16, False),
         "gate 32, diagonal": gate(32, True),
+        "gate 16, elastic": gate(16, False, elastic=1),
+        "gate 16, numbers per sequence": gate(16, False, per_row=True),
         "up, SwiGLU": up(True, True),
         "up, GELU, width 200": up(False, True, 200),
     }

@@ -302,6 +302,8 @@ def test_a_linear_gate_has_one_dial() -> None:
             None,
             torch.zeros(5),
             torch.tensor(1.0),
+            tau=torch.tensor(2.0),
+            cap=torch.tensor(5, dtype=torch.int32),
             posterior=False,
             max_experts=5,
             renormalize=False,

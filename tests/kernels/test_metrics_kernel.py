@@ -14,8 +14,11 @@ pytest.importorskip("triton")
 
 from grmoe.kernels import metrics as module
 from grmoe.kernels.metrics import add_counts
-from grmoe.routing import Dense, Mass, Selection, SoftmaxRouter, TopK
+from grmoe.kernels.runtime import has_failed
+from grmoe.routing import Dense, Mass, Selection, TopK
 from grmoe.routing.base import Routing
+from grmoe.routing.budget import Budget
+from grmoe.routing.counting import LoadCounter
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -36,17 +39,17 @@ def gates(T: int, N: int, selection: Selection, seed: int) -> Routing:
     )
 
 
-def sums(routing: Routing, selection: Selection, fused: bool, prior: bool) -> tuple[Tensor, Tensor]:
+def sums(routing: Routing, selection: Selection, fused: bool, prior: Any) -> tuple[Tensor, Tensor]:
+    """prior: False, True, or what the prior counts."""
     N = routing.probs.shape[-1]
-    router = SoftmaxRouter(4, N, top_k=1, selection=selection, balance=prior)
-    router.counter.sums.fill_(3.0)
-    router.prior_sums.fill_(2.0)
-    if fused:
-        args: Any = (routing.probs, routing.weights, routing.selected, router.counter.sums, router.prior_sums)
-        add_counts(*args, prior=prior, dense=selection.dense)
-    else:
-        router.counter.add(routing, prior=prior, dense=selection.dense)
-    return router.counter.sums, router.prior_sums
+    counter, budget = LoadCounter(N), Budget(selection, N)
+    counter.sums.fill_(3.0)
+    counter.prior_sums.fill_(2.0)
+    if isinstance(prior, str):
+        budget.balances = prior  # type: ignore[assignment]
+    counter.add(routing, prior=budget if prior else None, kernels=fused)
+    assert not has_failed("metrics")
+    return counter.sums, counter.prior_sums
 
 
 @settings(max_examples=15)
@@ -54,10 +57,10 @@ def sums(routing: Routing, selection: Selection, fused: bool, prior: bool) -> tu
     st.integers(0, 150),
     st.integers(2, 9),
     st.sampled_from([Dense(), TopK(2), Mass(0.7)]),
-    st.booleans(),
+    st.sampled_from([False, "computed", "candidates", "leading", "both"]),
     st.integers(0, 10**6),
 )
-def test_all_sums(T: int, N: int, selection: Selection, prior: bool, seed: int) -> None:
+def test_all_sums(T: int, N: int, selection: Selection, prior: Any, seed: int) -> None:
     routing = gates(T, N, selection, seed)
     ours, plain = (sums(routing, selection, fused, prior) for fused in (True, False))
     # Partial sums of up to 64 tokens in fp32; counts are exact. A zero gate has entropy log 1 = 0 up to 64 ε.
@@ -98,7 +101,7 @@ def test_sums_accumulate_in_fp64() -> None:
     routing = gates(1, 2, TopK(1), seed=0)
     total, prior = torch.zeros(10, dtype=torch.float64), torch.zeros(3)
     total[-2] = 2.0**24
-    add_counts(routing.probs, routing.weights, routing.selected, total, prior, prior=False, dense=False)
+    add_counts(routing.probs, routing.weights, routing.selected, total, prior)
     assert float(total[-2]) == 2.0**24 + 1
 
 

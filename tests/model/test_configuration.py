@@ -32,7 +32,7 @@ def test_moe_layers_are_the_even_blocks_counted_from_one() -> None:
 def test_selection_policies() -> None:
     assert GrmoeConfig().selection_policy() == TopK(2)
     assert GrmoeConfig(num_experts_per_tok=1).selection_policy() == TopK(1, renormalize=False)
-    assert GrmoeConfig(num_experts_per_tok=1, norm_topk_prob=True).selection_policy() == TopK(1)
+    assert GrmoeConfig(norm_topk_prob=True).selection_policy() == TopK(2, renormalize=True)
     assert GrmoeConfig(selection="mass", num_experts_per_tok=4).selection_policy() == Mass(0.9, cap=4)
     threshold = GrmoeConfig(selection="threshold", selection_tau=0.3)
     assert (threshold.selection_policy(), threshold.num_experts_per_tok) == (Threshold(0.3), 3)

@@ -127,7 +127,7 @@ def test_missing_frames_are_drawn_anew(build: Build, tmp_path: Path) -> None:
 
 def test_fewer_experts_at_inference(build: Build, ids: torch.Tensor, tmp_path: Path) -> None:
     """Trained at top-2, run at top-1 or by mass: the fields of the configuration are arguments of loading."""
-    build().save_pretrained(tmp_path)
+    build(norm_topk_prob=True).save_pretrained(tmp_path)
     one = AutoModelForCausalLM.from_pretrained(tmp_path, num_experts_per_tok=1)
     one(ids)
     assert [m.experts_per_token for m in one.routing_metrics()] == [1.0, 1.0]

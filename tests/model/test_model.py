@@ -211,11 +211,13 @@ def test_meta_device_and_materialisation(config: Any, ids: torch.Tensor) -> None
         for name, p in list(module.named_parameters(recurse=False)):
             setattr(module, name, torch.nn.Parameter(torch.full_like(p, math.nan, device="cpu")))
         for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.full_like(buffer, math.nan, device="cpu"))
+            garbage = math.nan if buffer.is_floating_point() else 77
+            setattr(module, name, torch.full_like(buffer, garbage, device="cpu"))
     model.initialize_weights()
     model.tie_weights()
     assert model.alpha == [1.0, 2.0]
     for router in grmoe.routers(model):
+        assert (router.tau, router.cap, int(router.budget.key)) == (2.0, 2, -1)
         assert orthonormality_error(router.frames) < 1e-5
         assert not router.log_prior.any()
         assert not router.prior_sums.any()

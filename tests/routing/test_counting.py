@@ -15,10 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from grmoe import geometry
-from grmoe.routing import GrassmannRouter, Router, SoftMoERouter, set_alpha, uncounted, update_priors
+from grmoe.routing import (
+    Dense,
+    GrassmannRouter,
+    Router,
+    SoftMoERouter,
+    TopK,
+    set_alpha,
+    uncounted,
+    update_priors,
+)
 from grmoe.routing import SoftmaxRouter as Softmax
+from grmoe.routing.budget import Budget
 from grmoe.routing.controls import routers
 from grmoe.routing.counting import LoadCounter, prior_shares
+from grmoe.routing.elastic import Elastic
 from grmoe.routing.prior import next_log_prior
 from grmoe.routing.result import Routing
 
@@ -63,7 +74,7 @@ def test_a_cast_keeps_the_sums_and_takes_the_prior_sums_along(
     assert bool((counter.sums == 2.0**40 + 1).all())
     assert counter.prior_sums.dtype == dtype
     assert bool((counter.prior_sums == 3).all())
-    counter.add(random_routing(5), prior=True)
+    counter.add(random_routing(5), prior=Budget(TopK(2), N))
     assert counter.prior_sums.dtype == dtype
     assert float(counter.prior_sums[-1]) == 8
     assert counter.state_dict() == {}
@@ -77,30 +88,43 @@ def test_a_router_is_never_cast_below_single_precision() -> None:
     assert (router.counter.sums.dtype, router.prior_sums.dtype) == (F64, F64)
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_shares_of_the_prior_against_a_loop(dense: bool) -> None:
+@pytest.mark.parametrize("kind", ["computed", "candidates", "leading", "both", "dense"])
+def test_shares_of_the_prior_against_a_loop(kind: Any) -> None:
     routing = random_routing(3, 7)
     routing.probs[0, 2, 1] = math.nan  # counts for nobody
     routing.selected[1, 3] = False  # dropped: counted as a token that nobody computes
+    budget = Budget(Dense() if kind == "dense" else TopK(3), N)
+    if kind != "dense":
+        budget.balances = kind
+    budget.elastic = Elastic()  # draws while training; candidates are those of the full budget
     want = torch.zeros(N + 1)
     for p, s in zip(routing.probs.reshape(-1, N), routing.selected.reshape(-1, N), strict=True):
         if bool(torch.isfinite(p).all()):
             want[N] += 1
-            chosen = [int(p.argmax())] if dense else [e for e in range(N) if s[e]]
-            for e in chosen:
-                want[e] += 1 / len(chosen)
-    got = prior_shares(routing.probs, routing.selected, dense)
+            leader, best = [int(p.argmax())], p.topk(3).indices.tolist()
+            computed = [e for e in range(N) if s[e]]
+            parts = {
+                "computed": [computed],
+                "candidates": [best],
+                "leading": [leader],
+                "dense": [leader],
+                "both": [leader, best],
+            }[kind]
+            for chosen in parts:
+                for e in chosen:
+                    want[e] += 1 / len(chosen) / len(parts)
+    got = prior_shares(routing.probs, routing.selected, budget)
     torch.testing.assert_close(got, want)
     assert got[N] == 20
-    assert float(got[:N].sum()) == pytest.approx(20 if dense else 19)
+    assert float(got[:N].sum()) == pytest.approx(19 if kind == "computed" else 20)
 
 
 def test_nothing_is_counted_while_paused() -> None:
     counter, routing = LoadCounter(N), random_routing(6)
     with counter.pause():
         with counter.pause():
-            counter.add(routing, prior=True)
-        counter.add(routing, prior=True)  # still inside the outer one
+            counter.add(routing, prior=Budget(TopK(2), N))
+        counter.add(routing, prior=Budget(TopK(2), N))  # still inside the outer one
     assert not counter.sums.any()
     assert not counter.prior_sums.any()
     with pytest.raises(RuntimeError, match="stop"), counter.pause():
@@ -108,7 +132,7 @@ def test_nothing_is_counted_while_paused() -> None:
     counter.add(routing)
     assert counter.read().tokens == 6
     assert not counter.prior_sums.any()  # only where the prior is asked for
-    counter.add(routing, prior=True)
+    counter.add(routing, prior=Budget(TopK(2), N))
     assert counter.read().tokens == 12
     counter.reset()
     assert counter.read().tokens == 0

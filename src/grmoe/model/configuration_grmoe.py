@@ -159,7 +159,9 @@ class GrmoeConfig(PreTrainedConfig):
     @property
     def weight_alphas(self) -> list[float] | list[None]:
         """`weight_alpha` of each MoE layer."""
-        return [None] * len(self.moe_layers) if self.weight_alpha is None else self._by_layer(self.weight_alpha)
+        return (
+            [None] * len(self.moe_layers) if self.weight_alpha is None else self._by_layer(self.weight_alpha)
+        )
 
     def _by_layer(self, value: float | list[float]) -> list[float]:
         return [float(v) for v in value] if isinstance(value, list) else [float(value)] * len(self.moe_layers)

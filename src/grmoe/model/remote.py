@@ -122,7 +122,10 @@ def _collect(name: str, sections: dict[str, _Section]) -> None:
             section.defined.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            section.defined.update(t.id for t in targets if isinstance(t, ast.Name))
+            names = (n for target in targets for n in ast.walk(target))  # `a, b = 1, 2` defines two
+            section.defined.update(
+                n.id for n in names if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            )
     section.defined -= {"_", "__all__"}
     sections[name] = section
 

@@ -126,9 +126,7 @@ class Router(nn.Module):
         routing: Routing | None = None
         if kernels and self._fusable:
             pack = None if self.training else self._packed.get
-            routing = try_fused(
-                x, self.gate_operands, self.alpha_value, self.budget, self.training, pack
-            )
+            routing = try_fused(x, self.gate_operands, self.alpha_value, self.budget, self.training, pack)
         if routing is None:
             routing = self.route(x if x.dtype == torch.float64 else x.float(), token_ids)
         routing.aux_loss = self.losses(routing)

@@ -17,7 +17,7 @@ from grmoe import checks
 from grmoe.routing.elastic import FULL, Elastic, elastic_numbers
 from grmoe.routing.selection import Mass, Selection, Threshold, TopK, above, largest, numbers
 
-
+_BY_RANK = (TopK, Mass)
 Balances = Literal["computed", "candidates", "leading", "both"]
 
 
@@ -82,18 +82,20 @@ class Budget(nn.Module):
 
     def set_tau(self, value: Any) -> None:
         """τ of `Mass` and `TopK` (a top-k with a τ stops early), or the minimum of `Threshold`."""
-        self._needs(TopK, Mass, Threshold)
+        self._needs(*_BY_RANK, Threshold)
         tau = checks.fraction("tau", value)
-        if isinstance(self.policy, Threshold):
+        if type(self.policy) is Threshold:
             needed = Threshold(tau).max_experts(self.num_experts)
             checks.require(needed <= self.room, f"tau must leave at most {self.room} experts, got {value!r}")
         self._fill("tau", tau)
 
     def set_cap(self, value: Any) -> None:
         """The most experts per token, at most the policy's own."""
-        self._needs(TopK, Mass)
+        self._needs(*_BY_RANK)
         cap = checks.positive_int("cap", value)
-        checks.require(cap <= self.room, f"cap must be at most {self.room}, the room of {self.policy}, got {cap}")
+        checks.require(
+            cap <= self.room, f"cap must be at most {self.room}, the room of {self.policy}, got {cap}"
+        )
         self._fill("cap", cap)
 
     def set_weight_alpha(self, value: Any | None) -> None:
@@ -104,9 +106,10 @@ class Budget(nn.Module):
 
     def select(self, probs: Tensor, training: bool) -> Tensor:
         """Mask (..., N) of the experts computed."""
-        if isinstance(self.policy, Threshold):
+        # Exact types, because a subclass may select differently.
+        if type(self.policy) is Threshold:
             return above(probs, self.tau)
-        if not isinstance(self.policy, TopK | Mass):
+        if type(self.policy) not in _BY_RANK:
             return self.policy(probs)
         checks.require(
             self.room <= probs.shape[-1],
@@ -122,11 +125,11 @@ class Budget(nn.Module):
 
     def draws(self, training: bool) -> bool:
         """Whether budgets are random in this pass."""
-        return training and self.elastic is not None and isinstance(self.policy, TopK | Mass)
+        return training and self.elastic is not None and type(self.policy) in _BY_RANK
 
     def _needs(self, *kinds: type) -> None:
         checks.require(
-            isinstance(self.policy, kinds),
+            type(self.policy) in kinds,
             f"selection must be one of {', '.join(k.__name__ for k in kinds)} to change this, got {self.policy}",
         )
 
@@ -137,4 +140,3 @@ class Budget(nn.Module):
             now.fill_(value)
         else:
             setattr(self, name, now.new_tensor(value))
-

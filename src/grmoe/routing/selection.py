@@ -18,7 +18,6 @@ from torch import Tensor
 
 from grmoe import checks
 
-
 NO_LIMIT = 2.0  # a τ that no mass reaches: the cap alone decides
 
 
@@ -141,10 +140,9 @@ def numbers(selection: Selection, num_experts: int) -> tuple[float, int]:
         return selection.tau, selection.max_experts(num_experts)
     if isinstance(selection, Threshold):
         return selection.minimum, num_experts
-    return NO_LIMIT, selection.max_experts(num_experts)
+    return NO_LIMIT, selection.k if isinstance(selection, TopK) else num_experts
 
 
 def _set(policy: Any, name: str, value: float | int) -> None:
     """Store a checked Python number in a frozen policy, in place of the NumPy or PyTorch number given."""
     object.__setattr__(policy, name, value)
-
