@@ -75,7 +75,9 @@ def test_merging_strangers_is_not_free() -> None:
 
 
 def test_under_top_k_tokens_that_use_neither_twin_are_left_alone() -> None:
-    model = untrained(num_experts_per_tok=2)
+    model = untrained(
+        num_experts_per_tok=2, norm_topk_prob=True
+    )  # else the twins' mass is part of every weight
     make_twins(model)
     own, layer, x_TD = prunable(model)[0], moe_layers(model)[0], tokens(2000, seed=5)
     with torch.no_grad():
@@ -97,10 +99,14 @@ def test_a_merged_expert_keeps_the_load_of_its_members(fields: dict[str, Any]) -
             combine_weights(own.small_router(layout), own.x_TD)[:, layout.index((0, 2))].double().mean()
         )
         # Tokens are few and the share jumps as they change sides; without the search it is off by a fifth.
-        assert share == pytest.approx(float(own.load_N[[0, 2]].sum()), rel=0.02)
+        assert share == pytest.approx(float(own.load_N[[0, 2]].sum()), rel=0.03)
 
 
-@pytest.mark.parametrize("fields", [{}, {"router": "softmax"}, {"selection": "mass", "alpha": 0.7}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"router": "softmax"}, {"selection": "mass", "alpha": 0.7}, {"norm_topk_prob": True}],
+    ids=str,
+)
 def test_dropping_is_the_reference_loop(fields: dict[str, Any]) -> None:
     model = untrained(num_experts_per_tok=2, **fields)
     own, layer, x_TD = prunable(model)[1], moe_layers(model)[1], tokens(64, seed=6)
@@ -119,7 +125,8 @@ def test_dropping_is_the_reference_loop(fields: dict[str, Any]) -> None:
                 break
             chosen.append(place)
             mass += float(g[place])
-        want = sum(g[p] / mass * f_NTD[kept[p], t] for p in chosen)
+        scale = mass if model.config.norm_topk_prob else 1.0
+        want = sum(g[p] / scale * f_NTD[kept[p], t] for p in chosen)
         torch.testing.assert_close(y_TD[t].double(), want, rtol=0, atol=1e-5)
 
 

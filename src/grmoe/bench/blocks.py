@@ -68,7 +68,8 @@ class Setting:
             self.x_TD = torch.randn(T, D).to(dtype).requires_grad_()
             self.grad_TD = torch.randn(T, D).to(dtype)
             self.experts = ExpertWeights(D, shape.width, N).to(dtype)
-            self.softmax = SoftmaxRouter(D, N, shape.top_k)
+            # The other libraries scale the kept weights back to sum one.
+            self.softmax = SoftmaxRouter(D, N, shape.top_k, selection=TopK(shape.top_k, renormalize=True))
             self.gate_ND = nn.Parameter(self.softmax.weight.detach().to(dtype))
         rank = default_rank(D, N) if rank is None else rank
         # Frames are drawn on the CPU.

@@ -10,7 +10,7 @@ Legend: T tokens, D model width, N experts, K rank, C packed columns (see `gate_
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -319,9 +319,9 @@ class _Gate(torch.autograd.Function):
                 packed: Tensor | None, *numbers: Any) -> tuple[Tensor, ...]:  # fmt: skip
         # numbers: alpha, weight_alpha, tau, cap, key, first_row, energy_scale, posterior, mode, max_experts,
         # renormalize, length, layer, elastic, unit
-        args = (x, matrix, log_kappa, prior, *numbers)
         # An operator must not return its input, so it packs again, which takes a few microseconds.
-        results = _forward_op(*args) if torch.compiler.is_compiling() else _forward(*args, packed)
+        run: Any = _forward_op if torch.compiler.is_compiling() else partial(_forward, packed=packed)
+        results = run(x, matrix, log_kappa, prior, *numbers)
         logits, probs, weights, selected, zero, norm, packed = results
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)

@@ -115,7 +115,7 @@ def _sliced(router: Router, keep: list[int]) -> Router:
     for name, value in list(small.named_parameters()):
         assert value.shape[0] == router.num_experts, name
         setattr(small, name, nn.Parameter(value.detach()[keep].clone(), requires_grad=False))
-    small.num_experts = len(keep)
+    small.num_experts = small.budget.num_experts = len(keep)
     small.log_prior = _log_prior(router)[keep].clone()
     small.counter = LoadCounter(len(keep)).to(router.log_prior.device)
     if isinstance(small, GrassmannRouter) and small.prior != "balanced":

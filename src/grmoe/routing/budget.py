@@ -27,9 +27,9 @@ class Budget(nn.Module):
     policy: the rule, the room (the most experts a token can get, which sizes the dispatch list) and whether weights are
         renormalised. These are fixed when a model is compiled.
     elastic, layer: random budgets while training (`grmoe.routing.elastic`).
-    balances: the experts whose load the balanced prior evens out (`grmoe.routing.counting.prior_shares`). "computed":
-        those computed. "candidates": those of the full budget, whatever was drawn. "leading": the most probable one, the
-        only choice of a dense gate, where all are computed. "both": the mean of the last two.
+    balances: the experts for which the balanced prior evens out the load (`grmoe.routing.counting.prior_shares`).
+        "computed": those computed. "candidates": those of the full budget, whatever was drawn. "leading": the most
+        probable one, always so for a dense gate, where all are computed. "both": the mean of the last two.
     """
 
     tau: Tensor

@@ -70,8 +70,9 @@ class LoadCounter(nn.Module):
         from grmoe.kernels.metrics import add_counts
 
         tensors = (routing.probs, routing.weights, routing.selected)
-        flat = (t.reshape(-1, self.num_experts) for t in tensors)
-        add_counts(*flat, self.sums, self.prior_sums, **({} if prior is None else _prior_rule(prior)))
+        probs, weights, selected = (t.reshape(-1, self.num_experts) for t in tensors)
+        rule = {} if prior is None else _prior_rule(prior)
+        add_counts(probs, weights, selected, self.sums, self.prior_sums, **rule)
 
     def read(self) -> RoutingMetrics:
         """The metrics since the last `reset`, without a router's own figures. Waits for the device."""

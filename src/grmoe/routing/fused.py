@@ -107,10 +107,11 @@ def fused_gate(
     policy, N = budget.policy, len(operands.matrix)
     checks.require(budget.room <= N, f"k must be at most the number of experts {N}, got {budget.room}")
     weight_alpha = budget.weight_alpha if budget.weighs_apart else None
-    given = (alpha, weight_alpha, budget.tau, budget.cap)
+    tau, cap = budget.tau, budget.cap
     if _by_row(alpha, budget):
-        rows = len(x)
-        given = tuple(None if t is None else t.reshape(-1).expand(rows).contiguous() for t in given)
+        alpha, tau, cap = (t.reshape(-1).expand(len(x)).contiguous() for t in (alpha, tau, cap))
+        if weight_alpha is not None:
+            weight_alpha = weight_alpha.reshape(-1).expand(len(x)).contiguous()
     drawn: dict[str, Any] = {}
     if budget.draws(training):
         assert budget.elastic is not None
@@ -127,10 +128,10 @@ def fused_gate(
         operands.matrix,
         operands.log_kappa,
         operands.prior_N,
-        given[0],
-        weight_alpha=given[1],
-        tau=given[2],
-        cap=given[3],
+        alpha,
+        weight_alpha=weight_alpha,
+        tau=tau,
+        cap=cap,
         energy_scale=operands.energy_scale,
         posterior=operands.posterior,
         mode=_MODES[type(policy)],

@@ -3,9 +3,9 @@
 A policy maps gate probabilities (..., N) to a boolean mask of the same shape. Every policy keeps at least the most
 probable expert. `renormalize` says whether the kept weights are scaled back to sum one; the paper's are not.
 
-`TopK` and `Mass` are one rule with two numbers: take the most probable experts, at most `cap` of them, while those taken
-hold less than τ. A router keeps both numbers on the device (`Router.tau`, `Router.cap`), where they change without
-recompiling.
+`TopK` and `Mass` are one rule with two numbers: take the most probable experts, at most `cap` of them, while those
+taken hold less than τ. A router keeps both numbers on the device (`Router.tau`, `Router.cap`), where they change
+without recompiling.
 """
 
 from __future__ import annotations
