@@ -20,6 +20,9 @@ TABLE = {
     "350m": (50257, 768, 3072, 1536, 12, 12, 12, 8, 48, 2, True),
     "1.3b": (50257, 2048, 5504, 2752, 24, 16, 4, 16, 64, 3, False),
     "2.7b": (50257, 2560, 6912, 3456, 32, 20, 5, 32, 64, 3, False),
+    "small-fine": (8192, 512, 2048, 256, 8, 8, 8, 32, 16, 2, True),
+    "350m-fine": (50257, 768, 3072, 384, 12, 12, 12, 32, 24, 2, True),
+    "1.3b-fine": (50257, 2048, 5504, 688, 24, 16, 4, 64, 32, 3, False),
 }
 # What the formulas give, so that a change of a preset is seen.
 TOTALS = {
@@ -28,6 +31,9 @@ TOTALS = {
     "350m": (210_255_408, 125_320_752),
     "1.3b": (4_134_967_488, 1_294_375_104),
     "2.7b": (15_304_548_352, 2_564_349_952),
+    "small-fine": (55_583_360, 30_417_536),
+    "350m-fine": (212_025_024, 127_090_368),
+    "1.3b-fine": (4_160_133_888, 1_319_541_504),
 }
 
 
@@ -40,13 +46,14 @@ def test_presets_have_the_parameters_of_their_formula(name: str) -> None:
     router = L // 2 * N * (H * k + 1)
     embedding = V * H * (1 if tied else 2)
     norms = (2 * L + 1) * H
+    computed = 8 if name.endswith("-fine") else 2
     cost = count(preset(name))
     total = attention + feed_forward + experts + router + embedding + norms
     assert (cost.total, cost.experts, cost.router, cost.embedding) == (total, experts, router, embedding)
-    assert cost.active == total - experts + experts * 2 // N
+    assert cost.active == total - experts + experts * computed // N
     assert (cost.total, cost.active) == TOTALS[name]
     assert cost.weight_bytes == 2 * (total - router) + 4 * router
-    products = attention + feed_forward + experts * 2 // N + router - L // 2 * N + V * H
+    products = attention + feed_forward + experts * computed // N + router - L // 2 * N + V * H
     assert cost.train_flops_6n == 6 * products
     context = preset(name).max_position_embeddings
     assert cost.forward_flops == 2 * products + L * 4 * H * (context + 1) / 2

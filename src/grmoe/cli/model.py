@@ -72,7 +72,10 @@ def generate(
 
 def info(
     model: Annotated[
-        str, typer.Argument(help="A preset (tiny, small, 350m, 1.3b, 2.7b) or the folder of a saved model.")
+        str,
+        typer.Argument(
+            help="A preset (tiny, small, 350m, 1.3b, 2.7b, small-fine, …) or the folder of a saved model."
+        ),
     ],
     context: Annotated[
         int | None,

@@ -184,7 +184,10 @@ def add_counts(
     cap: Tensor | None = None,
     room: int = 1,
 ) -> None:
-    """Add one pass to `sums`, and unless `prior` is None to `prior_sums`. prior: what it counts (`Budget.balances`); for
-    "candidates" and "both" the full budget is τ and cap, 0-d, and cap is at most `room`."""
+    """Add one pass to `sums`, and unless `prior` is None to `prior_sums`.
+
+    prior: what it counts (`Budget.balances`). For "candidates" and "both" the full budget is τ and cap, 0-d, and cap is
+    at most `room`.
+    """
     run = _add_counts_op if torch.compiler.is_compiling() else _add_counts
     run(probs_TN, weights_TN, selected_TN, tau, cap, sums, prior_sums, PRIORS[prior], room)

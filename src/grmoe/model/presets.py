@@ -1,4 +1,4 @@
-"""Named model sizes: two small ones of our own, three from the paper.
+"""Named model sizes: two small ones of our own, three from the paper, and three with narrow experts.
 
 The paper's names are not parameter counts. `grmoe info 1.3b` prints the real count; docs/reference/presets.md
 explains it.
@@ -84,6 +84,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_experts": 32,
         "router_rank": 64,
     },
+}
+
+
+def _fine(name: str, experts: int, width: int, rank: int) -> dict[str, Any]:
+    sizes = {"num_experts": experts, "moe_intermediate_size": width, "router_rank": rank}
+    return PRESETS[name] | sizes | {"num_experts_per_tok": 8}
+
+
+# Narrow experts: a quarter of the width and eight per token in place of two, so the active parameters are the same.
+# Budgets from one to eight experts per token mean something here.
+PRESETS |= {
+    "small-fine": _fine("small", experts=32, width=256, rank=16),
+    "350m-fine": _fine("350m", experts=32, width=384, rank=24),
+    "1.3b-fine": _fine("1.3b", experts=64, width=688, rank=32),
 }
 
 

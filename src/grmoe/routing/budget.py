@@ -1,7 +1,7 @@
 """A router's budget as data: τ, cap and the α of the weights, on the device.
 
-Changing one of these numbers recompiles nothing, and a captured CUDA graph sees the change. Each is a 0-d tensor, or one
-number per sequence with shape (B, 1, 1).
+Changing one of these numbers recompiles nothing, and a captured CUDA graph sees the change. Each is a 0-d tensor, or
+one number per sequence with shape (B, 1, 1).
 
 Legend: N experts, B sequences; `...` any leading dimensions of the tokens.
 """
@@ -74,7 +74,7 @@ class Budget(nn.Module):
         self._fill("cap", cap)
 
     def reset(self, weight_alpha: float | None) -> None:
-        """Fill all numbers anew: a model made on the meta device has none."""
+        """Fill all numbers again: a model made on the meta device has none."""
         self.use(self.policy)
         self.set_weight_alpha(weight_alpha)
         self.key.fill_(FULL)
