@@ -81,7 +81,13 @@ def test_the_defaults_of_the_step_and_of_its_reference() -> None:
 
 def test_limits_of_the_options() -> None:
     p = nn.Parameter(torch.eye(4, 2))
-    for good in ({"lr": 0.0}, {"eps": 0.0}, {"betas": (0.0, 0.0)}, {"betas": (0.9999, 0.0)}, {"max_step": 1.0}):
+    for good in (
+        {"lr": 0.0},
+        {"eps": 0.0},
+        {"betas": (0.0, 0.0)},
+        {"betas": (0.9999, 0.0)},
+        {"max_step": 1.0},
+    ):
         GrassmannAdam([p], **good)  # type: ignore[arg-type]
     for bad in ({"betas": (1.0, 0.9)}, {"betas": (-0.1, 0.9)}, {"betas": (0.9, 0.9, 0.9)}, {"eps": -1e-9}):
         with pytest.raises(ValueError, match=next(iter(bad))):

@@ -58,7 +58,16 @@ def test_frames_stay_orthonormal_where_sums_are_added_row_after_row(monkeypatch:
 
 @pytest.mark.parametrize(
     ("dim", "rows", "slices"),
-    [(768, 96, 8), (768, None, 1), (768, 100, 6), (769, 96, 1), (16, 96, 1), (16, 16, 1), (16, 8, 2), (1, 1, 1)],
+    [
+        (768, 96, 8),
+        (768, None, 1),
+        (768, 100, 6),
+        (769, 96, 1),
+        (16, 96, 1),
+        (16, 16, 1),
+        (16, 8, 2),
+        (1, 1, 1),
+    ],
 )
 def test_a_sum_is_cut_into_equal_slices(
     dim: int, rows: int | None, slices: int, monkeypatch: pytest.MonkeyPatch

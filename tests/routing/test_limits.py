@@ -86,8 +86,15 @@ def test_the_defaults_of_every_router() -> None:
 
 
 def test_the_flags_of_every_policy() -> None:
-    flags = {type(p).__name__: (p.renormalize, p.dense) for p in (Dense(), TopK(2), Mass(0.5), Threshold(0.1))}
-    assert flags == {"Dense": (False, True), "TopK": (True, False), "Mass": (True, False), "Threshold": (True, False)}
+    flags = {
+        type(p).__name__: (p.renormalize, p.dense) for p in (Dense(), TopK(2), Mass(0.5), Threshold(0.1))
+    }
+    assert flags == {
+        "Dense": (False, True),
+        "TopK": (True, False),
+        "Mass": (True, False),
+        "Threshold": (True, False),
+    }
     assert Mass(0.5).cap is None
 
 
