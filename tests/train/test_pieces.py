@@ -271,6 +271,8 @@ def test_alpha_over_the_steps(settings: Settings) -> None:
     assert alphas_at(anneal, [4.0, 1.0], 5) == pytest.approx([1.0, 0.5])
     assert alphas_at(anneal, [4.0, 1.0], 10) == pytest.approx([4.0, 1.0])
     assert alphas_at(settings(steps=1, alpha={"schedule": "anneal"}), [4.0], 0) == pytest.approx([0.5])
+    short = settings(steps=2, alpha={"schedule": "anneal", "low": 0.25})
+    assert [alphas_at(short, [4.0], step) for step in (0, 1)] == [[0.25], [4.0]]
     sample = settings(alpha={"schedule": "sample", "low": 0.5, "high": 8.0})
     drawn = [alphas_at(sample, [1.0, 1.0], step) for step in range(2000)]
     assert all(a == b and 0.5 <= a <= 8.0 for a, b in drawn)  # the same for every layer
