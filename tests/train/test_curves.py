@@ -198,7 +198,9 @@ def test_the_screen_shows_a_bar_on_a_terminal_and_lines_elsewhere(
     screen.close()
     assert not screen.bar.live.is_started
     said = capsys.readouterr().err.splitlines()
-    assert any("begins [now] at 17" in text for text in said)  # brackets are no markup, numbers have no colour
+    assert any(
+        "begins [now] at 17" in text for text in said
+    )  # brackets are no markup, numbers have no colour
     assert any("step 4: validation loss 1.0000" in text for text in said)
     assert len(flushed) == 3
 
