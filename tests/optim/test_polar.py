@@ -76,7 +76,7 @@ def test_a_sum_is_cut_into_equal_slices(
     shapes: list[tuple[int, ...]] = []
     product = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: shapes.append(tuple(b.shape)) or product(a, b))
-    polar.gram_error(torch.ones(2, dim, 1), rows)
+    assert polar.gram_error(torch.ones(2, dim, 1), rows).flatten().tolist() == [dim - 1] * 2
     assert shapes == [(2 * slices, dim // slices, 1)]
 
 

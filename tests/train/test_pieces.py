@@ -6,6 +6,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -142,6 +143,10 @@ def test_the_first_signal_is_noted_and_the_second_interrupts() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    with ThreadPoolExecutor() as pool, Signals() as outer:  # signals reach the main thread alone
+        inner = pool.submit(Signals().__enter__).result()
+        assert inner.before == {}
+        assert set(outer.before) == {signal.SIGINT, signal.SIGTERM}
 
 
 # ------------------------------------------------------------------------------------------------ seeds and steps
