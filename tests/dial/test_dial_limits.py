@@ -7,13 +7,14 @@ import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from grmoe.dial import Plan, Target, certify, gates, save, speed
+from grmoe.dial import Plan, Target, certify, gates, save, saving, speed
 from grmoe.dial.certify import LayerCertificate
 from grmoe.dial.frontier import best_within, frontier, gains, top_k_points
 from grmoe.dial.gates import Gates
@@ -149,9 +150,6 @@ def test_defaults_of_the_dial() -> None:
     assert rest == {
         "text": None, "checks": (), "tokens": None, "length": None, "cap": None, "checkpoint": "best",
     }  # fmt: skip
-    assert inspect.signature(save).parameters["write"].default is False
-    assert inspect.signature(time_points).parameters["rounds"].default == 9
-    assert speed.TOKENS == {"cuda": 16384, "cpu": 1024}
 
 
 # ---------------------------------------------------------------------------------------------------------- gates
@@ -218,6 +216,29 @@ def test_how_much_text_each_stage_reads(monkeypatch: pytest.MonkeyPatch) -> None
         fake: Any = SimpleNamespace(device=torch.device(device), reset_routing_metrics=lambda: None)
         time_points(fake, text, [], point(1.0, 1.0), rounds=0)
     assert sizes == [1024, 1024]
+    assert speed.TOKENS == {"cuda": 16384, "cpu": 1024}
+    assert inspect.signature(time_points).parameters["rounds"].default == 9
+
+
+def test_a_model_is_written_only_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[Any] = []
+    stubs: dict[str, Any] = {
+        "card_section": lambda result: "section",
+        "save_results": lambda loaded, kind, body, out, card: told.append((kind, body, card)) or out / "numbers",
+        "draw": lambda result, path: path,
+        "model_card": lambda loaded, name, sections: (name, sections),
+        "write_model": lambda loaded, folder, card: told.append(card) or folder,
+    }  # fmt: skip
+    for name, stub in stubs.items():
+        monkeypatch.setattr(saving, name, stub)
+    result: Any = SimpleNamespace(loaded="loaded", body="body")
+    places = {"Numbers": tmp_path / "numbers", "Figure": tmp_path / "pareto.png"}
+    assert save(result, tmp_path) == places
+    assert told == [("dial", "body", "section")]
+    assert save(result, tmp_path, write=True) == places | {"Model": tmp_path / "model"}
+    assert told[2:] == [("model", {"dial": "section"})]
 
 
 # ----------------------------------------------------------------------------------------------------- certificates

@@ -77,6 +77,10 @@ def test_the_defaults_of_the_step_and_of_its_reference() -> None:
     assert GrassmannAdam([p]).defaults == want | {"maximize": False}
     parameters = inspect.signature(reference_step).parameters
     assert {name: parameters[name].default for name in want} == want
+    U, G = frames(1)[0], torch.randn(20, 3, generator=rng(1), dtype=F64)
+    zero = torch.zeros_like(U), torch.zeros((), dtype=F64)
+    given = reference_step(U, G, *zero, 1, **want)  # type: ignore[arg-type]
+    assert all(map(torch.equal, reference_step(U, G, *zero, 1), given))
 
 
 def test_limits_of_the_options() -> None:

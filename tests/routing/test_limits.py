@@ -63,6 +63,13 @@ def defaults(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def test_the_defaults_of_every_router() -> None:
+    x = tokens(2, 5)
+    made: list[Router] = [SoftmaxRouter(D, N), SwitchRouter(D, N), ExpertChoiceRouter(D, N), HashRouter(D, N)]
+    made += [SoftMoERouter(D, N), VMFRouter(D, N), GrassmannRouter(D, N, 3)]
+    for router in made:
+        assert router.eval()(x).probs.shape == (2, 5, N)
+        assert (router.alpha, router.checked, router.backend) == (1.0, False, "auto")
+        assert router.balance is isinstance(router, GrassmannRouter)
     assert defaults(Router) == {"selection": None, "alpha": 1.0, "balance": False, "checked": False}
     assert defaults(LinearRouter) == {"generator": None}
     losses = {"noise": 0.0, "z_loss": 0.0, "load_loss": 0.0}
@@ -77,9 +84,12 @@ def test_the_defaults_of_every_router() -> None:
         "amortizer_hidden": 64, "linear": False, "dial": "posterior", "init": "haar", "generator": None,
     }  # fmt: skip
     assert defaults(grassmann_logits_reference) == {"alpha": 1.0, "scale": 1.0, "h_TN": None}
+    frames, kappa = geometry.haar_frames(D, 3, N, generator=rng()), torch.ones(N)
+    energies = (x[0] @ frames).square().sum(-1).T
+    torch.testing.assert_close(grassmann_logits_reference(x[0], frames, kappa).float(), energies)
     assert defaults(LoadCounter.add) == {"prior": False, "dense": False, "kernels": False}
-    operands = {"log_kappa": None, "energy_scale": 1.0, "posterior": True}
-    assert defaults(GateOperands) == operands
+    assert not fuses(x, Dense(), 10**6)
+    assert defaults(GateOperands) == {"log_kappa": None, "energy_scale": 1.0, "posterior": True}
     assert {r.__name__: r.reads_prior for r in (Router, LinearRouter, VMFRouter, HashRouter, SoftMoERouter)} == {
         "Router": True, "LinearRouter": True, "VMFRouter": True, "HashRouter": False, "SoftMoERouter": False,
     }  # fmt: skip
@@ -107,6 +117,31 @@ def test_the_most_experts_a_token_can_get() -> None:
     assert found == [1, 1, 2, 3, 3, 10, 49, 100]
     even = torch.full((1, 10), 0.1)
     assert int(Threshold(0.1)(even).sum()) == 10
+
+
+def test_every_policy_against_a_loop() -> None:
+    """Probabilities, masses and limits in sixteenths, which add up exactly: many are met exactly."""
+    weights = torch.rand(40, 5, generator=rng()).cumsum(-1)
+    cuts = (16 * weights / weights[:, -1:]).round().int()
+    rows = (torch.diff(cuts, prepend=cuts.new_zeros(40, 1)) / 16).double()
+    limits = [n / 16 for n in range(1, 17)]
+    policies = [TopK(k) for k in range(1, 6)] + [Threshold(m) for m in limits]
+    policies += [Mass(tau, cap) for tau in limits for cap in (None, 1, 2, 4, 5, 9)]
+    for policy in policies:
+        found = policy(rows)
+        for row, mask in zip(rows.tolist(), found.tolist(), strict=True):
+            ranked, count, held = sorted(row, reverse=True), 0, 0.0
+            for p in ranked:
+                if isinstance(policy, TopK):
+                    wanted = count < policy.k
+                elif isinstance(policy, Threshold):
+                    wanted = p >= policy.minimum or count == 0
+                else:
+                    wanted = held < policy.tau and (policy.cap is None or count < policy.cap)
+                count, held = count + wanted, held + p * wanted
+            assert (
+                sorted((p for p, kept in zip(row, mask, strict=True) if kept), reverse=True) == ranked[:count]
+            )
 
 
 # ---------------------------------------------------------------------------------------------- where kernels run
@@ -245,7 +280,7 @@ def test_a_batch_of_one_token_is_a_batch() -> None:
     assert float(load_balancing_loss(probs, TopK(1)(probs))) == pytest.approx(4 * 0.5)
     router = SoftmaxRouter(D, N, z_loss=0.5, generator=rng())
     routing = router(tokens(1))
-    assert float(routing.aux_loss) == pytest.approx(0.5 * float(routing.logits.logsumexp(-1).square()))
+    assert routing.aux_loss.item() == pytest.approx(0.5 * routing.logits.logsumexp(-1).square().item())
     sums = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0])
     want = 0.1 * torch.tensor([-3.0, 1.0, 1.0, 1.0])
     torch.testing.assert_close(next_log_prior(torch.zeros(N), sums, 0.1), want)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,5 +229,19 @@ def test_memory_in_the_units_of_the_system(monkeypatch: pytest.MonkeyPatch) -> N
     assert _memory_gb(torch.device("cuda")) == 5.0
 
 
-def test_a_run_starts_anew_unless_told() -> None:
-    assert inspect.signature(loop_module.train).parameters["resume"].default is False
+def test_a_run_starts_anew_unless_told_and_leaves_its_process_group(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(loop_module, "start", lambda parallel, device: ONE)
+    monkeypatch.setattr(loop_module, "stop", lambda: told.append("stop"))
+    monkeypatch.setattr(loop_module, "_train", lambda config, resume, world: told.append(resume))
+    loop_module.train(settings())
+    loop_module.train(settings(), resume=True)
+    assert told == [False, "stop", True, "stop"]
+
+
+def test_things_that_happen_every_few_steps() -> None:
+    assert [done for done in range(1, 10) if loop_module._every(3, done)] == [3, 6, 9]
+    assert [done for done in range(1, 4) if loop_module._every(1, done)] == [1, 2, 3]
+    assert not any(loop_module._every(0, done) for done in range(1, 10))
