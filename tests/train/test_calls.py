@@ -102,7 +102,7 @@ def test_alpha_is_set_only_where_it_has_a_schedule(
 def test_seeds_are_those_of_earlier_runs() -> None:
     assert _seed(0, 0) == 0
     assert _seed(3, 4, 5) == 300_000_000_400_005
-    assert _seed(2**62, 1) == ((2**62 * 10**9 + 1) * 10**5) % 2**63
+    assert _seed(20261116, 7, 3) == 6_193_123_928_804_798_051 < 2**63  # without the 64th bit
 
 
 def test_a_bad_step_on_the_device_and_the_steps_behind_it_are_not_counted(
