@@ -125,6 +125,7 @@ def test_settings_in_words_and_in_fields() -> None:
         "alpha": 2.0, "selection": "mass", "selection_tau": 0.1235, "num_experts_per_tok": 3,
     }  # fmt: skip
     assert uneven.fields["alpha"] == [2.0, 0.3333]
+    assert top_k((1.5,), 2).fields["alpha"] == 1.5  # a single layer
     assert [str(s) for s in (even, uneven, top_k((1.0,), 2), Setting((1.5,), "dense", None, 4))] == [
         "α 2, mass 0.123, cap 3", "α [2, 0.333], mass 0.5, cap 3", "α 1, top-2", "α 1.5, dense",
     ]  # fmt: skip
