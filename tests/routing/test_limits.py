@@ -353,6 +353,17 @@ def test_logits_of_the_hash_are_zero_and_minus_ten_thousand() -> None:
     assert torch.equal(router(x, ids).logits, routing.logits)
 
 
+def test_projections_of_another_seed_are_refused() -> None:
+    saved = HashRouter(D, N, seed=3).state_dict()
+    HashRouter(D, N, seed=3).load_state_dict(saved)
+    with pytest.raises(ValueError, match="seed must be the one the checkpoint was saved with, got 4"):
+        HashRouter(D, N, seed=4).load_state_dict(saved)
+    with torch.device("meta"):
+        unread = HashRouter(D, N, seed=4)
+    unread.projection_DB = unread.projection_DB.to("meta")
+    unread.check_seed()  # nothing to compare yet
+
+
 def test_how_many_experts_a_capacity_gives() -> None:
     switch = SwitchRouter(D, N, capacity_factor=0.5)
     assert [switch.capacity(t) for t in (1, 8, 9)] == [1, 1, 2]
