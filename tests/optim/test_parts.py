@@ -5,7 +5,9 @@ Legend: N frames, D model width, K subspace rank.
 
 from __future__ import annotations
 
+import inspect
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from grmoe.geometry import haar_frames
-from grmoe.optim import GrassmannAdam, split_parameters, stacks
+from grmoe.optim import GrassmannAdam, grassmann_adam, split_parameters, stacks
 from grmoe.optim.grassmann_adam import (
     _gram_weight,
     _largest_scale,
@@ -67,6 +69,87 @@ def test_the_first_state_of_a_parameter() -> None:
     assert not any(value.any() or value.requires_grad for value in state.values())
     assert state["step"].dtype == torch.float32
     assert state["exp_avg"].dtype == F64
+
+
+def test_the_defaults_of_the_step_and_of_its_reference() -> None:
+    want = {"lr": 0.02, "betas": (0.9, 0.999), "eps": 1e-8, "manifold": "grassmann", "max_step": 0.5}
+    p = nn.Parameter(torch.eye(4, 2))
+    assert GrassmannAdam([p]).defaults == want | {"maximize": False}
+    parameters = inspect.signature(reference_step).parameters
+    assert {name: parameters[name].default for name in want} == want
+    U, G = frames(1)[0], torch.randn(20, 3, generator=rng(1), dtype=F64)
+    zero = torch.zeros_like(U), torch.zeros((), dtype=F64)
+    given = reference_step(U, G, *zero, 1, **want)  # type: ignore[arg-type]
+    assert all(map(torch.equal, reference_step(U, G, *zero, 1), given))
+
+
+def test_limits_of_the_options() -> None:
+    p = nn.Parameter(torch.eye(4, 2))
+    for good in (
+        {"lr": 0.0},
+        {"eps": 0.0},
+        {"betas": (0.0, 0.0)},
+        {"betas": (0.9999, 0.0)},
+        {"max_step": 1.0},
+    ):
+        GrassmannAdam([p], **good)  # type: ignore[arg-type]
+    for bad in ({"betas": (1.0, 0.9)}, {"betas": (-0.1, 0.9)}, {"betas": (0.9, 0.9, 0.9)}, {"eps": -1e-9}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            GrassmannAdam([p], **bad)  # type: ignore[arg-type]
+
+
+def test_frames_are_looked_at_only_where_something_else_wrote_to_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Looking waits for the device."""
+    looks: list[int] = []
+
+    def look(U: Tensor, m: Tensor, UtM: Tensor) -> bool:
+        looks.append(len(U))
+        return _needs_repair(U, m, UtM)
+
+    monkeypatch.setattr(grassmann_adam, "_needs_repair", look)
+    p, q = (nn.Parameter(haar_frames(8, 2, n, generator=rng())) for n in (2, 3))
+    optimizer = GrassmannAdam([p, q])
+
+    def step() -> list[int]:
+        looks.clear()
+        for one in (p, q):
+            one.grad = torch.randn(one.shape, generator=rng(1))
+        optimizer.step()
+        return list(looks)
+
+    assert [step() for _ in range(3)] == [[5], [], []]  # as one stack
+    with torch.no_grad():
+        q.copy_(q.clone())
+    assert [step(), step()] == [[5], []]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [step(), step()] == [[5], []]
+    p.data = p.data.clone()  # other memory
+    assert [step(), step()] == [[5], []]
+
+
+def test_a_scratch_tensor_is_kept_for_each_kind_of_stack() -> None:
+    p = nn.Parameter(haar_frames(8, 2, 2, generator=rng()))
+    optimizer = GrassmannAdam([p])
+    for _ in range(2):
+        p.grad = torch.randn(p.shape, generator=rng(1))
+        optimizer.step()
+    assert [tuple(t.shape) for t in optimizer._workspaces.values()] == [(2, 8, 2)]
+    first = optimizer._workspace(p)
+    assert optimizer._workspace(p) is first
+    assert optimizer._workspace(p.double()).dtype == F64
+
+
+def test_steps_that_the_device_skipped_are_not_counted() -> None:
+    p = nn.Parameter(haar_frames(8, 2, 2, generator=rng()))
+    optimizer = GrassmannAdam([p])
+    for _ in range(5):
+        p.grad = torch.randn(p.shape, generator=rng(1))
+        optimizer.step()
+    assert float(optimizer.state[p]["step"]) == 5
+    optimizer.uncount_steps(2)
+    assert float(optimizer.state[p]["step"]) == 3
 
 
 # --------------------------------------------------------------------------------------------------- the repair
@@ -216,3 +299,37 @@ def test_stacks_on_the_cpu_stay_within_the_cache(monkeypatch: pytest.MonkeyPatch
     assert [p is q for p, q in zip((p for c in stacks.chunks(params) for p in c), params, strict=True)] == [
         True
     ] * 8
+
+
+def test_the_size_of_a_stack() -> None:
+    """1 MiB of fp32 on the CPU; on a GPU one stack for everything."""
+
+    def sizes(device: str, *numels: int) -> list[list[int]]:
+        params: list[Any] = [
+            SimpleNamespace(device=torch.device(device), numel=lambda n=n: n) for n in numels
+        ]
+        return [[p.numel() for p in chunk] for chunk in stacks.chunks(params)]
+
+    half = 2**17
+    assert sizes("cpu", half, half, half) == [[half, half], [half]]
+    assert sizes("cpu", half, half, 1) == [[half, half], [1]]
+    assert sizes("cpu", 2**20, 1) == [[2**20], [1]]
+    assert sizes("cuda", half, half, half, 2**30) == [[half, half, half, 2**30]]
+
+
+def test_slices_of_a_stack_are_known_by_their_place() -> None:
+    whole = torch.zeros(6, 5, 2)
+    a, b, c = whole[:2], whole[2:3], whole[3:]
+    assert stacks.existing_stack([a, b, c]) is whole
+    for parts in ([a, b], [b, c], [a, c], [b, a, c], [a, b, torch.zeros(3, 5, 2)]):
+        assert stacks.existing_stack(parts) is None
+    assert stacks.existing_stack([whole]) is None  # not a view of anything
+    single = torch.zeros(2, 3, 5, 2)
+    assert stacks.stack([single]).data_ptr() == single.data_ptr()
+    assert stacks.stack([single]).shape == (6, 5, 2)
+    turned = torch.zeros(3, 2, 5).mT
+    assert stacks.stack([turned]).is_contiguous()
+    assert stacks.stack([single, turned]).shape == (9, 5, 2)
+    assert [tuple(s.shape) for s in stacks.slices(torch.zeros(9, 1, 1), [single, turned])] == [
+        (2, 3, 1, 1), (3, 1, 1),
+    ]  # fmt: skip

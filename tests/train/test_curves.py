@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from grmoe.pictures import COLORS, INK
 from grmoe.runs.config import TrainConfig
@@ -58,6 +59,7 @@ def axes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         with real(*arguments) as figure:
             yield figure
             kept[:] = figure.axes
+            assert arguments[1:] == (11, 7)  # inches
 
     monkeypatch.setattr(curves, "picture", keep)
     return kept
@@ -85,6 +87,7 @@ def test_the_curves_of_two_runs(axes: list[Any], tmp_path: Path) -> None:
         "entropy of the gate, nats (band: layers)",
     ]
     assert {ax.get_xlabel() for ax in axes} == {"step"}
+    assert {ax.title.get_fontsize() for ax in axes} == {9}
     assert {ax.get_ylim()[0] for ax in (imbalance, load, entropy)} == {0.0}
     assert loss.get_ylim() == pytest.approx((0.95 * 2.0, 1.03 * 6.0))  # of what is finite
 
@@ -99,8 +102,10 @@ def test_the_curves_of_two_runs(axes: list[Any], tmp_path: Path) -> None:
     (words,) = loss.texts
     assert words.get_text() == "unigram model"
     assert words.xy == pytest.approx((0, 4.5))
+    assert words.get_fontsize() == 8
     named = [text.get_text() for text in loss.get_legend().get_texts()]
     assert named == [f"a: validation perplexity {math.exp(3):.2f}", "b"]
+    assert not loss.get_legend().get_frame_on()
 
     # One band per run, from the least to the most of its layers, around their mean.
     for ax, key, low, high in ((imbalance, "load_cv", 0.05, 0.07), (entropy, "entropy", 0.5, 0.7)):
@@ -143,6 +148,61 @@ def test_the_table_has_the_last_validation_of_each_run(
     monkeypatch.setattr(curves, "unigram_perplexity", lambda given: 12.34)
     models[done] = {}
     assert curves.summary([done]).rows[0][1:5] == ("grassmann", "6", f"{math.exp(2):.2f}", "12.3")
+
+
+def test_more_runs_than_colours_and_a_run_without_a_log(axes: list[Any], tmp_path: Path) -> None:
+    count = len(COLORS) + 1
+    runs = [write_log(tmp_path / f"run{i}", [train_line(1, 3.0)]) for i in range(count)]
+    draw_curves(runs, tmp_path / "x.png")
+    assert [line.get_color() for line in axes[3].lines] == [*COLORS, COLORS[0]]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=f"no training log in {tmp_path / 'empty'}$"):
+        draw_curves([runs[0], tmp_path / "empty"], tmp_path / "x.png")
+
+
+def test_the_screen_shows_a_bar_on_a_terminal_and_lines_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = train_line(3, 2.0) | {
+        "tokens_per_second": 1.0, "mfu": None, "memory_gb": 1.0, "max_overlap": None, "min_load": 0.1,
+        "seconds_left": 61.0,
+    }  # fmt: skip
+    flushed: list[bool] = []
+    monkeypatch.setattr(
+        "builtins.print", lambda text, file, flush: flushed.append(flush) or file.write(f"{text}\n")
+    )
+    plain = log.Screen(10, 2, "begins [now]")
+    assert plain.bar is None
+    plain.write(line)
+    plain.write(validation_line(4, 1.0))
+    plain.close()
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "begins [now]"
+    assert said[1].startswith("step 3: loss 2.000")
+    assert said[1].endswith("experts  1:01 left")
+    assert said[2].startswith("step 4: validation loss 1.0000")
+    assert flushed == [True] * 3  # each is seen at once
+
+    options = {"force_terminal": True, "width": 200, "color_system": "truecolor"}
+    monkeypatch.setattr(log, "Console", lambda stderr: Console(stderr=stderr, **options))
+    screen = log.Screen(10, 2, "begins [now] at 17")
+    assert screen.bar is not None
+    (task,) = screen.bar.tasks
+    assert (task.total, task.completed, task.description) == (10, 2, "starting")
+    assert screen.bar.speed_estimate_period == 300
+    assert screen.bar.columns[1].bar_width == 20  # type: ignore[attr-defined]
+    screen.write(line)
+    assert (task.completed, task.description) == (3, log.describe(line))
+    screen.write(validation_line(4, 1.0))
+    assert screen.bar.live.is_started
+    screen.close()
+    assert not screen.bar.live.is_started
+    said = capsys.readouterr().err.splitlines()
+    assert any(
+        "begins [now] at 17" in text for text in said
+    )  # brackets are no markup, numbers have no colour
+    assert any("step 4: validation loss 1.0000" in text for text in said)
+    assert len(flushed) == 3
 
 
 def test_an_expert_without_any_load_is_drawn_at_zero() -> None:

@@ -6,6 +6,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -142,6 +143,10 @@ def test_the_first_signal_is_noted_and_the_second_interrupts() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    with ThreadPoolExecutor() as pool, Signals() as outer:  # signals reach the main thread alone
+        inner = pool.submit(Signals().__enter__).result()
+        assert inner.before == {}
+        assert set(outer.before) == {signal.SIGINT, signal.SIGTERM}
 
 
 # ------------------------------------------------------------------------------------------------ seeds and steps
@@ -271,6 +276,8 @@ def test_alpha_over_the_steps(settings: Settings) -> None:
     assert alphas_at(anneal, [4.0, 1.0], 5) == pytest.approx([1.0, 0.5])
     assert alphas_at(anneal, [4.0, 1.0], 10) == pytest.approx([4.0, 1.0])
     assert alphas_at(settings(steps=1, alpha={"schedule": "anneal"}), [4.0], 0) == pytest.approx([0.5])
+    short = settings(steps=2, alpha={"schedule": "anneal", "low": 0.25})
+    assert [alphas_at(short, [4.0], step) for step in (0, 1)] == [[0.25], [4.0]]
     sample = settings(alpha={"schedule": "sample", "low": 0.5, "high": 8.0})
     drawn = [alphas_at(sample, [1.0, 1.0], step) for step in range(2000)]
     assert all(a == b and 0.5 <= a <= 8.0 for a, b in drawn)  # the same for every layer

@@ -34,6 +34,14 @@ def test_rises_to_the_peak_then_falls_to_the_floor(steps: int, warmup: int, floo
         assert falling[-1] == pytest.approx(floor, abs=1e-12)
 
 
+def test_factors_of_short_schedules_by_hand() -> None:
+    assert [cosine_factor(s, 3, 1, 0.2) for s in range(3)] == pytest.approx([1.0, 1.0, 0.2])
+    assert [cosine_factor(s, 4, 1, 0.2) for s in range(4)] == pytest.approx([1.0, 1.0, 0.6, 0.2])
+    assert [cosine_factor(s, 6, 4, 0.0) for s in range(6)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.0])
+    assert [cosine_factor(s, 2, 0, 0.5) for s in range(2)] == pytest.approx([1.0, 0.5])
+    assert cosine_factor(0, 1, 0, 0.5) == 1.0
+
+
 def test_past_the_end_it_stays_at_the_floor() -> None:
     assert cosine_factor(1000, 100, 10, 0.1) == pytest.approx(0.1)
 

@@ -119,9 +119,8 @@ def combine(sensitivity: Sensitivity, max_count: int) -> list[tuple[float, ...]]
         chosen[tuple(option.alpha for option in picks)] = None
     chosen.pop(sensitivity.base.setting.alphas, None)
     found = list(chosen)
-    if len(found) <= max_count:
-        return found
-    return [found[i * len(found) // max_count] for i in range(max_count)]
+    count = min(max_count, len(found))
+    return [found[i * len(found) // count] for i in range(count)]
 
 
 def _prices(layers: Sequence[Sequence[Option]]) -> list[float]:

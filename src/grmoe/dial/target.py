@@ -51,7 +51,7 @@ def meets(target: Target, point: Point, trained: Point, speed: RelativeSpeed) ->
     if target.kind == "experts":
         return point.experts_per_token <= target.value
     if target.kind == "perplexity":
-        return point is trained or increase(point.measured, trained.measured).high <= target.value
+        return increase(point.measured, trained.measured).high <= target.value
     measured = speed(point)
     return measured is not None and measured >= target.value
 

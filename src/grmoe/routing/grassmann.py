@@ -193,7 +193,7 @@ class GrassmannRouter(Router):
         overlap_NN = geometry.overlap(frames)
         figures = {
             "max_overlap": (overlap_NN - overlap_NN.diagonal().diag()).max() / self.rank,
-            "max_cosine": geometry.max_cosine(frames) if self.num_experts > 1 else overlap_NN.new_zeros(()),
+            "max_cosine": geometry.max_cosine(frames),
             "orthonormality_error": geometry.orthonormality_error(frames),
             "kappa_min": self.kappa.min(),
             "kappa_max": self.kappa.max(),

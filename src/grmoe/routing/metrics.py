@@ -81,7 +81,7 @@ def routing_sums(probs: Tensor, weights: Tensor, selected: Tensor, slot_rows: in
     probs_TN = torch.where(finite_T.unsqueeze(-1), probs_TN, 0.0)
     selected_TN = selected.reshape(-1, N) & finite_T.unsqueeze(-1)
     entropy_T = -torch.xlogy(probs_TN, probs_TN).sum(-1)
-    inverse_T = torch.where(finite_T, 1 / probs_TN.square().sum(-1).clamp(min=1e-30), 0.0)
+    inverse_T = torch.where(finite_T, 1 / probs_TN.square().sum(-1), 0.0)
     leading_T = torch.where(selected_TN, weights_TN, -1.0).argmax(-1)
     leads_TN = leading_T.unsqueeze(-1) == torch.arange(N, device=probs.device)
     leads_TN = leads_TN & selected_TN.any(-1, keepdim=True)

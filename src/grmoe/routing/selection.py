@@ -110,7 +110,7 @@ class Threshold:
 
     def max_experts(self, num_experts: int) -> int:
         # n experts of at least `minimum` each need n·minimum <= 1, up to the rounding of the softmax.
-        return min(num_experts, int(1.000001 / self.minimum) or 1)
+        return min(num_experts, int(1.000001 / self.minimum))
 
 
 def largest(probs: Tensor, tau: float | Tensor, cap: int | Tensor) -> Tensor:
