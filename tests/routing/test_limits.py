@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from grmoe import geometry
-from grmoe.kernels import runtime
 from grmoe.routing import (
     Dense,
     ExpertChoiceRouter,
@@ -35,8 +34,9 @@ from grmoe.routing import (
     fused,
     load_balancing_loss,
 )
+from grmoe.routing.budget import Budget
 from grmoe.routing.counting import LoadCounter
-from grmoe.routing.fused import GateOperands, _selection_rule, fuses, try_fused
+from grmoe.routing.fused import GateOperands, fuses, try_fused
 from grmoe.routing.grassmann import ZERO_TOKEN, grassmann_logits_reference
 from grmoe.routing.metrics import routing_sums
 from grmoe.routing.packed import PackedCopy
@@ -87,7 +87,7 @@ def test_the_defaults_of_every_router() -> None:
     frames, kappa = geometry.haar_frames(D, 3, N, generator=rng()), torch.ones(N)
     energies = (x[0] @ frames).square().sum(-1).T
     torch.testing.assert_close(grassmann_logits_reference(x[0], frames, kappa).float(), energies)
-    assert defaults(LoadCounter.add) == {"prior": False, "dense": False, "kernels": False}
+    assert defaults(LoadCounter.add) == {"prior": None, "kernels": False}
     assert not fuses(x, Dense(), 10**6)
     assert defaults(GateOperands) == {"log_kappa": None, "energy_scale": 1.0, "posterior": True}
     assert {r.__name__: r.reads_prior for r in (Router, LinearRouter, VMFRouter, HashRouter, SoftMoERouter)} == {
@@ -101,9 +101,9 @@ def test_the_flags_of_every_policy() -> None:
     }
     assert flags == {
         "Dense": (False, True),
-        "TopK": (True, False),
-        "Mass": (True, False),
-        "Threshold": (True, False),
+        "TopK": (False, False),
+        "Mass": (False, False),
+        "Threshold": (False, False),
     }
     assert Mass(0.5).cap is None
 
@@ -164,7 +164,7 @@ def test_when_the_kernels_are_tried(
     router.eval()(tokens(3))
     kernels = backend == "triton" or (backend == "auto" and not interpreted)
     # Training learns the prior and keeps no packed copy.
-    assert counted == [{"prior": p, "dense": True, "kernels": kernels} for p in (True, False)]
+    assert counted == [{"prior": p, "kernels": kernels} for p in (router.budget, None)]
     assert [given[-1] for given in tried] == ([None, router._packed.get] if kernels and fusable else [])
 
 
@@ -184,33 +184,24 @@ def test_the_kernel_needs_all_of_its_conditions(monkeypatch: pytest.MonkeyPatch)
     assert not fuses(x, Own(), N)
     one, operands = torch.tensor(1.0), GateOperands(torch.zeros(N, D), torch.zeros(N))
     packed: list[Tensor] = []
+    dense = Budget(Dense(), N)
 
     def pack(_: GateOperands, x: Tensor) -> Tensor:
         packed.append(x)
         return x
 
-    assert try_fused(x, lambda: operands, one, Dense(), N, None) == "gate"
+    assert try_fused(x, lambda: operands, one, dense, False, None) == "gate"
     assert packed == []
-    assert try_fused(x, lambda: operands, one, Dense(), N, pack) == "gate"
+    assert try_fused(x, lambda: operands, one, dense, False, pack) == "gate"
     assert len(packed) == 1
-    assert try_fused(x, lambda: None, one, Dense(), N, pack) is None
-    assert try_fused(x, lambda: operands, one.expand(3), Dense(), N, pack) is None  # one α per token
-    assert try_fused(x, lambda: operands, one, Own(), N, pack) is None
+    assert try_fused(x, lambda: None, one, dense, False, pack) is None
+    assert try_fused(x, lambda: operands, one.expand(3), dense, False, pack) is None  # no sequences
+    assert try_fused(x, lambda: operands, one, Budget(Own(), N), False, pack) is None
     wide = GateOperands(torch.zeros(N, D, dtype=F64), torch.zeros(N))
-    assert try_fused(x, lambda: wide, one, Dense(), N, pack) is None
+    assert try_fused(x, lambda: wide, one, dense, False, pack) is None
     failed["gate"] = True
     assert not fuses(x, Dense(), N)
     assert len(packed) == 1
-
-
-def test_the_rules_of_the_kernel() -> None:
-    assert _selection_rule(Dense(), N) == (runtime.DENSE, N, 0.0)
-    assert _selection_rule(TopK(N), N) == (runtime.LARGEST, N, 2.0)
-    assert _selection_rule(TopK(1), N) == (runtime.LARGEST, 1, 2.0)
-    assert _selection_rule(Mass(0.7, cap=2), N) == (runtime.LARGEST, 2, 0.7)
-    assert _selection_rule(Threshold(0.3), N) == (runtime.ABOVE, 3, 0.3)
-    with pytest.raises(ValueError, match="k must be at most the number of experts 4, got 5"):
-        _selection_rule(TopK(N + 1), N)
 
 
 def test_counts_come_from_torch_where_the_kernel_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +280,7 @@ def test_a_batch_of_one_token_is_a_batch() -> None:
 def test_the_share_of_a_token_that_several_experts_compute() -> None:
     counter, router = LoadCounter(N), SoftmaxRouter(D, N, top_k=2, generator=rng())
     routing = router(tokens(5))
-    counter.add(routing, prior=True)
+    counter.add(routing, prior=Budget(TopK(2), N))
     torch.testing.assert_close(counter.prior_sums[:N], routing.selected.sum(0) / 2)
 
 

@@ -71,14 +71,14 @@ def partial_kernel(
         led_N += tl.sum(
             ((expert[None, :] == first_B[:, None]) & (each_B > 0)[:, None]).to(tl.float32), axis=0
         )
-        if PRIOR == CANDIDATES or PRIOR == BOTH:
+        if PRIOR == CANDIDATES or PRIOR == BOTH:  # noqa: SIM109
             tau_B = tl.zeros((B,), tl.float32) + tl.load(tau_ptr)
             cap_B = tl.zeros((B,), tl.int32) + tl.load(cap_ptr)
             chosen_BN = select_BN(probs_BN, expert, real_N, tau_B, cap_B, LARGEST, ROOM) != 0
             chosen_BN = chosen_BN & counted_B[:, None]
             each_B = tl.sum(chosen_BN.to(tl.float32), axis=1)
         share_BN = chosen_BN.to(tl.float32) / tl.maximum(each_B, 1.0)[:, None]
-        if PRIOR == LEADING or PRIOR == BOTH:
+        if PRIOR == LEADING or PRIOR == BOTH:  # noqa: SIM109
             lead_B = _first_largest(tl.where(real_N[None, :], probs_BN, -1.0), expert)
             leads_BN = ((expert[None, :] == lead_B[:, None]) & counted_B[:, None]).to(tl.float32)
             if PRIOR == LEADING:
