@@ -75,7 +75,12 @@ def test_learns_more_than_word_counts(settings: Settings, prepared: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"alpha": {"schedule": "sample"}}, {"model": {"attention_dropout": 0.1}}]
+    "how",
+    [
+        {},
+        {"alpha": {"schedule": "sample"}, "elastic": {"unit": "layer", "full_share": 0.3, "distill": 1.0}},
+        {"model": {"attention_dropout": 0.1}, "elastic": {"unit": "off"}},
+    ],
 )
 def test_stopped_and_resumed_is_straight_to_the_bit(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]

@@ -201,7 +201,9 @@ class Reference:
                 p_TV, q_TV = full_TV.softmax(-1), logits_TV.softmax(-1)
                 p_TV = p_TV if self.teacher_learns else p_TV.detach()
                 divergences.append((p_TV * (p_TV / q_TV).log()).sum(-1).mean())
-                M[-1] = (1 - self.full_share) * M[-1] + self.full_share * (full_CE + self.coefficient * full_R)
+                M[-1] = (1 - self.full_share) * M[-1] + self.full_share * (
+                    full_CE + self.coefficient * full_R
+                )
             counted.append(chosen[self.prior_counts])
         language, routing = (
             torch.stack(parts).sum() / self.micro_batches for parts in (cross_entropies, router_losses)

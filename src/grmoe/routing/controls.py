@@ -62,9 +62,10 @@ def set_draw(module: nn.Module, key: int, first_row: int = 0) -> None:
     """
     budgets = [router.budget for router in routers(module)]
     for numbers, value in (([b.key for b in budgets], key), ([b.first_row for b in budgets], first_row)):
-        # Two launches for all layers. Filling layer by layer would take two for each.
-        torch._foreach_zero_(numbers)
-        torch._foreach_add_(numbers, value)
+        if numbers:
+            # Two launches for all layers, in place of one for each.
+            torch._foreach_zero_(numbers)
+            torch._foreach_add_(numbers, value)
 
 
 def set_balances(module: nn.Module, kind: Balances) -> None:

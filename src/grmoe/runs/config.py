@@ -106,7 +106,7 @@ class RoutingConfig:
     prior_rate: float = 0.05
     """η, the rate of the balanced prior. It follows the learning-rate schedule of the weights."""
     prior_counts: Literal["auto", "computed", "candidates", "leading", "both"] = "auto"
-    """The experts of a token that the balanced prior counts. `computed`: those computed. `candidates`: those of the full
+    """Which experts of a token the balanced prior counts. `computed`: those computed. `candidates`: those of the full
     budget, whatever was drawn. `leading`: the most probable one. `both`: the mean of the last two. `auto`: `candidates`
     with random budgets (`elastic`), else `computed`."""
 
