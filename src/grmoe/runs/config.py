@@ -131,8 +131,8 @@ class ElasticConfig:
     full_share: float = 0.0
     """Share of the steps with the full budget."""
     distill: float = 0.0
-    """Weight of the divergence from the full-budget prediction. 0: none. Otherwise every step also computes the full
-    budget, which takes about twice the time."""
+    """δ, the weight of the divergence from the predictions of the full budget. 0: none. Otherwise a step computes its
+    sequences twice, with the full budget too."""
 
     def __post_init__(self) -> None:
         finite("full_share", self.full_share, at_least=0)
