@@ -79,7 +79,7 @@ def test_learns_more_than_word_counts(settings: Settings, prepared: Path) -> Non
     [
         {},
         {"alpha": {"schedule": "sample"}, "elastic": {"unit": "layer", "full_share": 0.3, "distill": 1.0}},
-        {"model": {"attention_dropout": 0.1}, "elastic": {"unit": "off"}},
+        {"model": {"attention_dropout": 0.1}, "elastic": {"unit": "off"}, "alpha": {"schedule": "learned"}},
     ],
 )
 def test_stopped_and_resumed_is_straight_to_the_bit(

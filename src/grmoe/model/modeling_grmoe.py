@@ -482,7 +482,8 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
 
         skip_logits: return the loss alone, which takes less memory and, on a GPU, less time.
         return_hidden: return `last_hidden_state` too.
-        teacher: `last_hidden_state` of another pass over the same tokens, to return the divergence from its predictions.
+        teacher: `last_hidden_state` of another pass over the same tokens. The output then has the divergence from its
+            predictions.
         """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits

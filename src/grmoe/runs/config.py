@@ -147,11 +147,12 @@ class ElasticConfig:
 
 @dataclass(frozen=True)
 class AlphaConfig:
-    """α during training. Validation and the saved model use the model's own α."""
+    """α during training. Validation and the saved model use the model's own α, or the learned one."""
 
-    schedule: Literal["constant", "anneal", "sample"] = "constant"
+    schedule: Literal["constant", "anneal", "sample", "learned"] = "constant"
     """`constant`: the model's α. `anneal`: from `low` to the model's α, geometrically. `sample`: a new α per step,
-    log-uniform in [`low`, `high`]."""
+    log-uniform in [`low`, `high`]. `learned`: a parameter per layer that starts at the model's α and is trained like κ;
+    the saved model has the learned values."""
     low: float = 0.5
     """Smallest α of `sample`, first α of `anneal`."""
     high: float = 4.0

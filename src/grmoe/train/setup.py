@@ -19,7 +19,7 @@ from grmoe.optim import GrassmannAdam, split_parameters
 from grmoe.parallel.build import build_model
 from grmoe.parallel.shard import split_by_mesh
 from grmoe.parallel.world import World
-from grmoe.routing import Elastic, set_balances, set_elastic
+from grmoe.routing import Elastic, routers, set_balances, set_elastic
 from grmoe.routing.budget import Balances
 from grmoe.routing.elastic import Unit
 from grmoe.runs.config import OptimConfig, TrainConfig
@@ -98,6 +98,10 @@ def build_trainer(config: TrainConfig, world: World) -> Trainer:
 
     torch.manual_seed(config.seed)
     model = build_model(model_config, world, bf16=uses_bf16(config, world)).train()
+    if config.alpha.schedule == "learned":
+        for router in routers(model):
+            router.learn_alpha()
+        model.config.alpha = 1.0  # a factor on the learned ones
     elastic = config.elastic
     if elastic.on:
         set_elastic(model, Elastic(cast(Unit, elastic.unit), elastic.rule))
