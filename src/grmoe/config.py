@@ -171,6 +171,8 @@ def _convert(kind: Any, value: Any, place: str) -> Any:
     if origin in (Union, types.UnionType):
         return _first_that_fits(args, value, place)
     if origin is Literal:
+        if value is False and "off" in args:  # YAML reads the plain word `off` as false
+            value = "off"
         if value not in args:
             raise ConfigError(f"{place} must be one of {', '.join(map(repr, args))}, got {value!r}")
         return value

@@ -8,11 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from grmoe.kernels import runtime
 
 IGNORED = -100  # PyTorch's target that does not count
 TOKENS = 16384  # logits exist for this many tokens at once: 1.6 GB in bf16 with 50257 words
+COMPARED = 2048  # the same for `divergence`, which has several such tensors in fp32
 
 
 def next_token_loss(x_TD: Tensor, weight_VD: Tensor, target_T: Tensor, count: Tensor) -> Tensor:
@@ -26,6 +28,27 @@ def next_token_loss(x_TD: Tensor, weight_VD: Tensor, target_T: Tensor, count: Te
             lambda: next_token_loss_reference(x_TD, weight_VD, target_T, count),
         )
     return next_token_loss_reference(x_TD, weight_VD, target_T, count)
+
+
+def divergence(x_TD: Tensor, teacher_TD: Tensor, weight_VD: Tensor) -> Tensor:
+    """Mean over tokens of KL(softmax(W t) ‖ softmax(W x)): how far predictions from x are from those of a teacher t.
+
+    The teacher's predictions carry no gradient. Logits exist for a part of the tokens, and are computed again in the
+    backward. Products in x's dtype, the rest in fp32.
+    """
+    total = torch.zeros((), device=x_TD.device)
+    for x_PD, teacher_PD in zip(x_TD.split(COMPARED), teacher_TD.split(COMPARED), strict=True):
+        total = total + checkpoint(divergence_reference, x_PD, teacher_PD, weight_VD, use_reentrant=False)
+    return total / len(x_TD)
+
+
+def divergence_reference(x_TD: Tensor, teacher_TD: Tensor, weight_VD: Tensor) -> Tensor:
+    """The specification, summed over tokens: from all logits at once."""
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    log_q_TV = F.log_softmax((x_TD @ weight_VD.to(x_TD.dtype).T).to(wide), -1)
+    with torch.no_grad():
+        log_p_TV = F.log_softmax((teacher_TD @ weight_VD.to(teacher_TD.dtype).T).to(wide), -1)
+    return F.kl_div(log_q_TV, log_p_TV, reduction="sum", log_target=True)
 
 
 def next_token_loss_reference(x_TD: Tensor, weight_VD: Tensor, target_T: Tensor, count: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from grmoe.parallel.shard import accumulate, clip_gradients, shard
 from grmoe.parallel.world import ParallelConfig, World, mean
-from grmoe.routing import routers
+from grmoe.routing import Elastic, routers, set_draw, set_elastic
 
 WORLDS = {
     "fsdp": (ParallelConfig(), 2),
@@ -24,6 +24,7 @@ WORLDS = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "swiglu, tied": {},
+    "random budgets": {"elastic": Elastic(), "num_experts_per_tok": 3},
     "gelu, untied, shared expert": {
         "hidden_act": "gelu",
         "tie_word_embeddings": False,
@@ -51,8 +52,9 @@ TOLERANCE = 1e-5
 MAX_NORM = 0.5  # below every norm here
 
 
-def build(favourite: int | None = None, **changes: Any) -> Any:
+def build(favourite: int | None = None, elastic: Elastic | None = None, **changes: Any) -> Any:
     model = tiny(**changes)
+    set_elastic(model, elastic)
     if favourite is not None:
         for router in routers(model):
             router.log_prior[favourite] = 1000.0  # the other experts get no token at all
@@ -96,12 +98,14 @@ def test_the_variants_load_experts_as_they_say() -> None:
     computed = {}
     for variant, changes in VARIANTS.items():
         model = build(**changes)
+        set_draw(model, 7)
         model(input_ids=batch(8))
         (metrics,) = model.routing_metrics()
         computed[variant] = metrics.experts_per_token
         if "favourite" in changes:
             assert sorted(metrics.leading_load) == [0.0, 0.0, 0.0, 1.0]
     assert computed["swiglu, tied"] == 2
+    assert 1.2 < computed["random budgets"] < 2.8
     assert computed["threshold, linear term"] % 1 > 0.01
 
 
@@ -110,7 +114,7 @@ def test_gradients_and_clipping_equal_those_of_one_process(
     arrangement: str, single: dict[str, dict[str, Any]]
 ) -> None:
     config, size = WORLDS[arrangement]
-    variants = list(VARIANTS)[: 7 if size == 2 else 3]  # two cores: four processes take their time
+    variants = list(VARIANTS)[: 8 if size == 2 else 4]  # two cores: four processes take their time
     for results in run(config, size, measure_all, variants):
         for variant in variants:
             got, want = results[variant], single[variant]
@@ -124,7 +128,7 @@ def test_gradients_and_clipping_equal_those_of_one_process(
 @pytest.mark.parametrize("arrangement", ["fsdp", "fsdp × expert"])
 def test_accumulation_gives_the_same(arrangement: str, single: dict[str, dict[str, Any]]) -> None:
     config, size = WORLDS[arrangement]
-    variant = "swiglu, tied"
+    variant = "random budgets"
     for result in run(config, size, measure, VARIANTS[variant], 2):
         worst = differences(result["before"], single[variant]["before"])
         assert max(worst.values()) < TOLERANCE, worst

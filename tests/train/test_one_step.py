@@ -1,7 +1,8 @@
 """The trainer's arithmetic: whole steps against hand-written ones, in fp64.
 
 `Reference` uses the model as a function from tokens to logits and router logits. All else is written out here in plain
-torch and shares no code with the trainer: the loss, its gradients' clipping, both optimisers, all schedules, the prior.
+torch and shares no code with the trainer: the loss, its gradients' clipping, both optimisers, all schedules, the prior,
+and the random budgets.
 
 Legend: B sequences, S tokens of a sequence, T tokens, V vocabulary, N experts, D width, K rank of a subspace.
 """
@@ -20,6 +21,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from grmoe.model import GrmoeForCausalLM
 from grmoe.parallel.world import ParallelConfig, start
+from grmoe.routing import routers
 from grmoe.runs.config import TrainConfig
 from grmoe.train.setup import Trainer, build_trainer
 from grmoe.train.step import resolve, train_step
@@ -27,6 +29,7 @@ from grmoe.train.step import resolve, train_step
 Settings = Callable[..., TrainConfig]
 
 STEPS, FIRST, COUNT = 12, 3, 2  # the steps 3 and 4 of twelve
+NO_LIMIT = 2.0  # more than all experts hold together
 LR, LOAD_LOSS, Z_LOSS = 2e-3, 0.3, 0.05
 # Large eps and a small bound on the gradient, because Adam is otherwise almost blind to the gradient's scale.
 OPTIM = {
@@ -42,8 +45,14 @@ ROUTERS: dict[str, dict[str, Any]] = {
     },
 }
 
+ELASTIC: dict[str, dict[str, Any]] = {
+    "off": {"unit": "off"},
+    "on": {},
+    "distilled": {"distill": 600.0},  # new experts change predictions by very little
+}
 
-def make_trainer(settings: Settings, router: str) -> Trainer:
+
+def make_trainer(settings: Settings, router: str, elastic: str = "off") -> Trainer:
     """A trainer in fp64, with two MoE layers of different α, priors that are not zero, and two micro-batches."""
     config = settings(
         steps=STEPS,
@@ -53,6 +62,7 @@ def make_trainer(settings: Settings, router: str) -> Trainer:
         optim=OPTIM,
         routing={"overlap_weight": 0.3, "overlap_rho": 0.4, "overlap_pairs": "all", "prior_rate": 0.2},
         alpha={"schedule": "anneal", "low": 0.3},
+        elastic=ELASTIC[elastic],
     )
     trainer = build_trainer(config, start(ParallelConfig(), "cpu"))
     trainer.model.double()
@@ -74,6 +84,17 @@ def cosine(step: int, warmup: int, floor: float) -> float:
     return floor + (1 - floor) * (1 + math.cos(math.pi * t)) / 2
 
 
+def mixed(word: int) -> int:
+    """The hash "lowbias32"."""
+    word = ((word ^ word >> 16) * 0x7FEB352D) % 2**32
+    word = ((word ^ word >> 15) * 0x846CA68B) % 2**32
+    return word ^ word >> 16
+
+
+def uniform(key: int, layer: int, index: int) -> float:
+    return (mixed((index + mixed((layer + mixed(key)) % 2**32)) % 2**32) >> 8) / 2**24
+
+
 class Reference:
     """`COUNT` steps by hand. The attributes are what a mistake in the trainer would change."""
 
@@ -88,9 +109,18 @@ class Reference:
     micro_batches = 2  # the mean of a micro-batch's loss counts 1/2
     coefficient = 0.7
     schedules = True
+    seed = 5
+    micro_batch_rows = 4  # a micro-batch's tokens are numbered after those before it
+    layers_differ = True
+    prior_counts = "candidates"
+    distill = 600.0
+    teacher_learns = False
+    full_share = 0.5  # of the two passes
 
-    def __init__(self, model: GrmoeForCausalLM, router: str) -> None:
-        self.model, self.router = copy.deepcopy(model), router
+    def __init__(self, model: GrmoeForCausalLM, router: str, elastic: str = "off") -> None:
+        self.model, self.router, self.elastic = copy.deepcopy(model), router, elastic
+        for found in routers(self.model):
+            found.budget.elastic, found.budget.balances = None, "computed"  # both are written out here
         self.params = dict(self.model.named_parameters())
         self.m = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self.v = {name: torch.zeros_like(p) for name, p in self.params.items()}
@@ -102,12 +132,12 @@ class Reference:
 
     # -- the loss ------------------------------------------------------------------------------------------
 
-    def router_losses(self, logits_TN: Tensor) -> Tensor:
-        """Load balancing N·Σ_e f_e P_e over the chosen two, and the z-loss."""
+    def router_losses(self, logits_TN: Tensor, chosen_TN: Tensor) -> Tensor:
+        """Load balancing N·Σ_e f_e P_e over the experts computed, and the z-loss."""
         if self.router == "grassmann":
             return logits_TN.new_zeros(())
         N, probs_TN = logits_TN.shape[-1], logits_TN.softmax(-1)
-        share_N = one_hot(probs_TN.topk(2).indices, N).sum(1).double().mean(0) / 2
+        share_N = chosen_TN.sum(0) / chosen_TN.sum()
         balance = N * (share_N * probs_TN.mean(0)).sum()
         return LOAD_LOSS * balance + Z_LOSS * logits_TN.logsumexp(-1).square().mean()
 
@@ -124,27 +154,69 @@ class Reference:
                         total = total + (U_NDK[e].T @ U_NDK[f]).square().sum().sub(hinge).clamp(min=0)
         return total
 
+    def limits(self, step: int, first_row: int, S: int) -> list[Any]:
+        """For each layer and token: the mass from which on no expert is added."""
+        if self.elastic == "off":
+            return [NO_LIMIT, NO_LIMIT]
+        word = 0
+        for value in (self.seed, 0, step):
+            word = mixed((word + value) % 2**32)
+        key = mixed(word ^ 1) >> 1
+        tokens = range(first_row * S, (first_row + 4) * S)
+        layers = (1, 2) if self.layers_differ else (1, 1)
+        drawn = [[uniform(key, layer, token) for token in tokens] for layer in layers]
+        return [torch.tensor(u, dtype=torch.float64).view(4, S, 1) for u in drawn]
+
+    def forward(self, rows_BS: Tensor, limits: list[Any]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """(logits, cross-entropy, ΣR, chosen experts of each layer: computed and candidates)."""
+        for router, limit in zip(routers(self.model), limits, strict=True):
+            router.budget.tau = torch.as_tensor(limit)
+        out = self.model(input_ids=rows_BS[:, :-1], output_router_logits=True)
+        logits_TV = out.logits.flatten(0, 1)
+        chosen: dict[str, Any] = {"computed": [], "candidates": []}
+        for logits_TN, limit in zip(out.router_logits, limits, strict=True):
+            probs_TN = logits_TN.detach().softmax(-1)
+            first_TN, two_TN = (one_hot(probs_TN.topk(k).indices, 4).sum(1).double() for k in (1, 2))
+            enough_T1 = probs_TN.max(-1, keepdim=True).values >= torch.as_tensor(limit).reshape(-1, 1)
+            chosen["computed"].append(torch.where(enough_T1, first_TN, two_TN))
+            chosen["candidates"].append(two_TN)
+        R = [self.router_losses(*pair) for pair in zip(out.router_logits, chosen["computed"], strict=True)]
+        CE = cross_entropy(logits_TV, rows_BS[:, 1:].flatten())
+        return logits_TV, CE, torch.stack(R).sum(), chosen
+
     def step(self, step: int, batch_BS: Tensor) -> dict[str, float]:
         done = step / (STEPS - 1)
         for own, alpha in zip((0.8, 1.7), self.buffers("alpha_value"), strict=True):
             alpha.fill_(0.3 ** (1 - done) * own**done if self.anneals else own)
 
-        cross_entropies, router_losses, chosen = [], [], []
-        for rows_BS in batch_BS.split(4):
-            out = self.model(input_ids=rows_BS[:, :-1], output_router_logits=True)
-            cross_entropies.append(cross_entropy(out.logits.flatten(0, 1), rows_BS[:, 1:].flatten()))
-            router_losses.append(sum(self.router_losses(logits) for logits in out.router_logits))
-            chosen.append([one_hot(logits.topk(2).indices, 4).sum(1) for logits in out.router_logits])
-        language = torch.stack(cross_entropies).sum() / self.micro_batches
-        routing = self.coefficient * torch.stack(router_losses).sum() / self.micro_batches
+        M, cross_entropies, router_losses, divergences, counted = [], [], [], [], []
+        for number, rows_BS in enumerate(batch_BS.split(4)):
+            limits = self.limits(step, number * self.micro_batch_rows, rows_BS.shape[1] - 1)
+            logits_TV, CE, R, chosen = self.forward(rows_BS, limits)
+            M.append(CE + self.coefficient * R)
+            cross_entropies.append(CE)
+            router_losses.append(self.coefficient * R)
+            if self.elastic == "distilled":
+                full_TV, full_CE, full_R, _ = self.forward(rows_BS, [NO_LIMIT, NO_LIMIT])
+                p_TV, q_TV = full_TV.softmax(-1), logits_TV.softmax(-1)
+                p_TV = p_TV if self.teacher_learns else p_TV.detach()
+                divergences.append((p_TV * (p_TV / q_TV).log()).sum(-1).mean())
+                M[-1] = (1 - self.full_share) * M[-1] + self.full_share * (
+                    full_CE + self.coefficient * full_R
+                )
+            counted.append(chosen[self.prior_counts])
+        language, routing = (
+            torch.stack(parts).sum() / self.micro_batches for parts in (cross_entropies, router_losses)
+        )
+        divergence = torch.stack(divergences or [torch.zeros(())]).sum() / self.micro_batches
         overlap = self.overlap()
-        loss = language + routing + self.beta * overlap
+        loss = torch.stack(M).sum() / self.micro_batches + self.distill * divergence + self.beta * overlap
         used = {name: p for name, p in self.params.items() if p.requires_grad}
         grads = dict(zip(used, torch.autograd.grad(loss, list(used.values())), strict=True))
         norm = math.sqrt(sum(float(g.square().sum()) for g in grads.values()))
         self.update(step, {name: g * min(1.0, self.clip / (norm + 1e-6)) for name, g in grads.items()})
-        self.update_priors(step, [torch.cat(layer) for layer in zip(*chosen, strict=True)])
-        numbers = {"loss": language, "router_loss": routing, "overlap": overlap}
+        self.update_priors(step, [torch.cat(layer) for layer in zip(*counted, strict=True)])
+        numbers = {"loss": language, "router_loss": routing, "divergence": divergence, "overlap": overlap}
         return {name: float(value.detach()) for name, value in numbers.items()} | {"norm": norm}
 
     # -- the updates ---------------------------------------------------------------------------------------
@@ -187,17 +259,19 @@ class Reference:
 
     @torch.no_grad()
     def update_priors(self, step: int, chosen: list[Tensor]) -> None:
-        """b ← b + η(1 − N·load), centred; load is an expert's share of the chosen pairs."""
+        """b ← b + η(1 − N·load), centred; a token divides one unit of load among its experts."""
         rate = self.prior_rate * (cosine(step, 8, 0.2) if self.schedules else 1.0)
         for log_prior, chosen_TN in zip(self.buffers("log_prior"), chosen, strict=True):
-            load_N = chosen_TN.double().mean(0) / 2
+            load_N = (chosen_TN / chosen_TN.sum(-1, keepdim=True)).mean(0)
             log_prior.add_(rate * (1 - 4 * load_N))
             log_prior.sub_(log_prior.mean())
 
 
-def trained(settings: Settings, router: str) -> tuple[Trainer, GrmoeForCausalLM, list[Tensor], list[Any]]:
+def trained(
+    settings: Settings, router: str, elastic: str = "off"
+) -> tuple[Trainer, GrmoeForCausalLM, list[Tensor], list[Any]]:
     """(the trainer after its steps, the model before them, the batches, the results)."""
-    trainer = make_trainer(settings, router)
+    trainer = make_trainer(settings, router, elastic)
     before = copy.deepcopy(trainer.model)
     batches = trainer.data.batches(trainer.rows, trainer.length, 5, 0, 1, start_step=FIRST)
     seen, results = [], []
@@ -216,10 +290,10 @@ def largest_difference(trainer: Trainer, reference: Reference) -> float:
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("steps", [1, 2])
-def test_steps_equal_those_by_hand(settings: Settings, router: str, steps: int) -> None:
-    trainer = make_trainer(settings, router)
-    reference = Reference(trainer.model, router)
+@pytest.mark.parametrize(("steps", "elastic"), [(1, "off"), (2, "off"), (2, "on"), (2, "distilled")])
+def test_steps_equal_those_by_hand(settings: Settings, router: str, steps: int, elastic: str) -> None:
+    trainer = make_trainer(settings, router, elastic)
+    reference = Reference(trainer.model, router, elastic)
     batches = trainer.data.batches(trainer.rows, trainer.length, 5, 0, 1, start_step=FIRST)
     for step in range(FIRST, FIRST + steps):
         batch = next(batches)
@@ -244,11 +318,23 @@ MISTAKES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+ELASTIC_MISTAKES: dict[str, dict[str, Any]] = {
+    "budgets of another seed": {"seed": 6},
+    "micro-batches draw the same budgets": {"micro_batch_rows": 0},
+    "layers draw the same budgets": {"layers_differ": False},
+    "the prior counts what was computed": {"prior_counts": "computed"},
+    "no distillation": {"distill": 0.0},
+    "the full budget learns from the drawn one": {"teacher_learns": True},
+    "the full budget is not trained": {"full_share": 0.0},
+}
+
+
+@pytest.mark.parametrize("mistake", [*MISTAKES, *ELASTIC_MISTAKES])
 def test_every_mistake_would_be_noticed(settings: Settings, mistake: str) -> None:
-    trainer, before, batches, _ = trained(settings, "grassmann")
-    reference = Reference(before, "grassmann")
-    for name, value in MISTAKES[mistake].items():
+    elastic = "distilled" if mistake in ELASTIC_MISTAKES else "off"
+    trainer, before, batches, _ = trained(settings, "grassmann", elastic)
+    reference = Reference(before, "grassmann", elastic)
+    for name, value in {**MISTAKES, **ELASTIC_MISTAKES}[mistake].items():
         assert getattr(Reference, name) != value
         setattr(reference, name, value)
     for step, batch in enumerate(batches, FIRST):

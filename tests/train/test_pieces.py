@@ -21,7 +21,7 @@ from grmoe.runs.config import TrainConfig
 from grmoe.train import interrupt, log
 from grmoe.train.interrupt import Clock, Signals
 from grmoe.train.nonfinite import find_nonfinite
-from grmoe.train.objective import micro_batch_loss, overlap_term
+from grmoe.train.objective import loss_parts, model_loss, overlap_term
 from grmoe.train.schedule import alphas_at, prior_rate, rate_factors
 from grmoe.train.setup import Trainer, _divide_batch, build_optimizers, build_trainer, uses_bf16
 from grmoe.train.step import InFlightStep, NonFiniteError, _seed, resolve
@@ -167,15 +167,16 @@ def test_an_error_keeps_its_message_and_its_step(settings: Settings, monkeypatch
     assert (str(error), error.step) == ("loss nan", 6)
     import grmoe.train.step as step_module
 
-    monkeypatch.setattr(step_module, "find_nonfinite", lambda trainer, batch: "somewhere")
+    monkeypatch.setattr(step_module, "find_nonfinite", lambda trainer, step, batch: "somewhere")
     cleared: list[bool] = []
     trainer: Any = SimpleNamespace(guards_on_device=False, zero_grad=lambda: cleared.append(True))
 
     def numbers(loss: float, norm: float) -> InFlightStep:
-        return InFlightStep(6, torch.zeros(1), torch.tensor([loss, 0.5, 0.25, norm]), None)
+        return InFlightStep(6, torch.zeros(1), torch.tensor([loss, 0.5, 0.125, 0.25, norm]), None)
 
     good = resolve(trainer, numbers(2.0, 3.0), 6)
-    assert (good.loss, good.router_loss, good.overlap, good.norm) == (2.0, 0.5, 0.25, 3.0)
+    assert tuple(vars(good).values()) == (2.0, 0.5, 0.125, 0.25, 3.0)
+    assert (good.router_loss, good.divergence, good.overlap) == (0.5, 0.125, 0.25)
     assert cleared == []
     for loss, norm in ((math.nan, 1.0), (1.0, math.inf)):
         with pytest.raises(
@@ -185,18 +186,23 @@ def test_an_error_keeps_its_message_and_its_step(settings: Settings, monkeypatch
     assert cleared == [True, True]
 
 
-def test_micro_batches_add_up_and_the_overlap_counts_once() -> None:
+def test_micro_batches_add_up() -> None:
     weight = torch.tensor(2.0, requires_grad=True)
-    config: Any = SimpleNamespace(overlap_weight=0.3)
     whole, logged = torch.zeros(()), torch.zeros(3)
     for number in range(4):
         output = SimpleNamespace(
-            loss=weight * (number + 1), cross_entropy=torch.tensor(1.0), router_loss=weight
+            loss=weight * (number + 1),
+            cross_entropy=torch.tensor(1.0),
+            router_loss=torch.tensor(2.0),
+            divergence=None,
         )
-        loss, parts = micro_batch_loss(output, 5 * weight, config, number, 4)
-        whole, logged = whole + loss, logged + torch.stack([p.detach() for p in parts])
-    assert whole.item() == pytest.approx(2.0 * (1 + 2 + 3 + 4) / 4 + 0.3 * 10.0)
-    assert logged.tolist() == pytest.approx([1.0, 2.0, 10.0])
+        whole, logged = whole + model_loss(output) / 4, logged + torch.stack(loss_parts(output, 4))
+    assert whole.item() == pytest.approx(2.0 * (1 + 2 + 3 + 4) / 4)
+    assert logged.tolist() == pytest.approx([1.0, 2.0, 0.0])
+    compared = SimpleNamespace(**{**vars(output), "divergence": 0.5 * weight})
+    assert model_loss(compared, 0.3).item() == pytest.approx(8.0 / 2 + 0.3 * 1.0)
+    assert [p.item() for p in loss_parts(compared, 2)] == [0.5, 1.0, 0.5]
+    assert not loss_parts(compared, 2).divergence.requires_grad
     off: Any = SimpleNamespace(overlap_weight=0.0)
     model: Any = SimpleNamespace(device=torch.device("cpu"))
     assert overlap_term(model, off).item() == 0.0
@@ -347,11 +353,11 @@ def test_where_nan_first_appears(settings: Settings) -> None:
     trainer: Trainer = build_trainer(settings(data={"micro_batch_size": 4}), ONE)
     batch = torch.randint(0, 200, (8, 33), generator=torch.Generator().manual_seed(0))
     model = trainer.model
-    assert find_nonfinite(trainer, batch) == "every layer is finite: the loss overflowed"
+    assert find_nonfinite(trainer, 0, batch) == "every layer is finite: the loss overflowed"
 
     def with_hook(module: Any, change: Callable[[Any], Any]) -> str:
         hook = module.register_forward_hook(lambda m, i, o: change(o))
-        found = find_nonfinite(trainer, batch)
+        found = find_nonfinite(trainer, 0, batch)
         hook.remove()
         return found
 
@@ -360,7 +366,7 @@ def test_where_nan_first_appears(settings: Settings) -> None:
     assert with_hook(model.model.embed_tokens, lambda o: o * math.nan) == (
         "the output of model.embed_tokens holds NaN or Inf"
     )
-    assert find_nonfinite(trainer, batch) == "the output of model.norm holds NaN or Inf"
+    assert find_nonfinite(trainer, 0, batch) == "the output of model.norm holds NaN or Inf"
     late.remove()
     # A layer that is bad for the second micro-batch alone.
     calls: list[int] = []
@@ -379,7 +385,7 @@ def test_where_nan_first_appears(settings: Settings) -> None:
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight"):
         names[name].register_hook(lambda g: g * math.nan)
     said = "the forward pass is finite, the gradient of model.layers.1.self_attn.q_proj.weight is not"
-    assert find_nonfinite(trainer, batch) == said
+    assert find_nonfinite(trainer, 0, batch) == said
     with torch.no_grad():
         names["model.norm.weight"][0] = math.inf
-    assert find_nonfinite(trainer, batch) == "the weights model.norm.weight hold NaN or Inf"
+    assert find_nonfinite(trainer, 0, batch) == "the weights model.norm.weight hold NaN or Inf"

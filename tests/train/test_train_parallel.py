@@ -28,7 +28,7 @@ from grmoe.runs.state import gather, restore
 from grmoe.train import loop
 from grmoe.train.loop import TrainingStopped, train
 from grmoe.train.setup import Trainer, build_trainer
-from grmoe.train.step import train_step
+from grmoe.train.step import resolve, train_step
 from grmoe.train.validate import Validation, validate
 
 Settings = Callable[..., TrainConfig]
@@ -83,6 +83,15 @@ def validated(config: TrainConfig, step: int) -> tuple[float, dict[str, float], 
     found = validate(trainer)
     stop()
     return found.loss, found.domains, found.routing[0].tokens
+
+
+def first_steps(config: TrainConfig) -> list[dict[str, float]]:
+    world = start(config.parallel, "cpu")
+    trainer = build_trainer(config, world)
+    batches = trainer.data.batches(trainer.rows, trainer.length, config.seed, world.rank, world.size)
+    found = [vars(resolve(trainer, train_step(trainer, step, next(batches)), step)) for step in range(2)]
+    stop()
+    return found
 
 
 # -- runs that several tests look at ---------------------------------------------------------------------------
@@ -151,6 +160,19 @@ def test_other_numbers_of_processes_go_on(
     assert list(losses(config)) == list(range(1, 21))
     assert losses(config)[11] == pytest.approx(losses(wanted)[11], abs=1e-6)
     assert losses(config)[20] == pytest.approx(losses(wanted)[20], abs=1e-3)
+
+
+def test_distillation_is_the_same_for_one_and_for_two(settings: Settings) -> None:
+    options: dict[str, Any] = {
+        "model": {"initializer_range": 0.3},  # so that experts change predictions from the start
+        "elastic": {"distill": 3.0},
+        "data": {"micro_batch_size": 2},
+    }
+    alone = first_steps(settings(**options))
+    assert all(step["divergence"] > 1e-3 for step in alone)
+    for answer in Processes(2, first_steps, settings(**options, parallel=KINDS["fsdp"])).answers():
+        for got, want in zip(answer, alone, strict=True):
+            assert got == pytest.approx(want, rel=1e-4)
 
 
 def test_validation_is_the_same_for_one_and_for_two(

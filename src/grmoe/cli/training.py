@@ -46,13 +46,13 @@ def train(
     with shell("lm"):
         from grmoe.config import load, to_yaml
         from grmoe.runs.config import TrainConfig
-        from grmoe.runs.folder import CONFIG, checkpoints_of
+        from grmoe.runs.folder import CONFIG, checkpoints_of, saved_config
 
         path, given = _split(settings)
         config = load(TrainConfig, path, given)
         saved = Path(config.out) / CONFIG
         if resume and path is None and saved.is_file():
-            config = load(TrainConfig, saved, given)
+            config = saved_config(saved.parent, given)
         if show:
             print(to_yaml(config), end="")
             return

@@ -35,7 +35,7 @@ try:
     from grmoe import checks
     from grmoe.compiling import realize
     from grmoe.experts import BACKENDS, Dispatch, ExpertWeights
-    from grmoe.head import IGNORED, next_token_loss
+    from grmoe.head import IGNORED, divergence, next_token_loss
     from grmoe.layer import MoE, as_autocast
     from grmoe.regularizers import overlap_penalty
     from grmoe.routing import HashRouter, Router, RoutingMetrics, build_router, routers
@@ -54,6 +54,7 @@ except ImportError:  # this file travels with exported models to where grmoe is 
         as_autocast,
         build_router,
         checks,
+        divergence,
         next_token_loss,
         overlap_penalty,
         realize,
@@ -242,6 +243,10 @@ class GrmoeCausalLMOutput(MoeCausalLMOutputWithPast):
 
     cross_entropy: Tensor | None = None
     router_loss: Tensor | None = None
+    divergence: Tensor | None = None
+    """From a teacher's predictions, nats per token; with gradient, and not part of `loss`."""
+    last_hidden_state: Tensor | None = None
+    """What a later pass takes as its teacher. Without gradient."""
 
 
 class GrmoePreTrainedModel(PreTrainedModel):
@@ -468,12 +473,17 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
         output_router_logits: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         skip_logits: bool = False,
+        return_hidden: bool = False,
+        teacher: Tensor | None = None,
         **kwargs: Any,
     ) -> GrmoeCausalLMOutput:
         """Logits, and with labels the loss. The loss includes the routers' own while training or with
         output_router_logits.
 
         skip_logits: return the loss alone, which takes less memory and, on a GPU, less time.
+        return_hidden: return `last_hidden_state` too.
+        teacher: `last_hidden_state` of another pass over the same tokens. The output then has the divergence from its
+            predictions.
         """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
@@ -503,8 +513,14 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
         if loss is not None and aux_loss is not None:
             cross_entropy, router_loss = loss, self.config.router_aux_loss_coef * aux_loss
             loss = cross_entropy + router_loss
+        apart = None
+        if teacher is not None:
+            x, y = (as_autocast(h).flatten(0, -2) for h in (hidden, teacher))
+            apart = divergence(x, y, self.lm_head.weight)
         return GrmoeCausalLMOutput(
             loss=loss,  # type: ignore[arg-type]
+            divergence=apart,
+            last_hidden_state=hidden.detach() if return_hidden else None,
             aux_loss=aux_loss,  # type: ignore[arg-type]
             cross_entropy=None if cross_entropy is None else cross_entropy.detach(),
             router_loss=None if router_loss is None else router_loss.detach(),

@@ -25,13 +25,13 @@ def split_parameters(model: nn.Module) -> ParameterSplit:
     `frames` next to a `log_kappa` with one entry per direction (a diagonal Λ_e: log_kappa.ndim == frames.ndim − 1) go
     into a group with manifold="stiefel". Other `frames` go into a group with manifold="grassmann". Parameters that do
     not require a gradient are left out. A tied parameter counts as frames if any of its names is `frames`. It counts
-    as "stiefel" if any module that shares it needs that.
+    as "stiefel" if any module that shares it needs that. A learned α counts as κ, because it multiplies κ.
     """
     kinds: dict[nn.Parameter, str] = {}
     order = ("rest", "kappa", "grassmann", "stiefel")  # a tied parameter takes the last of its kinds
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
-            kind = {"frames": "grassmann", "log_kappa": "kappa"}.get(name, "rest")
+            kind = {"frames": "grassmann", "log_kappa": "kappa", "log_alpha": "kappa"}.get(name, "rest")
             kappa = getattr(module, "log_kappa", None)
             if name == "frames" and isinstance(kappa, Tensor) and kappa.ndim == p.ndim - 1:
                 kind = "stiefel"

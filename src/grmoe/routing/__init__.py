@@ -6,7 +6,16 @@ from typing import Any
 
 from grmoe import checks
 from grmoe.routing.base import Router
-from grmoe.routing.controls import routers, set_alpha, uncounted, update_priors
+from grmoe.routing.controls import (
+    routers,
+    set_alpha,
+    set_balances,
+    set_draw,
+    set_elastic,
+    uncounted,
+    update_priors,
+)
+from grmoe.routing.elastic import FULL, Elastic, step_key
 from grmoe.routing.expert_choice import ExpertChoiceRouter
 from grmoe.routing.grassmann import GrassmannRouter, grassmann_logits_reference
 from grmoe.routing.hash import HashRouter
@@ -37,8 +46,10 @@ def build_router(name: str, dim: int, num_experts: int, **options: Any) -> Route
 
 
 __all__ = [
+    "FULL",
     "ROUTERS",
     "Dense",
+    "Elastic",
     "ExpertChoiceRouter",
     "GrassmannRouter",
     "HashRouter",
@@ -60,6 +71,10 @@ __all__ = [
     "load_balancing_loss",
     "routers",
     "set_alpha",
+    "set_balances",
+    "set_draw",
+    "set_elastic",
+    "step_key",
     "uncounted",
     "update_priors",
 ]

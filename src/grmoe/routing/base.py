@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -45,6 +46,7 @@ class Router(nn.Module):
     _fusable: ClassVar[bool] = False
     log_prior: Tensor
     alpha_value: Tensor
+    log_alpha: nn.Parameter | None
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class Router(nn.Module):
         self.backend: Literal["auto", "reference", "triton"] = "auto"
         self.register_buffer("alpha_value", torch.tensor(checks.alpha("alpha", alpha)))
         self.register_buffer("log_prior", torch.zeros(num_experts))
+        self.register_parameter("log_alpha", None)  # see `learn_alpha`
         self.counter = LoadCounter(num_experts)
         self._packed = PackedCopy()
 
@@ -126,7 +129,7 @@ class Router(nn.Module):
         routing: Routing | None = None
         if kernels and self._fusable:
             pack = None if self.training else self._packed.get
-            routing = try_fused(x, self.gate_operands, self.alpha_value, self.budget, self.training, pack)
+            routing = try_fused(x, self._scaled_operands, self.alpha_value, self.budget, self.training, pack)
         if routing is None:
             routing = self.route(x if x.dtype == torch.float64 else x.float(), token_ids)
         routing.aux_loss = self.losses(routing)
@@ -137,6 +140,8 @@ class Router(nn.Module):
     def route(self, x: Tensor, token_ids: Tensor | None) -> Routing:
         """The same step by step, in PyTorch: gate, softmax, selection, combine weights."""
         logits = self.gate(x, token_ids)
+        if self.log_alpha is not None:
+            logits = self.log_alpha.exp() * logits
         probs = torch.softmax(logits, dim=-1)
         selected = self.select(probs)
         if self.budget.weighs_apart:
@@ -155,6 +160,34 @@ class Router(nn.Module):
             return self.gate(x, token_ids)
         finally:
             self.alpha_value = before
+
+    def _scaled_operands(self) -> GateOperands | None:
+        """`gate_operands` times a learned α. The kernel has no gradient by α, so κ or W and the prior carry it."""
+        operands = self.gate_operands()
+        if operands is None or self.log_alpha is None:
+            return operands
+        alpha = self.log_alpha.exp()
+        prior_N = alpha * operands.prior_N
+        if operands.log_kappa is None:
+            return replace(operands, matrix=alpha * operands.matrix, prior_N=prior_N)
+        return replace(operands, log_kappa=operands.log_kappa + self.log_alpha, prior_N=prior_N)
+
+    def learn_alpha(self) -> None:
+        """Make α a parameter, `log_alpha`, that starts at the present α. `alpha_value` becomes one, a factor on it."""
+        now, kind = self.alpha, type(self).__name__
+        learns = type(self).route is Router.route and getattr(self, "dial", "posterior") == "posterior"
+        checks.require(learns, f"a learned α must multiply all of a gate; that of this {kind} does not")
+        checks.require(
+            not self.budget.weighs_apart, "a learned α must set the weights: weight_alpha must be None"
+        )
+        checks.require(now > 0, f"a learned α must start above zero, got {now}")
+        self.log_alpha = nn.Parameter(self.alpha_value.log())
+        self.alpha = 1.0
+
+    def keep_alpha(self) -> None:
+        """End of learning: the learned α is the dial again."""
+        now, self.log_alpha = self.alpha, None
+        self.alpha = now
 
     def uncounted(self) -> AbstractContextManager[None]:
         """A context in which forward passes leave metrics and prior sums unchanged."""
@@ -177,7 +210,8 @@ class Router(nn.Module):
     @property
     def alpha(self) -> float:
         """The dial. Reading it waits for the device; setting it does not."""
-        return float(self.alpha_value)
+        learned = 1.0 if self.log_alpha is None else self.log_alpha.detach().exp()
+        return float(self.alpha_value * learned)
 
     @alpha.setter
     def alpha(self, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a whole model's routers do together: find them, set α, update priors, pause counting."""
+"""What a whole model's routers do together: find them, set α and budgets, update priors, pause counting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from grmoe import checks
 from grmoe.routing.base import Router
+from grmoe.routing.budget import Balances
+from grmoe.routing.elastic import Elastic
 from grmoe.routing.prior import next_log_prior
+from grmoe.routing.selection import Mass, TopK
 
 
 def routers(module: nn.Module) -> list[Router]:
@@ -31,6 +34,44 @@ def set_alpha(module: nn.Module, alpha: Any) -> None:
     checks.require(len(values) == len(found), f"alpha must give {len(found)} values, got {len(values)}")
     for router, value in zip(found, values, strict=True):
         router.alpha = value
+
+
+def set_elastic(module: nn.Module, elastic: Elastic | None) -> None:
+    """Draw random budgets while a model trains (`grmoe.routing.elastic`); None: no longer.
+
+    `set_draw` must follow before each forward pass. Until then budgets are full.
+    """
+    found = routers(module)
+    for router in found if elastic is not None else ():
+        draws = isinstance(router.selection, TopK | Mass) and router.budget.room > 1
+        checks.require(
+            draws,
+            f"elastic needs a selection TopK or Mass with more than one expert, got {router.selection} "
+            f"in a {type(router).__name__}",
+        )
+    for router in found:
+        router.budget.elastic = elastic
+
+
+@torch.no_grad()
+def set_draw(module: nn.Module, key: int, first_row: int = 0) -> None:
+    """What the next forward pass draws its budgets from. The host does not wait for the device.
+
+    key: of the training step (`step_key`). `FULL` asks for the full budget.
+    first_row: index of the batch's first sequence within the step, over all processes and micro-batches.
+    """
+    budgets = [router.budget for router in routers(module)]
+    for numbers, value in (([b.key for b in budgets], key), ([b.first_row for b in budgets], first_row)):
+        if numbers:
+            # Two launches for all layers, in place of one for each.
+            torch._foreach_zero_(numbers)
+            torch._foreach_add_(numbers, value)
+
+
+def set_balances(module: nn.Module, kind: Balances) -> None:
+    """Which experts' load the balanced priors of a model even out (`Budget.balances`)."""
+    for router in routers(module):
+        router.budget.balances = kind
 
 
 @contextmanager

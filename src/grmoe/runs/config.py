@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from grmoe.checks import finite, positive_int, require
 from grmoe.model import PRESETS, GrmoeConfig, preset
+from grmoe.model.configuration_grmoe import OWN_CHOICE
 from grmoe.parallel.world import ParallelConfig
 
 # Kinds of parameters. Each has its own peak learning rate and may have its own schedule.
@@ -104,19 +105,54 @@ class RoutingConfig:
     """Pairs of experts in the penalty: `all`, or `auto` for a random sample of 4N pairs per step if there are more."""
     prior_rate: float = 0.05
     """η, the rate of the balanced prior. It follows the learning-rate schedule of the weights."""
+    prior_counts: Literal["auto", "computed", "candidates", "leading", "both"] = "auto"
+    """Which experts of a token the balanced prior counts. `computed`: those computed. `candidates`: those of the full
+    budget, whatever was drawn. `leading`: the most probable one. `both`: the mean of the last two. `auto`: `candidates`
+    with random budgets (`elastic`), else `computed`."""
 
     def __post_init__(self) -> None:
         for name in ("overlap_weight", "overlap_rho", "prior_rate"):
             finite(name, getattr(self, name), at_least=0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """Random budgets: the model learns to work with any number of experts per token.
+
+    Validation uses the full budget.
+    """
+
+    unit: Literal["auto", "off", "token", "sequence", "layer", "step"] = "auto"
+    """What gets a budget of its own: every `token`, `sequence`, `layer` or `step`. `off`: all budgets are full. `auto`:
+    `token` where a selection chooses more than one expert (`topk` or `mass` with K > 1), else `off`."""
+    rule: Literal["mass", "count"] = "mass"
+    """What is random. `mass`: a token adds experts until they hold the drawn probability. `count`: the most experts per
+    token."""
+    full_share: float = 0.0
+    """Share of the steps with the full budget."""
+    distill: float = 0.0
+    """δ, the weight of the divergence from the predictions of the full budget. 0: none. Otherwise a step computes its
+    sequences twice, with the full budget too."""
+
+    def __post_init__(self) -> None:
+        finite("full_share", self.full_share, at_least=0)
+        require(self.full_share <= 1, f"full_share must be at most 1, got {self.full_share}")
+        finite("distill", self.distill, at_least=0)
+
+    @property
+    def on(self) -> bool:
+        """Whether budgets are random. Ask a resolved configuration."""
+        return self.unit not in ("auto", "off")
+
+
 @dataclass(frozen=True)
 class AlphaConfig:
-    """α during training. Validation and the saved model use the model's own α."""
+    """α during training. Validation and the saved model use the model's own α, or the learned one."""
 
-    schedule: Literal["constant", "anneal", "sample"] = "constant"
+    schedule: Literal["constant", "anneal", "sample", "learned"] = "constant"
     """`constant`: the model's α. `anneal`: from `low` to the model's α, geometrically. `sample`: a new α per step,
-    log-uniform in [`low`, `high`]."""
+    log-uniform in [`low`, `high`]. `learned`: a parameter per layer that starts at the model's α and is trained like κ;
+    the saved model has the learned values."""
     low: float = 0.5
     """Smallest α of `sample`, first α of `anneal`."""
     high: float = 4.0
@@ -201,6 +237,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     alpha: AlphaConfig = field(default_factory=AlphaConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -243,6 +280,40 @@ class TrainConfig:
         )
         return GrmoeConfig(**changes) if self.preset is None else preset(self.preset, **changes)
 
+    def resolved(self) -> TrainConfig:
+        """With the choices written out that follow from other keys. Raises where `elastic` does not fit the model.
+
+        A run saves them, so that a later version with other defaults still knows how it was trained.
+        """
+        model, elastic = self.model_config(1, 0), self.elastic  # the size of the vocabulary plays no part
+        why_not = _why_not_elastic(model)
+        asked = elastic.unit != "off" and (elastic.on or elastic.full_share > 0 or elastic.distill > 0)
+        require(not (why_not and asked), f"elastic.unit must be off, because {why_not}; got {elastic}")
+        if elastic.unit == "auto":
+            elastic = replace(elastic, unit="off" if why_not else "token")
+        routing = RoutingConfig(prior_counts="candidates" if elastic.on else "computed")
+        model_choices = {"norm_topk_prob": model.norm_topk_prob}
+        return self.filled_from(TrainConfig(model=model_choices, elastic=elastic, routing=routing))
+
+    def filled_from(self, other: TrainConfig) -> TrainConfig:
+        """With the choices of another configuration where this one leaves them open."""
+        elastic, routing = self.elastic, self.routing
+        if elastic.unit == "auto":
+            elastic = replace(elastic, unit=other.elastic.unit)
+        if routing.prior_counts == "auto":
+            routing = replace(routing, prior_counts=other.routing.prior_counts)
+        norm = self.model.get("norm_topk_prob", other.model["norm_topk_prob"])
+        model = {**self.model, "norm_topk_prob": norm}
+        return replace(self, model=model, elastic=elastic, routing=routing)
+
+    def as_old_run(self) -> TrainConfig:
+        """With the choices of versions that saved none: weights that sum to one, full budgets."""
+        experts = self.model_config(1, 0).num_experts_per_tok or 1
+        routing, elastic = RoutingConfig(prior_counts="computed"), ElasticConfig(unit="off")
+        return self.filled_from(
+            TrainConfig(model={"norm_topk_prob": experts > 1}, elastic=elastic, routing=routing)
+        )
+
 
 # Keys that may change when a run is resumed. They change what is logged, what is kept or where it runs, but not what
 # is trained. The data may have moved, because a checkpoint stores its checksum.
@@ -256,6 +327,15 @@ def may_change_on_resume(difference: str) -> bool:
     """Whether a line of `grmoe.config.differences` may change when a run is resumed."""
     name = difference.partition(":")[0]
     return any(name == key or name.startswith(f"{key}.") for key in _MAY_CHANGE_ON_RESUME)
+
+
+def _why_not_elastic(model: GrmoeConfig) -> str:
+    """Why random budgets change nothing in this model; empty where they do."""
+    if model.router in OWN_CHOICE:
+        return f"the router {model.router!r} chooses by itself"
+    if model.selection not in ("topk", "mass"):
+        return f"the selection {model.selection!r} has no budget"
+    return "" if (model.num_experts_per_tok or 0) > 1 else "the model computes one expert per token"
 
 
 def _model_fields() -> list[str]:

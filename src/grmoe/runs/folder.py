@@ -42,12 +42,13 @@ def checkpoints_of(folder: Path, config: TrainConfig) -> Checkpoints:
     return Checkpoints(folder / CHECKPOINTS, kept.keep_last, kept.keep_best)
 
 
-def saved_config(folder: Path) -> TrainConfig:
-    """The configuration a run was started with."""
+def saved_config(folder: Path, overrides: Iterable[str] = ()) -> TrainConfig:
+    """The configuration a run was started with, and changes to it."""
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} holds no run: {path} is missing")
-    return load(TrainConfig, path)
+    # A run saves all its choices. Those that are missing are of a version that had no such choice.
+    return load(TrainConfig, path, overrides).as_old_run()
 
 
 def find_checkpoint(folder: Path, which: str = "best") -> tuple[TrainConfig, Checkpoint]:
@@ -68,23 +69,28 @@ def find_checkpoint(folder: Path, which: str = "best") -> tuple[TrainConfig, Che
     raise ValueError(f"checkpoint must be best, last or one of the steps {kept}, got {which!r}")
 
 
-def find_start(config: TrainConfig, resume: bool) -> Checkpoint | None:
-    """The checkpoint to continue from; None for a new run. Refuses to mix two runs in one folder."""
+def find_start(config: TrainConfig, resume: bool) -> tuple[TrainConfig, Checkpoint | None]:
+    """(the resolved configuration, the checkpoint to continue from or None for a new run).
+
+    What the configuration leaves open is as the run has it. Refuses to mix two runs in one folder.
+    """
     folder = Path(config.out)
     latest = checkpoints_of(folder, config).latest()
     if latest is None:
-        return None
+        return config.resolved(), None
     if not resume:
         raise ValueError(
             f"{folder} holds a run at step {latest.step}: continue it with --resume, or choose another folder (out=…)"
         )
-    found = differences(to_dict(saved_config(folder)), to_dict(config))
+    saved = saved_config(folder)
+    config = config.filled_from(saved)
+    found = differences(to_dict(saved), to_dict(config))
     changed = [difference for difference in found if not may_change_on_resume(difference)]
     if changed:
         raise ValueError(
             f"{folder} was trained with other settings, and these cannot change on resume: {'; '.join(changed)}"
         )
-    return latest
+    return config, latest
 
 
 def open_folder(config: TrainConfig, start: Checkpoint | None, data: TokenDataset) -> None:

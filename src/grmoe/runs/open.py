@@ -14,6 +14,7 @@ from grmoe.data import TokenDataset
 from grmoe.hardware import find_device
 from grmoe.model import GrmoeForCausalLM
 from grmoe.model.presets import find_config
+from grmoe.routing import routers
 from grmoe.runs.checkpoint import Checkpoint
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import CONFIG, checkpoints_of, data_checksum, find_checkpoint, tokenizer_of, vocabulary
@@ -88,8 +89,15 @@ def _open_run(run: Path, which: str) -> LoadedModel:
     config, checkpoint = find_checkpoint(run, which)
     tokenizer_folder = tokenizer_of(run, config)
     model = GrmoeForCausalLM(config.model_config(*vocabulary(tokenizer_folder)))
+    learned = routers(model) if config.alpha.schedule == "learned" else []
+    for router in learned:
+        router.learn_alpha()
     weights = gather(model, [])["model"]  # the live tensors, filled in place
     checkpoints_of(run, config).load(checkpoint, {"model": weights})
+    for router in learned:
+        router.keep_alpha()
+    if learned:
+        model.set_alpha(model.alpha)
     try:
         data, why = _held_out(config, checkpoint), ""
     except ValueError as error:

@@ -54,7 +54,7 @@ def train(config: TrainConfig, resume: bool = False) -> Outcome:
 
 def _train(config: TrainConfig, resume: bool, world: World) -> Outcome:
     """Build everything, restore the last checkpoint if there is one, and run the loop."""
-    begin = find_start(config, resume)
+    config, begin = find_start(config, resume)
     trainer = build_trainer(config, world)
     checkpoints = checkpoints_of(Path(config.out), config)
     data = data_checksum(trainer.data.folder)

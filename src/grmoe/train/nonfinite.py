@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from grmoe.parallel.world import smallest
+from grmoe.train.passes import forward_passes
 from grmoe.train.setup import Trainer
 
 # The modules to check, by the last part of their names.
 _CHECKED = ("embed_tokens", "self_attn", "mlp", "norm")
 
 
-def find_nonfinite(trainer: Trainer, batch_BS: Tensor) -> str:
+def find_nonfinite(trainer: Trainer, step: int, batch_BS: Tensor) -> str:
     """Where NaN or Inf first appears: in the weights, else in the forward pass, else in the gradients.
 
     Runs the step again, uncompiled, because clipping has spread a NaN over all gradients. All processes call this
@@ -50,8 +51,8 @@ def find_nonfinite(trainer: Trainer, batch_BS: Tensor) -> str:
     hooks = [module.register_forward_hook(check_output_of(name)) for name, module in checked]
     trainer.zero_grad()
     try:
-        for rows in batch_BS.to(world.device).split(trainer.micro_rows):
-            trainer.run(model, rows).loss.backward()
+        for loss, _, _ in forward_passes(trainer, model, step, batch_BS.to(world.device)):
+            loss.backward()
     finally:
         for hook in hooks:
             hook.remove()

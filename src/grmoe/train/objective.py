@@ -1,14 +1,22 @@
 """The training objective:
 
-    L = CE + c·Σ_layers R + β·Σ_layers O
+    L = M + β·Σ_layers O,        M = CE + c·Σ_layers R
 
 CE  cross-entropy of the next token, nats per token
 R   a router's own losses (load balancing, z-loss), with their coefficients; c is the model's `router_aux_loss_coef`
 O   Σ_{e≠e'} max(0, ‖U_eᵀU_e'‖²_F − ρ₀·k²/d), the overlap penalty (eq:subspace_reg): its hinge ρ₀ is a share of the
     overlap k²/d of random subspaces; β is `routing.overlap_weight`, ρ₀ is `routing.overlap_rho`
 
-The model's forward pass computes CE + c·ΣR and returns both parts beside their sum (see `GrmoeCausalLMOutput`). The
-overlap depends on the weights alone, so it is computed once per step and not once per micro-batch.
+With random budgets (`elastic`) M is that of the drawn budgets. With `elastic.distill` = δ > 0 the full budget is
+computed too, and the drawn one learns from its predictions (p: full, q: drawn; p carries no gradient):
+
+    L = ½·(M_full + M_drawn) + δ·KL(p ‖ q) + β·Σ_layers O,        KL(p ‖ q) = mean over tokens of Σ_v p_v log(p_v / q_v)
+
+The mean of the two keeps the scale of gradients, so that clipping and β mean the same with and without distillation.
+The log shows CE and R of the drawn budgets in both cases, and the divergence KL before its weight.
+
+The model's forward pass computes M and returns its parts beside it (see `GrmoeCausalLMOutput`). The overlap depends on
+the weights alone, so it is computed once per step and not once per micro-batch.
 
 Legend: B sequences, S tokens of a sequence.
 """
@@ -26,13 +34,13 @@ from grmoe.runs.config import RoutingConfig
 
 
 class LossParts(NamedTuple):
-    """What the log says about a step. 0-d tensors without gradients."""
+    """What the log says about a pass. 0-d tensors without gradients."""
 
     cross_entropy: Tensor
     router: Tensor
     """c·ΣR"""
-    overlap: Tensor
-    """ΣO, before its weight β"""
+    divergence: Tensor
+    """KL(p ‖ q), before its weight δ"""
 
 
 def overlap_term(model: GrmoeForCausalLM, config: RoutingConfig) -> Tensor:
@@ -43,25 +51,23 @@ def overlap_term(model: GrmoeForCausalLM, config: RoutingConfig) -> Tensor:
     return model.overlap_penalty(config.overlap_rho, relative=True, num_pairs=num_pairs)
 
 
-def micro_batch_loss(
-    output: Any, overlap: Tensor, config: RoutingConfig, number: int, count: int
-) -> tuple[Tensor, LossParts]:
-    """The part of micro-batch `number` of `count` in L, and in what is logged. Their sums over micro-batches are L.
-
-    `output` is the model's. The overlap is in the first micro-batch.
-    """
-    loss = output.loss / count
-    parts = LossParts(output.cross_entropy / count, output.router_loss / count, torch.zeros_like(overlap))
-    if number == 0:
-        parts = parts._replace(overlap=overlap.detach())
-        if overlap.requires_grad:
-            loss = loss + config.overlap_weight * overlap
-    return loss, parts
+def model_loss(output: Any, distill: float = 0.0) -> Tensor:
+    """M of the model's output. If it was compared with the full budget: what its pass adds to L, ½·M + δ·KL."""
+    loss: Tensor = output.loss
+    return loss if output.divergence is None else loss / 2 + distill * output.divergence
 
 
-def forward_loss(forward: Callable[..., Any], rows_BS: Tensor) -> Any:
+def loss_parts(output: Any, count: int) -> LossParts:
+    """The part of one of `count` micro-batches in what is logged."""
+    divergence = output.divergence
+    if divergence is None:
+        divergence = torch.zeros_like(output.cross_entropy)
+    parts = (output.cross_entropy, output.router_loss, divergence.detach())
+    return LossParts(*(part / count for part in parts))
+
+
+def forward_loss(forward: Callable[..., Any], rows_BS: Tensor, **options: Any) -> Any:
     """The model's output for sequences (B, S + 1) on its device: the loss without the logits."""
     targets = rows_BS[:, 1:].contiguous()
-    return forward(
-        input_ids=rows_BS[:, :-1], labels=targets, shift_labels=targets, use_cache=False, skip_logits=True
-    )
+    sequences = {"input_ids": rows_BS[:, :-1], "labels": targets, "shift_labels": targets}
+    return forward(**sequences, use_cache=False, skip_logits=True, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from grmoe.optim import GrassmannAdam, split_parameters
 from grmoe.parallel.build import build_model
 from grmoe.parallel.shard import split_by_mesh
 from grmoe.parallel.world import World
+from grmoe.routing import Elastic, routers, set_balances, set_elastic
+from grmoe.routing.budget import Balances
+from grmoe.routing.elastic import Unit
 from grmoe.runs.config import OptimConfig, TrainConfig
 from grmoe.train.objective import forward_loss
 from grmoe.train.schedule import remember_peaks
@@ -60,10 +63,10 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self.world.device.type, torch.bfloat16)
 
-    def run(self, forward: Callable[..., Any], rows_BS: Tensor) -> Any:
+    def run(self, forward: Callable[..., Any], rows_BS: Tensor, **options: Any) -> Any:
         """The output of the model (`forward`: compiled or not) for sequences (B, S + 1) on the device."""
         with self.autocast():
-            return forward_loss(forward, rows_BS)
+            return forward_loss(forward, rows_BS, **options)
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
@@ -76,6 +79,7 @@ def uses_bf16(config: TrainConfig, world: World) -> bool:
 
 def build_trainer(config: TrainConfig, world: World) -> Trainer:
     """Build everything from the configuration. The same seed gives the same start on any number of processes."""
+    config = config.resolved()
     data, validation = (TokenDataset(config.data.path, split) for split in ("train", "validation"))
     require(
         validation.tokens > 1,
@@ -94,6 +98,14 @@ def build_trainer(config: TrainConfig, world: World) -> Trainer:
 
     torch.manual_seed(config.seed)
     model = build_model(model_config, world, bf16=uses_bf16(config, world)).train()
+    if config.alpha.schedule == "learned":
+        for router in routers(model):
+            router.learn_alpha()
+        model.config.alpha = 1.0  # a factor on the learned ones
+    elastic = config.elastic
+    if elastic.on:
+        set_elastic(model, Elastic(cast(Unit, elastic.unit), elastic.rule))
+    set_balances(model, cast(Balances, config.routing.prior_counts))
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable()
     cuda = world.device.type == "cuda"
@@ -101,7 +113,7 @@ def build_trainer(config: TrainConfig, world: World) -> Trainer:
     if cuda if config.compile is None else config.compile:
         # CUDA graphs, because launching kernel by kernel keeps the host busy longer than the device. Graphs own the
         # memory of gradients, so gradients cannot accumulate between two of them. FSDP's hooks rule graphs out.
-        graphs = cuda and world.mesh is None and rows == micro_rows
+        graphs = cuda and world.mesh is None and rows == micro_rows and not elastic.distill
         mode = "reduce-overhead" if graphs else "default"
         forward = torch.compile(model, dynamic=False, mode=mode)
     return Trainer(

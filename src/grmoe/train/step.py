@@ -14,10 +14,10 @@ from torch import Tensor
 from grmoe.optim import GrassmannAdam
 from grmoe.parallel.shard import accumulate, clip_gradients, finish_gradients, sync_routers
 from grmoe.parallel.world import mean
-from grmoe.routing import set_alpha
 from grmoe.train.nonfinite import find_nonfinite
-from grmoe.train.objective import micro_batch_loss, overlap_term
-from grmoe.train.schedule import alphas_at, prior_rate, rate_factors, set_rates
+from grmoe.train.objective import overlap_term
+from grmoe.train.passes import forward_passes
+from grmoe.train.schedule import prior_rate, rate_factors, set_rates
 from grmoe.train.setup import Trainer
 
 
@@ -34,9 +34,11 @@ class StepResult:
     """What the log says about a step, as means over all processes."""
 
     loss: float
-    """Cross-entropy, nats per token."""
+    """Cross-entropy, nats per token; with random budgets that of the drawn ones."""
     router_loss: float
     """The routers' own losses, with their coefficients."""
+    divergence: float
+    """From the predictions of the full budget, nats per token, before its weight. 0 without distillation."""
     overlap: float
     """Sum over layers of the overlap penalty, before its weight."""
     norm: float
@@ -49,7 +51,7 @@ class InFlightStep:
 
     step: int
     batch_BS: Tensor
-    numbers_4: Tensor  # those of `StepResult`, on the host
+    numbers_5: Tensor  # those of `StepResult`, on the host
     arrived: torch.cuda.Event | None
 
 
@@ -62,35 +64,34 @@ def train_step(trainer: Trainer, step: int, batch_BS: Tensor) -> InFlightStep:
     """
     config, model, world = trainer.config, trainer.model, trainer.world
 
-    # Schedules.
+    # Gradients of the objective, pass by pass.
     set_rates(trainer.optimizers, rate_factors(config, step))
-    if config.alpha.schedule != "constant":
-        set_alpha(model, alphas_at(config, model.config.alphas, step))
-
-    # Gradients of the objective, micro-batch by micro-batch.
     torch.manual_seed(_seed(config.seed, step))  # all processes sample the same pairs of experts
     overlap = overlap_term(model, config.routing)
     torch.manual_seed(_seed(config.seed, step, 1 + world.rank))
-    micro_batches = _to_device(batch_BS, world.device).split(trainer.micro_rows)
     totals_3 = torch.zeros(3, device=world.device)
-    for number, rows in enumerate(micro_batches):
-        accumulate(model, world, last=number == len(micro_batches) - 1)
-        output = trainer.run(trainer.forward, rows)
-        loss, parts = micro_batch_loss(output, overlap, config.routing, number, len(micro_batches))
-        totals_3 += torch.stack(parts)
+    batch_on_device_BS = _to_device(batch_BS, world.device)
+    for number, (loss, parts, last) in enumerate(
+        forward_passes(trainer, trainer.forward, step, batch_on_device_BS)
+    ):
+        accumulate(model, world, last)
+        if parts is not None:
+            totals_3 += torch.stack(parts)
+        if number == 0 and overlap.requires_grad:
+            loss = loss + config.routing.overlap_weight * overlap
         loss.backward()
     finish_gradients(model, world)
     active = [p for p in model.parameters() if p.grad is not None]
     norm = clip_gradients(active, config.optim.clip or math.inf, world)
 
     # The numbers travel to the host while the device updates the weights.
-    numbers_4 = torch.cat([mean(world, totals_3), norm.reshape(1)])
+    numbers_5 = torch.cat([mean(world, totals_3), torch.stack([overlap.detach(), norm])])
     skip: Tensor | None = None
     if trainer.guards_on_device:
         # Once set it stays set, so that steps that are queued before the host looks change nothing either.
-        is_bad = ~torch.isfinite(numbers_4[0] + numbers_4[3])
+        is_bad = ~torch.isfinite(numbers_5[0] + numbers_5[4])
         skip = trainer.found_inf.copy_(torch.maximum(trainer.found_inf, is_bad.float()))
-    in_flight = _send(step, batch_BS, numbers_4)
+    in_flight = _send(step, batch_BS, numbers_5)
     if not trainer.guards_on_device:
         resolve(trainer, in_flight, step)
 
@@ -111,28 +112,28 @@ def resolve(trainer: Trainer, in_flight: InFlightStep, newest: int) -> StepResul
     """
     if in_flight.arrived is not None:
         in_flight.arrived.synchronize()
-    result = StepResult(*in_flight.numbers_4.tolist())
+    result = StepResult(*in_flight.numbers_5.tolist())
     if math.isfinite(result.loss + result.norm):
         return result
     if trainer.guards_on_device:
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, GrassmannAdam):
                 optimizer.uncount_steps(newest - in_flight.step + 1)
-    where = find_nonfinite(trainer, in_flight.batch_BS)
+    where = find_nonfinite(trainer, in_flight.step, in_flight.batch_BS)
     trainer.zero_grad()
     text = f"loss {result.loss:g}, gradient norm {result.norm:g} at step {in_flight.step + 1}: {where}"
     raise NonFiniteError(text, in_flight.step)
 
 
-def _send(step: int, batch_BS: Tensor, numbers_4: Tensor) -> InFlightStep:
+def _send(step: int, batch_BS: Tensor, numbers_5: Tensor) -> InFlightStep:
     """Start copying the numbers to the host, without waiting."""
-    if not numbers_4.is_cuda:
-        return InFlightStep(step, batch_BS, numbers_4, None)
-    host_4 = torch.empty(numbers_4.shape, dtype=numbers_4.dtype, pin_memory=True)
-    host_4.copy_(numbers_4, non_blocking=True)
+    if not numbers_5.is_cuda:
+        return InFlightStep(step, batch_BS, numbers_5, None)
+    host_5 = torch.empty(numbers_5.shape, dtype=numbers_5.dtype, pin_memory=True)
+    host_5.copy_(numbers_5, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
-    return InFlightStep(step, batch_BS, host_4, arrived)
+    return InFlightStep(step, batch_BS, host_5, arrived)
 
 
 def _to_device(batch_BS: Tensor, device: torch.device) -> Tensor:

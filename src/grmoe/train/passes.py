@@ -1,0 +1,51 @@
+"""The forward passes of a step: which sequences, at which α, with which budgets.
+
+Legend: B sequences, S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from grmoe.routing import FULL, set_alpha, set_draw, step_key, uncounted
+from grmoe.train.objective import LossParts, loss_parts, model_loss
+from grmoe.train.schedule import alphas_at
+from grmoe.train.setup import Trainer
+
+
+def forward_passes(
+    trainer: Trainer, forward: Callable[..., Any], step: int, batch_BS: Tensor
+) -> Iterator[tuple[Tensor, LossParts | None, bool]]:
+    """(its part of the objective, what is logged, whether it is the last) of every pass over the sequences of a step.
+
+    forward: the model, compiled or not. Run the backward of a pass before the next pass: activation checkpointing
+    computes it again, with the numbers that routers hold then.
+
+    With distillation a micro-batch has two passes, first with the full budget and then with the drawn one. The first
+    is not logged, and routers do not count it.
+    """
+    config, model, world = trainer.config, trainer.model, trainer.world
+    if config.alpha.schedule != "constant":
+        set_alpha(model, alphas_at(config, model.config.alphas, step))
+    key = step_key(config.seed, step, config.elastic.full_share) if config.elastic.on else FULL
+    # A step with the full budget has nothing to learn from itself.
+    distills = config.elastic.distill > 0 and key != FULL
+    micro_batches = batch_BS.split(trainer.micro_rows)
+    count = len(micro_batches)
+    for number, rows_BS in enumerate(micro_batches):
+        first_row = world.rank * trainer.rows + number * trainer.micro_rows
+        teacher = None
+        if distills:
+            set_draw(model, FULL, first_row)
+            with uncounted(model):
+                full = trainer.run(forward, rows_BS, return_hidden=True)
+            teacher = full.last_hidden_state
+            yield full.loss / (2 * count), None, False
+        if config.elastic.on:
+            set_draw(model, key, first_row)
+        output = trainer.run(forward, rows_BS, **({"teacher": teacher} if distills else {}))
+        loss = model_loss(output, config.elastic.distill) / count
+        yield loss, loss_parts(output, count), number == count - 1
