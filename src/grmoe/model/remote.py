@@ -122,7 +122,10 @@ def _collect(name: str, sections: dict[str, _Section]) -> None:
             section.defined.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            section.defined.update(t.id for t in targets if isinstance(t, ast.Name))
+            names = (name for target in targets for name in ast.walk(target))  # also of `A, B = 0, 1`
+            section.defined.update(
+                n.id for n in names if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            )
     section.defined -= {"_", "__all__"}
     sections[name] = section
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from grmoe import checks
 from grmoe.routing.base import Router
-from grmoe.routing.controls import routers, set_alpha, uncounted, update_priors
+from grmoe.routing.controls import routers, set_alpha, set_layer_numbers, uncounted, update_priors
+from grmoe.routing.curve import LayerNumbers, check_curve, curve_loss, curve_numbers, curve_room
 from grmoe.routing.expert_choice import ExpertChoiceRouter
 from grmoe.routing.grassmann import GrassmannRouter, grassmann_logits_reference
 from grmoe.routing.hash import HashRouter
@@ -42,6 +43,7 @@ __all__ = [
     "ExpertChoiceRouter",
     "GrassmannRouter",
     "HashRouter",
+    "LayerNumbers",
     "LinearRouter",
     "Mass",
     "Router",
@@ -56,10 +58,15 @@ __all__ = [
     "TopK",
     "VMFRouter",
     "build_router",
+    "check_curve",
+    "curve_loss",
+    "curve_numbers",
+    "curve_room",
     "grassmann_logits_reference",
     "load_balancing_loss",
     "routers",
     "set_alpha",
+    "set_layer_numbers",
     "uncounted",
     "update_priors",
 ]

@@ -17,7 +17,6 @@ from grmoe import checks
 from grmoe.routing.elastic import FULL, Elastic, elastic_numbers
 from grmoe.routing.selection import Mass, Selection, Threshold, TopK, above, largest, numbers
 
-
 Balances = Literal["computed", "candidates", "leading", "both"]
 
 
@@ -93,7 +92,16 @@ class Budget(nn.Module):
         """The most experts per token, at most the policy's own."""
         self._needs(TopK, Mass)
         cap = checks.positive_int("cap", value)
-        checks.require(cap <= self.room, f"cap must be at most {self.room}, the room of {self.policy}, got {cap}")
+        checks.require(
+            cap <= self.room, f"cap must be at most {self.room}, the room of {self.policy}, got {cap}"
+        )
+        self._fill("cap", cap)
+
+    def set_numbers(self, tau: float, cap: int) -> None:
+        """τ and cap together; τ may be `NO_LIMIT`. The caller has checked them for this policy."""
+        fits = cap <= self.room or not isinstance(self.policy, TopK | Mass)
+        checks.require(fits, f"cap must be at most {self.room}, the room of {self.policy}, got {cap}")
+        self._fill("tau", tau)
         self._fill("cap", cap)
 
     def set_weight_alpha(self, value: Any | None) -> None:
@@ -137,4 +145,3 @@ class Budget(nn.Module):
             now.fill_(value)
         else:
             setattr(self, name, now.new_tensor(value))
-

@@ -1,4 +1,4 @@
-"""What a whole model's routers do together: find them, set α, update priors, pause counting."""
+"""What a whole model's routers do together: find them, set α or a budget, update priors, pause counting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from grmoe import checks
 from grmoe.routing.base import Router
+from grmoe.routing.curve import LayerNumbers
 from grmoe.routing.prior import next_log_prior
+from grmoe.routing.selection import Selection
 
 
 def routers(module: nn.Module) -> list[Router]:
@@ -31,6 +33,21 @@ def set_alpha(module: nn.Module, alpha: Any) -> None:
     checks.require(len(values) == len(found), f"alpha must give {len(found)} values, got {len(values)}")
     for router, value in zip(found, values, strict=True):
         router.alpha = value
+
+
+def set_layer_numbers(
+    found: Iterable[Router], policy: Selection | None, numbers: Iterable[LayerNumbers]
+) -> None:
+    """Give each router its τ, α and cap, in place: nothing is compiled again unless the policy is another one.
+
+    policy: None leaves a router that chooses by itself its own rule; only α is set.
+    """
+    for router, (tau, alpha, cap) in zip(found, numbers, strict=True):
+        if policy is not None:
+            if router.selection != policy:
+                router.selection = policy
+            router.budget.set_numbers(tau, cap)
+        router.alpha = alpha
 
 
 @contextmanager
