@@ -236,7 +236,8 @@ class GrmoeConfig(PreTrainedConfig):
             self._check_budget(budget, policy)
             if self.budget_curve is not None:
                 return curve_numbers(self.budget_curve, budget, len(self.moe_layers))
-        tau, cap = policy_numbers(policy or Dense(), self.num_experts)
+        assert self.num_experts_per_tok is not None  # resolved in __post_init__
+        tau, cap = policy_numbers(policy or TopK(self.num_experts_per_tok), self.num_experts)
         return [LayerNumbers(tau, alpha, cap) for alpha in self.alphas]
 
     @property
