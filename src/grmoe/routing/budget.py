@@ -73,7 +73,7 @@ class Budget(nn.Module):
         self._fill("cap", cap)
 
     def reset(self, weight_alpha: float | None) -> None:
-        """Fill all numbers anew: a model made on the meta device has none."""
+        """Fill all numbers again: a model made on the meta device has none."""
         self.use(self.policy)
         self.set_weight_alpha(weight_alpha)
         self.key.fill_(FULL)

@@ -2,8 +2,9 @@
 
 A prompt is read alone, exactly as `model.generate` reads it. Then the sequence takes its steps as one row of a batch
 with a joint cache, padded on the left, with one τ, α and cap per row. A batch changes the last bits of logits and
-gates. Where these bits could decide (`near_ties`), the sequence is computed again alone, from its prompt on, and goes back
-into the batch with the cache of that computation. With `together=False` every sequence is computed alone all the time.
+gates. Where these bits could decide (`near_ties`), the sequence is computed again alone, from its prompt on, and goes
+back into the batch with the cache of that computation. With `together=False` every sequence is computed alone all the
+time.
 
 Legend: B sequences, L positions of the joint cache, V tokens of the vocabulary.
 """
