@@ -90,7 +90,7 @@ def test_plain_top_k_has_its_own_budget_without_a_curve(build: Build) -> None:
 def test_turning_the_budget_compiles_nothing_again(build: Build, ids: torch.Tensor) -> None:
     """Not even for budgets above the trained one: the room is made when the model is built."""
     torch.compiler.reset()
-    model = build(budget_curve=WIDER)
+    model = build(budget_curve=WIDER, num_hidden_layers=2)
     counter = CompileCounter()
     compiled = torch.compile(model.model, backend=counter, fullgraph=True)
     seen = []

@@ -93,10 +93,9 @@ def test_answers_equal_generate(changes: dict[str, Any]) -> None:
         assert other != expected[:4]
 
 
-@pytest.mark.parametrize("selection", ["topk", "mass"])
-def test_four_budgets_at_once_equal_generate(selection: str) -> None:
+def test_four_budgets_at_once_equal_generate() -> None:
     """Budgets below, at and above the trained one, and α among them: each answer is that of its own budget."""
-    model = make_model(selection=selection, budget_curve=CURVE)
+    model = make_model(selection="topk", budget_curve=CURVE)  # mass: see the server's test
     asked = crowd(5, 10)
     for i, ask in enumerate(asked):
         ask.budget = (1.0, 1.4, 2.0, 2.7, None)[i % 5]
