@@ -34,13 +34,17 @@ def rounding(folder: Path, dtype: torch.dtype) -> str:
     loaded = open_model(folder, dtype=dtype)
     batch, single = BatchGenerator(loaded.model, together=True), BatchGenerator(loaded.model, together=False)
     batch.repeat_ties = False
-    layers = len(batch.routers)
+    trained = loaded.model.config.layer_numbers()
 
     def begin(generator: BatchGenerator) -> tuple[list[Sequence], list[RecordingSampler]]:
         samplers = [RecordingSampler(Sampling()) for _ in PROMPTS for _ in ALPHAS]
         pairs = [(prompt, alpha) for prompt in PROMPTS for alpha in ALPHAS]
         sequences = [
-            Sequence(prompt=loaded.tokenizer(prompt).input_ids, alphas=(alpha,) * layers, sampler=sampler)
+            Sequence(
+                prompt=loaded.tokenizer(prompt).input_ids,
+                numbers=tuple(numbers._replace(alpha=alpha) for numbers in trained),
+                sampler=sampler,
+            )
             for (prompt, alpha), sampler in zip(pairs, samplers, strict=True)
         ]
         for sequence in sequences:

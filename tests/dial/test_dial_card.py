@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -81,7 +82,15 @@ def test_the_written_model_has_the_tables_once_and_says_which_setting_it_has(dia
     found = results(dialled / "dial")
     assert card.count("## The dial") == card.count("## Measured") == 1
     tau = found["chosen"]["setting"]["selection_tau"]
-    assert f"the fewest experts per token that reach probability {tau}, at most 2." in card
+    said = f"a budget of {found['budget']:g} experts per token (the fewest that reach probability {tau:g}, at most 2, α"
+    assert f"Routing in this folder: {said}" in card
+    (budgets,) = tables(card, "Budgets")
+    assert [float(row[0]) for row in budgets] == pytest.approx(
+        [p["experts_per_token"] for p in found["curve"]], abs=5.1e-4
+    )
+    assert [float(row[1]) for row in budgets] == pytest.approx(
+        [math.exp(p["loss"]) for p in found["curve"]], abs=5.1e-4
+    )
     assert f"Asked: {found['asked']}." in card
     assert f"perplexity {found['chosen']['perplexity']:.3f}" in card
     assert "- Checked on data (" in card  # its name, not its place on this disk
@@ -103,7 +112,7 @@ def test_dialling_an_exported_folder_replaces_the_section(dialled: Path, data: P
     call("dial", model, "--text", data, "--tokens", 1024, "--target-experts", 1.2, "--out", out, "--write")
     card = (out / "model" / "README.md").read_text()
     assert card.count("## The dial") == 1
-    assert card.count("## Measured") == 1  # other sections stay
+    assert card.count("## Measured") == card.count("## Budgets") == 1  # other sections stay
     assert card.count("Routing in this folder: ") == 1
     assert "Asked: at most 1.2 experts per token." in card
     check_dial_tables(card, results(out))

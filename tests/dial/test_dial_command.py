@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import grmoe.runs.card
 import grmoe.runs.open
 from grmoe.cli import app
-from grmoe.dial import Plan, Target, apply, current, mass, save
+from grmoe.dial import Plan, Target, apply, current, mass, save, top_k
 from grmoe.dial import run as run_dial
 from grmoe.dial.certify import certify
 from grmoe.dial.frontier import Gain
@@ -52,12 +52,68 @@ def test_the_written_model_has_the_measured_perplexity(written: tuple[Path, str]
     chosen = results(folder)["chosen"]
     assert chosen["experts_per_token"] <= 1.5
     again = open_model(folder / "model")
-    for name, value in chosen["setting"].items():
-        assert getattr(again.model.config, name) == value
-    assert str(current(again.model.config)) == chosen["name"]
+    config = again.model.config
+    assert current(config) == current(open_model(run).model.config)  # the trained setting stays
+    assert config.budget == results(folder)["budget"] == round(chosen["experts_per_token"], 4)
+    assert {n.tau for n in config.numbers} == {chosen["setting"]["selection_tau"]}
     found = measure(again.model, read_windows(None, open_model(run), 32, 1024))
     assert found.perplexity == chosen["perplexity"]  # to the last digit
     assert found.experts_per_token == chosen["experts_per_token"]
+
+
+def test_the_curve_keeps_its_word(written: tuple[Path, str], run: Path) -> None:
+    """At its points the experts and the loss are those measured; between them the experts are near the budget."""
+    folder, said = written
+    model = open_model(folder / "model").model
+    text = read_windows(None, open_model(run), 32, 1024)
+    curve = model.config.budget_curve
+    assert curve == results(folder)["curve"]
+    assert model.config.budget_range == (1.0, 2.0)
+    assert 4 <= len(curve) <= 12
+    assert "Budget: any from 1 to 2 experts per token" in said
+    losses = [p["loss"] for p in curve[:-1]]
+    assert losses == sorted(losses, reverse=True)
+    for p in curve:
+        model.set_budget(p["experts_per_token"])
+        found = measure(model, text)
+        assert found.experts_per_token == pytest.approx(p["experts_per_token"], abs=6e-5)
+        assert found.loss == pytest.approx(p["loss"], abs=1e-6)
+    counts = []
+    for budget in (1.1, 1.3, 1.5, 1.7, 1.9):
+        model.set_budget(budget)
+        counts.append(measure(model, text).experts_per_token)
+    assert counts == pytest.approx([1.1, 1.3, 1.5, 1.7, 1.9], abs=0.05)
+
+
+def test_a_run_has_the_curve_of_its_calibration(run: Path, tmp_path: Path) -> None:
+    """`generate`, `eval` and `export` of a run know the budgets that `grmoe dial` measured beside it."""
+
+    def call(*arguments: object) -> tuple[int, str]:
+        done = CliRunner().invoke(app, list(map(str, arguments)))
+        return done.exit_code, " ".join(done.output.split())
+
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    status, said = call("generate", copy, "--prompt", "one", "--budget", 1.5)
+    assert status == 2
+    assert "budget 1.5 is not calibrated: this model has no budget_curve. Run `grmoe dial` first" in said
+    assert dial(copy, "--target-experts", 1.5, "--tokens", 512)[0] == 0
+    status, said = call("generate", copy, "--prompt", "one two", "--budget", 1.5, "--temperature", 0)
+    assert status == 0, said
+    assert "budget 1.5: 1." in said
+    status, said = call("generate", copy, "--prompt", "one", "--budget", 2.5)
+    assert (status, "from 1 to 2 experts per token, the calibrated range, got 2.5" in said) == (2, True)
+    status, said = call("generate", copy, "--prompt", "one", "--budget", 1.5, "--alpha", 2)
+    assert (status, "give alpha or budget, not both" in said) == (2, True)
+    status, said = call("export", copy, "--budget", 1.25, "--out", tmp_path / "model")
+    assert status == 0, said
+    exported = open_model(tmp_path / "model").model
+    assert exported.budget == 1.25
+    status, said = call("info", tmp_path / "model")
+    assert "1.25, calibrated from 1 to 2 experts per token" in said
+    path = copy / "dial" / "results.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 7}))
+    assert open_model(copy).model.config.budget_curve is None  # of another checkpoint
 
 
 def test_writing_opens_the_checkpoint_once_and_renders_the_card_once(
@@ -85,7 +141,10 @@ def test_the_model_in_the_result_has_the_chosen_setting(run: Path, tmp_path: Pat
     plan = Plan(model=run, target=Target("throughput", 0.2), tokens=512)
     result = run_dial(plan, lambda stage, done, total: stages.append((stage, done, total)))
     chosen = result.body.chosen
-    assert current(result.loaded.model.config).fields == chosen.setting
+    config = result.loaded.model.config
+    assert current(config) == top_k((1.0, 1.0), 2)
+    assert config.budget == result.body.budget
+    assert config.budget_curve == result.body.curve
     assert chosen.speed is not None
     assert chosen.speed.relative >= 0.2
     assert chosen.perplexity == min(p.perplexity for p in result.body.points if p.speed)

@@ -104,10 +104,14 @@ def test_the_grid_has_five_counts_between_one_and_the_cap(gates: NotingGates) ->
     meter = SmoothMeter(1)
     assert search(meter, 4) == []  # with one layer there is nothing to set layer by layer
     aims = [1.24, 1.75, 2.35, 2.95, 3.55]
-    assert [a for a, _ in gates.tau_asked] == [(alpha,) for alpha in (0.5, 1.0, 2.0, 5.0) for _ in range(5)]
-    assert [e for _, e in gates.tau_asked] == pytest.approx(aims * 4)
+    grid, more = gates.tau_asked[:20], gates.tau_asked[20:]
+    assert [a for a, _ in grid] == [(alpha,) for alpha in (0.5, 1.0, 2.0, 5.0) for _ in range(5)]
+    assert [e for _, e in grid] == pytest.approx(aims * 4)
+    # Five more at the trained α, between those: the curve of budgets is made of them.
+    assert [a for a, _ in more] == [(1.0,)] * 5
+    assert [e for _, e in more] == pytest.approx([1.09, 1.48, 2.05, 2.65, 3.25])
     families = [p.family for p in meter.points.values()]
-    assert [families.count(f) for f in ("trained", "top-k", "uniform", "per layer")] == [1, 4, 20, 0]
+    assert [families.count(f) for f in ("trained", "top-k", "uniform", "per layer")] == [1, 4, 25, 0]
     assert gates.alpha_asked == []
 
 
@@ -116,14 +120,14 @@ def test_the_trained_alpha_and_the_target_join_the_grid(gates: NotingGates) -> N
     search(meter, 4, experts=1.5)
     assert {a for a, _ in gates.tau_asked} == {(0.5,), (1.0,), (2.0,), (5.0,), (3.0,)}
     assert [e for _, e in gates.tau_asked if e == 1.5] == [1.5] * 5
-    assert len(gates.tau_asked) == 5 * 6
+    assert len(gates.tau_asked) == 5 * 6 + 5
     top = [s for s, family in meter.asked if family == "top-k"]
     assert top == [top_k((3.0,), k) for k in (1, 2, 3, 4)]
     # A target that no mass setting between the ends can aim at is left out.
     gates.tau_asked.clear()
     for outside in (1.0, 4.0, 5.0):
         search(SmoothMeter(1), 4, experts=outside)
-    assert len(gates.tau_asked) == 3 * 4 * 5
+    assert len(gates.tau_asked) == 3 * (4 * 5 + 5)
 
 
 @pytest.mark.parametrize("layers", [2, 7])
@@ -173,7 +177,8 @@ def test_two_experts_are_enough_to_choose_from_and_the_first_layer_names_the_alp
     gates: NotingGates,
 ) -> None:
     search(SmoothMeter(2, trained=top_k((3.0, 7.0), 2)), 2)
-    assert {a for a, _ in gates.tau_asked} == {(a, a) for a in (0.5, 1.0, 2.0, 5.0, 3.0)}
+    assert {a for a, _ in gates.tau_asked} == {(3.0, 7.0), *((a, a) for a in (0.5, 1.0, 2.0, 5.0, 3.0))}
+    assert [a for a, _ in gates.tau_asked].count((3.0, 7.0)) == 10  # the whole curve, because layers differ
 
 
 def test_bases_are_spread_evenly_along_the_uniform_frontier() -> None:
@@ -543,6 +548,7 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
     timed: list[list[Point]] = []
     totals: list[int] = []
     applied: list[Setting] = []
+    used: list[tuple[Any, float | None]] = []
     searched: list[tuple[int, float | None]] = []
     config = SimpleNamespace(moe_layers=[0, 1], num_experts=4, num_experts_per_tok=3, router="grassmann")
     model = SimpleNamespace(config=config)
@@ -571,6 +577,7 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
         "read_texts": lambda sources, *_: texts[: len(sources)],
         "Meter": lambda *_: meter, "search": fake_search, "time_points": fake_times, "certify": lambda *_: [],
         "apply": lambda _, setting: applied.append(setting), "Steps": NotingSteps,
+        "use_curve": lambda _, curve, budget: used.append((curve, budget)),
         "_check": lambda m, t, trained, chosen, text, step: text.name,
     }  # fmt: skip
     for name, stub in stubs.items():
@@ -583,7 +590,10 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
     assert totals == [expected(2, 3) + 6 + 10 * passes + 2 * 2]
     assert body.checks == ["a", "b"]
     assert (body.calibration.text, body.calibration.tokens, body.calibration.windows) == ("own", 128, 8)
-    assert [str(setting) for setting in applied] == [body.chosen.name]
+    # The trained setting stays; the chosen one is a budget.
+    assert [str(setting) for setting in applied] == [body.trained.name]
+    assert used == [(None, None), (body.curve, body.budget)]
+    assert body.budget == round(body.chosen.experts_per_token, 4)
     refined = 6 if target.kind != "throughput" else 0
     assert len(body.points) == 1 + 3 + refined + 4  # trained, grid, refinements, rows of the α table
     counts = [p.experts_per_token for p in body.points]

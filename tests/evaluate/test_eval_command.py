@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +18,7 @@ from grmoe.evaluate import run as evaluate
 from grmoe.evaluate.run import check_alphas
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM
 from grmoe.runs.card import model_card
+from grmoe.runs.export import export
 from grmoe.runs.open import open_model
 from grmoe.runs.results import load_results
 
@@ -43,6 +46,41 @@ def test_a_list_of_alphas_in_one_command(run: Path, tmp_path: Path) -> None:
     assert alone.exit_code == 0
     again = load_results(tmp_path / "alone" / "results.json", "eval").body["points"][0]
     assert again == sharp  # the dial before it left no trace
+
+
+def test_budgets_beside_alphas(run: Path, tmp_path: Path) -> None:
+    curve = [
+        {"experts_per_token": 1.0, "tau": 0.1, "alpha": 1.0, "cap": 2},
+        {"experts_per_token": 2.0, "tau": 1.0, "alpha": 1.0, "cap": 2},
+    ]
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    export(run, model)
+    config = json.loads((model / "config.json").read_text()) | {"budget_curve": curve, "budget": 1.0}
+    (model / "config.json").write_text(json.dumps(config))
+    text.write_text("one two three four five six seven " * 40)
+
+    def points(*arguments: str) -> tuple[list[dict[str, Any]], str]:
+        out = tmp_path / "out"
+        result = runner.invoke(app, ["eval", str(model), "--text", str(text), "--out", str(out), *arguments])
+        assert result.exit_code == 0, result.output
+        found: list[dict[str, Any]] = load_results(out / "results.json", "eval").body["points"]
+        return found, result.output
+
+    found, said = points("--alpha", "4", "--budget", "1,1.5", "--budget", "2.0")
+    assert [(p["alpha"], p["budget"]) for p in found] == [(4.0, None), (1.0, 1.0), (1.0, 1.5), (1.0, 2.0)]
+    assert [found[i]["experts_per_token"] for i in (1, 3)] == [1.0, 2.0]
+    assert 1.0 < found[2]["experts_per_token"] <= 2.0
+    assert "budget 1.5" in said
+    assert "α = 4" in said
+    own, _ = points()  # as saved with the model: its budget
+    assert own == [found[1]]
+    for wrong, message in (
+        ("3", "budget must be from 1 to 2 experts per token"),
+        ("1,x", "budget must be a number"),
+    ):
+        result = runner.invoke(app, ["eval", str(model), "--text", str(text), "--budget", wrong])
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.split())
 
 
 def test_an_exported_model_on_a_text(exported: Path, tmp_path: Path) -> None:

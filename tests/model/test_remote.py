@@ -63,10 +63,21 @@ def test_an_exported_folder_loads_without_grmoe(
     assert {p.name for p in written} == {
         "config.json", "configuration_grmoe.py", "modeling_grmoe.py", "grmoe_routing.py",
     }  # fmt: skip
+    model.config.budget_curve = [
+        {"experts_per_token": 1.0, "tau": 0.2, "alpha": 1.0, "cap": 3},
+        {"experts_per_token": 3.0, "tau": 1.0, "alpha": [1.0, 2.0], "cap": 3},
+    ]
+    model.set_budget(1.5)
+    model.save_pretrained(folder)
+    export_remote_code(folder)
+    budgets = {1.5: model(ids).logits}
+    model.set_budget(2.5)
+    budgets[2.5] = model(ids).logits
     model.set_alpha(2.0)
     torch.save(
         {
             "ids": ids,
+            "budgets": budgets,
             "logits": model(ids).logits,
             "text": model.generate(ids, max_new_tokens=6, do_sample=False),
         },
@@ -88,6 +99,18 @@ assert torch.equal(text, expected["text"])
 for name in ("reference", "grouped", "eager", "grouped_mm"):
     model.set_experts_implementation(name)
     torch.testing.assert_close(model(expected["ids"]).logits, expected["logits"], atol=1e-5, rtol=1e-5)
+model.set_experts_implementation("auto")
+assert AutoModelForCausalLM.from_pretrained(folder, **options).budget == 1.5
+for budget, logits in expected["budgets"].items():
+    model.set_budget(budget)
+    assert torch.equal(model(expected["ids"]).logits, logits)
+try:
+    model.set_budget(4)
+except ValueError as error:
+    assert "from 1 to 3 experts per token" in str(error)
+else:
+    sys.exit("a budget outside the curve was taken")
+model.set_alpha(2.0)
 model.train()(expected["ids"], labels=expected["ids"]).loss.backward()
 model.update_priors(0.1)
 float(model.overlap_penalty(0.5))

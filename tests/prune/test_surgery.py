@@ -10,7 +10,7 @@ from torch import Tensor
 from twins import TWINS, make_twins, tokens, untrained
 
 from grmoe.layer import MoE
-from grmoe.model import GrmoeForCausalLM
+from grmoe.model import GrmoeConfig, GrmoeForCausalLM
 from grmoe.probe.routing import moe_layers
 from grmoe.prune.choose import output_drops, overlap_merge
 from grmoe.prune.gates import combine_weights, reduce_router, similarity
@@ -216,3 +216,11 @@ def test_the_small_configuration_is_complete(fields: dict[str, Any], per_token: 
     found[1].install(all_experts(4))
     with pytest.raises(RuntimeError, match="size mismatch"):  # a layer that was forgotten
         small_model(model, 3)
+
+
+def test_a_curve_of_budgets_goes_with_the_experts_it_was_calibrated_with() -> None:
+    curve = [{"experts_per_token": e, "tau": 1.0, "alpha": 1.0, "cap": int(e)} for e in (1.0, 4.0)]
+    config = GrmoeConfig(num_experts=4, budget_curve=curve, budget=4.0)
+    small = small_config(config, 3)
+    assert (small.budget, small.budget_curve) == (None, None)
+    assert config.budget == 4.0

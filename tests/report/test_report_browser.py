@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grmoe.certificates import entropy_bounds
 from grmoe.report import Content, Note, render
-from grmoe.routing import Dense, Mass, Selection, TopK
+from grmoe.routing import Dense, Mass, Selection, TopK, curve_numbers
 
 BAD = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'>"
 
@@ -207,6 +207,28 @@ def test_the_slider_moves_by_keys_and_goes_back(page: Path, show: Callable[[Path
     shown.one("#alpha-reset").click()
     shown.settle()
     assert number(shown.text(".card [data-stat=entropy]")) == before
+
+
+def test_the_budget_slider_follows_the_curve(page: Path, show: Callable[[Path], Page]) -> None:
+    """The same τ, α and cap as `model.set_budget`, and then about as many experts as it says."""
+    shown = show(page)
+    (run,) = shown.data["runs"]
+    curve = run["model"]["curve"]
+    for budget in (1.0, 1.2, curve[2]["experts_per_token"], 1.77, 2.0):
+        shown.js(
+            "const b = document.getElementById('budget'); b.value = arguments[0]; b.dispatchEvent(new Event('input'))",
+            budget,
+        )
+        shown.settle()
+        wanted = curve_numbers(curve, budget, 2)
+        selection, alphas = shown.js(
+            "return [state.selection, [0, 1].map((i) => alphaOf(data.runs[0], i, state))]"
+        )
+        assert selection["tau"] == pytest.approx(min(1.0, wanted[0].tau), abs=1e-6)
+        assert (selection["kind"], selection["k"]) == ("mass", wanted[0].cap)
+        assert alphas == pytest.approx([n.alpha for n in wanted], rel=1e-5)
+        experts = number(shown.text(".total b").removesuffix(" experts per token"))
+        assert experts == pytest.approx(budget, abs=0.1)
 
 
 def test_a_token_says_its_gate_at_the_present_alpha(page: Path, show: Callable[[Path], Page]) -> None:

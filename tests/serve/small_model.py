@@ -25,6 +25,12 @@ FIELDS: dict[str, Any] = {
     "num_experts": 4, "router_rank": 4, "max_position_embeddings": 128, "eos_token_id": EOS, "bos_token_id": EOS,
     "selection": "mass", "selection_tau": 0.6, "router_kappa": 4.0,
 }  # fmt: skip
+# Experts per token here are what the test calls them; how many they are does not matter to it.
+CURVE: list[dict[str, Any]] = [
+    {"experts_per_token": 1.0, "tau": 0.2, "alpha": 1.0, "cap": 3},
+    {"experts_per_token": 2.0, "tau": [0.5, 0.6], "alpha": [1.0, 2.0], "cap": 3},
+    {"experts_per_token": 3.0, "tau": 1.0, "alpha": 1.0, "cap": 3},
+]
 
 
 def make_model(**changes: Any) -> GrmoeForCausalLM:
@@ -48,11 +54,19 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def offline(
-    model: GrmoeForCausalLM, prompt: list[int], alpha: float, tokens: int, sampling: Sampling | None = None
+    model: GrmoeForCausalLM,
+    prompt: list[int],
+    alpha: float,
+    tokens: int,
+    sampling: Sampling | None = None,
+    budget: float | None = None,
 ) -> list[int]:
     """The specification: this prompt alone through `model.generate`, without the end token."""
     fresh = copy.deepcopy(model)
-    fresh.set_alpha(alpha)
+    if budget is None:
+        fresh.set_alpha(alpha)
+    else:
+        fresh.set_budget(budget)
     drawn: dict[str, Any] = {"do_sample": False}
     if sampling is not None and sampling.temperature:
         drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_model import EOS, make_model, offline
+from small_model import CURVE, EOS, make_model, offline
 
-from grmoe.routing import ROUTERS, Routing, build_router
-from grmoe.routing.selection import Dense, Mass, Selection, Threshold, TopK
-from grmoe.serve.batching import MAX_TIES, BatchGenerator, Sequence, can_batch, set_alphas
+from grmoe.routing import ROUTERS, LayerNumbers, Routing, build_router
+from grmoe.routing.selection import NO_LIMIT, Dense, Mass, Selection, Threshold, TopK
+from grmoe.serve.batching import MAX_TIES, BatchGenerator, Sequence, can_batch, set_numbers
 from grmoe.serve.near_ties import MARGIN, clear_experts
 from grmoe.serve.sampling import Sampling, TokenSampler
 
@@ -26,6 +26,7 @@ class Asked:
     tokens: int
     sampling: Sampling
     arrives: int  # at which step
+    budget: float | None = None
 
 
 def crowd(seed: int, count: int, temperatures: tuple[float, ...] = (0.0,)) -> list[Asked]:
@@ -44,7 +45,7 @@ def crowd(seed: int, count: int, temperatures: tuple[float, ...] = (0.0,)) -> li
 
 def together(generator: BatchGenerator, asked: list[Asked]) -> list[list[int]]:
     """Everybody joins at their step and leaves when done."""
-    layers = len(generator.routers)
+    config = generator.model.config
     sequences: dict[int, Sequence] = {}
     running: list[int] = []
     for step in range(100):
@@ -52,9 +53,11 @@ def together(generator: BatchGenerator, asked: list[Asked]) -> list[list[int]]:
             generator.step([sequences[i] for i in running])
         for i, ask in enumerate(asked):
             if ask.arrives == step:
-                sequences[i] = Sequence(
-                    prompt=ask.prompt, alphas=(ask.alpha,) * layers, sampler=TokenSampler(ask.sampling)
-                )
+                numbers = config.layer_numbers(ask.budget)
+                if ask.budget is None:
+                    numbers = [n._replace(alpha=ask.alpha) for n in numbers]
+                sampler = TokenSampler(ask.sampling)
+                sequences[i] = Sequence(prompt=ask.prompt, numbers=tuple(numbers), sampler=sampler)
                 generator.start(sequences[i])
                 running.append(i)
         running = [
@@ -72,10 +75,11 @@ def together(generator: BatchGenerator, asked: list[Asked]) -> list[list[int]]:
         {"selection": "topk", "num_experts_per_tok": 2},
         {"router": "softmax", "router_kappa": None},
         {"router": "vmf"},
+        {"router": "hash", "router_kappa": None, "selection": "topk", "num_experts_per_tok": 1},
         {"router": "switch", "router_kappa": None, "selection": "topk", "num_experts_per_tok": 1},
         {"num_key_value_heads": 1, "shared_experts": 1, "moe_every": 1},
     ],
-    ids=["mass", "topk", "softmax", "vmf", "switch", "all layers"],
+    ids=["mass", "topk", "softmax", "vmf", "hash", "switch", "all layers"],
 )
 def test_answers_equal_generate(changes: dict[str, Any]) -> None:
     model = make_model(**changes)
@@ -84,9 +88,27 @@ def test_answers_equal_generate(changes: dict[str, Any]) -> None:
     generator = BatchGenerator(model, together=can_batch(model))
     assert together(generator, asked) == expected
     assert generator.together == (changes.get("router") != "switch")
-    if generator.together:  # otherwise nothing was shown about α
+    if generator.together and changes.get("router") != "hash":  # otherwise nothing was shown about α
         other = [offline(model, a.prompt, 2.0, a.tokens) for a in asked[:4]]
         assert other != expected[:4]
+
+
+def test_four_budgets_at_once_equal_generate() -> None:
+    """Budgets below, at and above the trained one, and α among them: each answer is that of its own budget."""
+    model = make_model(selection="topk", budget_curve=CURVE)  # mass: see the server's test
+    asked = crowd(5, 10)
+    for i, ask in enumerate(asked):
+        ask.budget = (1.0, 1.4, 2.0, 2.7, None)[i % 5]
+    expected = [offline(model, a.prompt, a.alpha, a.tokens, budget=a.budget) for a in asked]
+    generator = BatchGenerator(model, together=can_batch(model))
+    assert generator.together
+    assert together(generator, asked) == expected
+    other = [offline(model, a.prompt, a.alpha, a.tokens, budget=3.0) for a in asked[:4]]
+    assert other != expected[:4]  # otherwise nothing was shown about budgets
+
+
+def test_weights_apart_from_the_choice_are_computed_alone() -> None:
+    assert not can_batch(make_model(weight_alpha=1.0))
 
 
 @pytest.mark.parametrize("batched", [True, False])
@@ -124,20 +146,20 @@ def test_ties_are_computed_again() -> None:
 @pytest.mark.parametrize(
     "name", [n for n in ROUTERS if n not in ("expert_choice", "soft_moe", "hash", "switch")]
 )
-def test_one_alpha_for_each_sequence(name: str) -> None:
+def test_one_budget_for_each_sequence(name: str) -> None:
     torch.manual_seed(0)
     options = {"rank": 4} if name == "grassmann" else {}
-    router = build_router(name, 16, 4, selection=TopK(2), **options).eval()
+    router = build_router(name, 16, 4, selection=TopK(3), **options).eval()
     x = torch.randn(3, 5, 16)
-    alphas = [0.5, 1.0, 4.0]
-    set_alphas([router], [(a,) for a in alphas])
-    router.backend = "triton"  # whose kernel takes one α: the router has to know that it cannot
+    numbers = [LayerNumbers(0.5, 0.5, 3), LayerNumbers(NO_LIMIT, 1.0, 2), LayerNumbers(0.25, 4.0, 1)]
+    set_numbers([router], [(n,) for n in numbers])
+    router.backend = "triton"  # with one number per sequence, the kernel or what replaces it
     mixed = router(x)
     router.backend = "reference"
-    for row, alpha in enumerate(alphas):
-        set_alphas([router], [(alpha,)])
-        assert router.alpha_value.ndim == 0
-        assert router.alpha == alpha
+    for row, n in enumerate(numbers):
+        set_numbers([router], [(n,)])
+        assert router.alpha_value.ndim == router.budget.tau.ndim == router.budget.cap.ndim == 0
+        assert (router.tau, router.alpha, router.cap) == n
         alone = router(x)  # the same shape: not a test of rounding
         for name_ in ("logits", "probs", "weights", "selected"):
             assert torch.equal(getattr(mixed, name_)[row], getattr(alone, name_)[row])

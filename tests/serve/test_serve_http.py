@@ -14,9 +14,11 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from small_model import make_model, make_tokenizer, offline, options
+from small_model import CURVE, make_model, make_tokenizer, offline, options
 
+from grmoe.routing import LayerNumbers
 from grmoe.serve.app import Service, build
+from grmoe.serve.requests import Invalid
 from grmoe.serve.server import Server, bind, make_service
 
 ALPHAS = (0.5, 1.5, 4.0)
@@ -95,6 +97,52 @@ def test_concurrent_clients_at_their_own_alpha(client: httpx.Client) -> None:
 
     with ThreadPoolExecutor(12) as pool:
         assert list(pool.map(ask, range(24))) == expected
+
+
+def test_concurrent_clients_at_their_own_budget(client: httpx.Client) -> None:
+    """Four budgets and α at once; every answer is the offline one."""
+    model = make_model(budget_curve=CURVE)
+    settings: list[dict[str, float]] = [{"budget": b} for b in (1.0, 1.5, 2.2, 3.0)] + [{"alpha": 4.0}]
+    prompts = [[(5 * i + j) % 256 for j in range(1 + i % 7)] for i in range(15)]
+
+    def ask(i: int) -> dict[str, Any]:
+        body = GREEDY | {"prompt": prompts[i], "max_tokens": 10 + i} | settings[i % 5]
+        found: dict[str, Any] = client.post("/v1/completions", json=body).json()
+        return found
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(ask, range(15)))
+    for i, answer in enumerate(answers):
+        budget = settings[i % 5].get("budget")
+        assert answer["usage"]["budget"] == budget
+        assert answer["choices"][0]["token_ids"] == offline(model, prompts[i], 4.0, 10 + i, budget=budget)
+    assert answers[0]["usage"]["experts_per_token"] == 1.0
+    assert answers[3]["usage"]["experts_per_token"] == 3.0
+    assert 'grmoe_requests_total{budget="1.5",outcome=' in client.get("/metrics").text
+    for body, message in (
+        ({"budget": 4}, "budget must be from 1 to 3 experts per token, the calibrated range, got 4"),
+        ({"budget": 1.5, "alpha": 1}, "give alpha or budget, not both"),
+    ):
+        refused = client.post("/v1/completions", json={"prompt": "x"} | body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "budget")
+        assert message in refused.json()["error"]["message"]
+
+
+def test_a_server_without_a_curve_says_what_to_run(folder: Path, tmp_path: Path) -> None:
+    """And one with a default budget uses it; a rule that cannot be mixed with budgets is refused."""
+    make_tokenizer().save_pretrained(tmp_path)
+    make_model(selection="topk").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Run `grmoe dial` first"):
+        make_service(options(tmp_path, alpha=None, budget=1.5))
+    service = make_service(options(folder, alpha=None, budget=1.5))
+    assert service.numbers()[1] == 1.5
+    assert service.numbers()[0] == tuple(service.config.layer_numbers(1.5))
+    assert service.numbers(alpha=2.0) == (tuple(LayerNumbers(0.6, 2.0, 2) for _ in range(2)), None)
+    make_model(selection="dense", num_experts_per_tok=4, budget_curve=CURVE).save_pretrained(tmp_path)
+    dense = make_service(options(tmp_path))
+    dense._check_policy(None)
+    with pytest.raises(Invalid, match="cannot be served together; start with or without --budget"):
+        dense._check_policy(1.5)
 
 
 def test_a_stream_is_the_whole_in_pieces(client: httpx.Client) -> None:
@@ -179,6 +227,7 @@ def test_a_long_body_without_its_length(client: httpx.Client) -> None:
 def test_other_routes(client: httpx.Client) -> None:
     about = client.get("/v1/models").json()["data"][0]
     assert about["id"] == "small"
+    assert about["budget"] == {"default": None, "low": 1.0, "high": 3.0}
     assert about["alpha"] == {"default": [1.5, 1.5], "low": 0.5, "high": 5.0}
     assert client.get("/ready").json() == {"status": "ready"}
     assert client.get("/nothing%0ahere").status_code == 404

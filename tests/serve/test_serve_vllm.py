@@ -1,4 +1,5 @@
-"""vLLM's server with an exported folder, unchanged: greedy tokens are those of `generate`, α by --hf-overrides."""
+"""vLLM's server with an exported folder, unchanged: greedy tokens are those of `generate`, α or budget by
+--hf-overrides."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from small_model import make_model, make_tokenizer, offline
+from small_model import CURVE, make_model, make_tokenizer, offline
 
 from grmoe.model import GrmoeForCausalLM, export_remote_code
 
@@ -45,17 +46,19 @@ def test_the_plugin_registers_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_vllm
-@pytest.mark.parametrize("alpha", [None, 0.3, 4.0])
-def test_vllm_serve(alpha: float | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("overrides", [{}, {"alpha": 0.3}, {"alpha": 4.0}, {"budget": 1.5}], ids=str)
+def test_vllm_serve(overrides: dict[str, float], tmp_path: Path) -> None:
     # vLLM's attention on a CPU wants heads of at least 64.
     model = make_model(
-        hidden_size=64, head_dim=64, intermediate_size=128, moe_intermediate_size=64, router_rank=8, alpha=1.5
-    )
+        hidden_size=64, head_dim=64, intermediate_size=128, moe_intermediate_size=64, router_rank=8, alpha=1.5,
+        budget_curve=[point | {"cap": 2} for point in CURVE],
+    )  # fmt: skip
     folder = tmp_path / "model"
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     export_remote_code(folder)
-    expected = [offline(model, prompt, alpha or 1.5, 16) for prompt in PROMPTS]
+    alpha, budget = overrides.get("alpha", 1.5), overrides.get("budget")
+    expected = [offline(model, prompt, alpha, 16, budget=budget) for prompt in PROMPTS]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -63,8 +66,8 @@ def test_vllm_serve(alpha: float | None, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", "small"]
     command += ["--dtype", "float32", "--enforce-eager"]
-    if alpha is not None:
-        command += ["--hf-overrides", json.dumps({"alpha": alpha})]
+    if overrides:
+        command += ["--hf-overrides", json.dumps(overrides)]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     with (tmp_path / "log").open("wb") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from grmoe.cli.options import Checkpoint, ModelFolder, beside_model
+from grmoe.cli.options import Checkpoint, ModelFolder, beside_model, parse_numbers
 from grmoe.cli.shell import run_plan, shell
 
 
@@ -37,6 +37,13 @@ def evaluate(
         list[float] | None,
         typer.Option(help="Setting of the dial. Repeatable.", show_default="as saved with the model"),
     ] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NUMBER[,NUMBER...]",
+            help="Experts per token, within the range that `grmoe dial` calibrated. Several with commas. Repeatable.",
+        ),
+    ] = None,
     shots: Annotated[
         int | None,
         typer.Option(min=0, help="Examples per prompt of a task.", show_default="the task's own; 0"),
@@ -63,20 +70,22 @@ def evaluate(
     checkpoint: Checkpoint = "best",
     out: Annotated[Path | None, beside_model("results.json and the task files made", "eval")] = None,
 ) -> None:
-    """Measure perplexity on texts and lm-evaluation-harness tasks, at one or several settings of the dial.
+    """Measure perplexity on texts and lm-evaluation-harness tasks, at one or several budgets or settings of the dial.
 
-    The table has one column per α, with the experts per token above the numbers. Local files need no network. Tasks
-    need lm_eval: pip install 'grmoe\\[eval]'.
+    The table has one column per α and per budget, with the experts per token above the numbers. Local files need no
+    network. Tasks need lm_eval: pip install 'grmoe\\[eval]'.
 
     Example: [bold]grmoe eval my-model --text heldout/ --tasks-from evals/ --alpha 0.5 --alpha 1 --alpha 2[/]
+
+    Example: [bold]grmoe eval runs/first/dial/model --text heldout/ --budget 1,1.5,2[/]
     """
     with shell("lm", *(["eval"] if task or tasks_from else [])):
         from grmoe.evaluate import Plan, run, save, show
         from grmoe.runs.results import results_folder
 
         plan = Plan(
-            model=model, texts=text or [], tasks=task or [], tasks_from=tasks_from, alphas=alpha or [], shots=shots,
-            limit=limit, tokens=tokens, length=length, stride=stride, batch=batch, checkpoint=checkpoint,
-            out=out or results_folder(model, "eval"),
+            model=model, texts=text or [], tasks=task or [], tasks_from=tasks_from, alphas=alpha or [],
+            budgets=parse_numbers("budget", budget), shots=shots, limit=limit, tokens=tokens, length=length,
+            stride=stride, batch=batch, checkpoint=checkpoint, out=out or results_folder(model, "eval"),
         )  # fmt: skip
         run_plan(plan, run, show, partial(save, out=plan.out))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from grmoe.cli.options import Alpha, Checkpoint, ModelFolder
+from grmoe.cli.options import Alpha, Budget, Checkpoint, ModelFolder
 from grmoe.cli.shell import shell
 from grmoe.terminal import note, say_all, say_written
 
@@ -21,6 +21,7 @@ def export(
     alpha: Annotated[
         float | None, typer.Option(min=0, help="The dial α to save with the model.", show_default="the run's")
     ] = None,
+    budget: Budget = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32. Routers are fp32 in both.")] = "bf16",
 ) -> None:
     """Export a run as a model folder that Hugging Face loads: safetensors, tokenizer, code, model card.
@@ -38,7 +39,8 @@ def export(
 
         dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
         folder = out or run / "model"
-        used = write(run, folder, checkpoint, alpha, dtypes[checks.one_of("dtype", dtype, tuple(dtypes))])
+        kind = dtypes[checks.one_of("dtype", dtype, tuple(dtypes))]
+        used = write(run, folder, checkpoint, alpha, kind, budget)
         say_written(**{f"Model of step {used.step}": folder})
 
 
@@ -46,14 +48,15 @@ def generate(
     model: ModelFolder,
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     alpha: Alpha = None,
+    budget: Budget = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 100,
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the most probable token.")] = 0.8,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     checkpoint: Checkpoint = "best",
 ) -> None:
-    """Continue a prompt at any setting of the dial.
+    """Continue a prompt at any budget or setting of the dial.
 
-    Example: [bold]grmoe generate runs/first --prompt "def main(" --alpha 2 --temperature 0[/]
+    Example: [bold]grmoe generate runs/first --prompt "def main(" --budget 1.3 --temperature 0[/]
     """
     with shell("lm"):
         import torch
@@ -61,13 +64,14 @@ def generate(
         from grmoe.model.generation import stream
         from grmoe.runs.open import open_model
 
-        loaded = open_model(model, checkpoint, alpha)
+        loaded = open_model(model, checkpoint, alpha, budget=budget)
         torch.manual_seed(seed)
         network = loaded.model
         stream(network, loaded.tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature)
         mean = sum(m.experts_per_token for m in network.routing_metrics()) / len(network.alpha)
         dial = ", ".join(f"{a:g}" for a in dict.fromkeys(network.alpha))
-        note(f"α = {dial}: {mean:.2f} experts per token and layer")
+        given = f"α = {dial}" if network.budget is None else f"budget {network.budget:g}"
+        note(f"{given}: {mean:.2f} experts per token and layer")
 
 
 def info(

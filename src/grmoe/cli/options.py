@@ -21,6 +21,14 @@ Alpha = Annotated[
         show_default="as saved with the model",
     ),
 ]
+Budget = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="Experts per token, within the range that `grmoe dial` calibrated. Instead of α.",
+        show_default="as saved with the model",
+    ),
+]
 CalibrationText = Annotated[
     str | None,
     typer.Option(
@@ -66,6 +74,11 @@ def parse_number(name: str, text: str, unit: str, example: str) -> float:
     if not 0 < value < float("inf"):
         raise ValueError(f"{name} must be above 0 and finite, got {text!r}")
     return value
+
+
+def parse_numbers(name: str, texts: list[str] | None) -> list[float]:
+    """Positive numbers of a repeatable option with commas: [1.0, 1.5] for ["1,1.5"]."""
+    return [parse_number(name, part, "", "1.5") for text in texts or [] for part in text.split(",")]
 
 
 def parse_percent(name: str, text: str | None, default: str = "1%") -> float:

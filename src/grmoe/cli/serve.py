@@ -17,6 +17,14 @@ def serve(
         float | None,
         typer.Option(min=0, help="α for requests that name none.", show_default="as saved with the model"),
     ] = Options.alpha,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Experts per token for requests that name neither a budget nor an α.",
+            show_default="as saved with the model",
+        ),
+    ] = Options.budget,
     alpha_range: Annotated[
         str, typer.Option(metavar="LOW:HIGH", help="Values of α that a request may ask for.")
     ] = "{:g}:{:g}".format(*Options.alpha_range),
@@ -65,11 +73,12 @@ def serve(
         ),
     ] = Options.api_key,
 ) -> None:
-    """Serve a model over HTTP in OpenAI's protocol, with α in the request.
+    """Serve a model over HTTP in OpenAI's protocol, with a budget or α in the request.
 
     POST /v1/completions and /v1/chat/completions, whole or streamed; GET /v1/models, /health, /ready, /metrics. Each
-    request may set "alpha", so clients with different budgets share one set of weights. Every answer equals what
-    generate gives for that request alone at that α. Code in the model's folder is never run.
+    request may set "budget", in experts per token, or "alpha", so clients with different budgets share one set of
+    weights. Every answer equals what generate gives for that request alone at that setting. Code in the model's
+    folder is never run.
 
     Example: [bold]grmoe serve my-model --alpha 1.5 --alpha-range 0.5:5[/]
 
@@ -80,8 +89,8 @@ def serve(
         from grmoe.serve import serve as run
 
         options = Options(
-            folder=folder, host=host, port=port, alpha=alpha, alpha_range=parse_range(alpha_range), dtype=dtype,
-            together=together, concurrency=concurrency, queue=queue, max_tokens=max_tokens, max_prompt=max_prompt,
-            max_body=max_body, timeout=timeout, grace=grace, api_key=api_key or None,
+            folder=folder, host=host, port=port, alpha=alpha, budget=budget, alpha_range=parse_range(alpha_range),
+            dtype=dtype, together=together, concurrency=concurrency, queue=queue, max_tokens=max_tokens,
+            max_prompt=max_prompt, max_body=max_body, timeout=timeout, grace=grace, api_key=api_key or None,
         )  # fmt: skip
         run(options)

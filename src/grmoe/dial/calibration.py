@@ -9,6 +9,7 @@ from typing import Any
 
 from grmoe import checks
 from grmoe.dial.certify import certify
+from grmoe.dial.curve import build_curve, chosen_budget, use_curve
 from grmoe.dial.frontier import dial_points, frontier, gains, top_k_points, uniform_points
 from grmoe.dial.meter import Meter, Point
 from grmoe.dial.results import (
@@ -61,10 +62,14 @@ class Plan:
 
 
 def run(plan: Plan, progress: Progress = silent) -> Result:
-    """Measure settings, choose one and certify it. The model in the result has the chosen setting."""
+    """Measure settings, choose one and certify it.
+
+    The model in the result has the curve of budgets, and the chosen setting as its budget. All else is as trained.
+    """
     loaded = open_model(plan.model, plan.checkpoint, dtype="served")
     model, target = loaded.model, plan.target
     check_router(model.config)
+    use_curve(model, None, None)  # what an earlier calibration left
     cap = _cap(plan.cap, model.config)
     # All text is read before anything is measured: a wrong file name should not cost minutes.
     text, *others = read_texts((plan.text, *plan.checks), loaded, plan.length, plan.tokens)
@@ -91,7 +96,10 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     measured = sorted(meter.points.values(), key=lambda p: p.experts_per_token)
     describe = _Describer(measured, trained, speeds or row_speeds)
     checked = [_check(model, target, trained, chosen, other, step) for other in others]
-    apply(model, chosen.setting)
+    curve = build_curve(meter.points.values(), trained, chosen, cap, model.config.num_experts)
+    budget = chosen_budget(curve, chosen)
+    apply(model, trained.setting)
+    use_curve(model, curve, budget)
     body = DialResults(
         target=target,
         asked=str(target),
@@ -104,6 +112,8 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
         sensitivities=[SensitivityResult(s.base.setting.fields, s.layers) for s in sensitivities],
         certificates=certify(model, text),
         checks=checked,
+        curve=curve,
+        budget=budget,
     )
     return Result(loaded=loaded, body=body)
 
@@ -127,7 +137,7 @@ def _points_to_time(points: list[Point], trained: Point) -> list[Point]:
 
 
 def _alpha_rows(meter: Meter, chosen: Point, cap: int) -> dict[float, Point]:
-    """What `set_alpha` does to the model with the chosen τ and cap."""
+    """What α does to the model with the chosen τ and cap."""
     tau = chosen.setting.tau if chosen.setting.selection == "mass" else None
     settings = {alpha: mass((alpha,) * meter.layers, tau or _TABLE_TAU, cap) for alpha in ALPHAS}
     return {alpha: meter.measure(setting, "uniform") for alpha, setting in settings.items()}

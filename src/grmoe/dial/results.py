@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from grmoe.dial.certify import LayerCertificate
@@ -102,6 +102,10 @@ class DialResults:
     sensitivities: list[SensitivityResult]
     certificates: list[LayerCertificate]
     checks: list[Check]
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    """What `set_budget` follows: `budget_curve` of config.json."""
+    budget: float | None = None
+    """The chosen setting as a budget. None: it is the trained setting, and no point of the curve."""
 
     @property
     def families(self) -> dict[str, list[PointResult]]:

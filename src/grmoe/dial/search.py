@@ -1,4 +1,5 @@
-"""Which settings to measure: top-k, a grid of one α for all layers, and one α per layer by measured sensitivity.
+"""Which settings to measure: top-k, a grid of one α for all layers, τ at the trained α, and one α per layer by measured
+sensitivity.
 
 Legend: L MoE layers, K cap (the most experts per token).
 """
@@ -17,6 +18,7 @@ from grmoe.dial.setting import Setting, mass, top_k
 
 ALPHAS = (0.5, 1.0, 2.0, 5.0)  # the paper's
 _GRID = (0.08, 0.25, 0.45, 0.65, 0.85)  # experts per token, as a share of the way from 1 to K
+_MORE = (0.03, 0.16, 0.35, 0.55, 0.75)  # in addition at the trained α, for the curve of budgets
 _LEVELS = (0.1, 0.4, 0.7, 0.95)  # the same for a single layer
 _BASES = 2  # uniform settings around which single layers are varied
 _COMBINED = 8  # combinations of layers measured around each base
@@ -43,7 +45,8 @@ class Sensitivity:
 
 def expected(layers: int, cap: int) -> int:
     """About how many settings `search` measures."""
-    return 1 + min(cap, 8) + len(ALPHAS) * (len(_GRID) + 1) + _BASES * (layers * len(_LEVELS) + _COMBINED)
+    grid = len(ALPHAS) * (len(_GRID) + 1) + len(_MORE)
+    return 1 + min(cap, 8) + grid + _BASES * (layers * len(_LEVELS) + _COMBINED)
 
 
 def search(meter: Meter, cap: int, experts: float | None = None) -> list[Sensitivity]:
@@ -65,6 +68,9 @@ def search(meter: Meter, cap: int, experts: float | None = None) -> list[Sensiti
             if 1 < count < cap:
                 tau = gates.tau_for([alpha] * L, count)
                 meter.measure(mass((alpha,) * L, tau, cap), "uniform")
+    for share in _MORE if trained.uniform else (*_MORE, *_GRID):
+        tau = gates.tau_for(trained.alphas, 1 + share * (cap - 1))
+        meter.measure(mass(trained.alphas, tau, cap), "uniform" if trained.uniform else "per layer")
     if L == 1:
         return []
     found = []

@@ -8,7 +8,6 @@ from typing import Any
 from grmoe import checks
 from grmoe.model import GrmoeForCausalLM
 from grmoe.model.configuration_grmoe import OWN_CHOICE, GrmoeConfig
-from grmoe.routing import routers
 
 
 @dataclass(frozen=True)
@@ -60,30 +59,27 @@ def top_k(alphas: tuple[float, ...], k: int) -> Setting:
 
 
 def current(config: GrmoeConfig) -> Setting:
-    """The setting a configuration has now."""
+    """The setting of a configuration without its budget: as it was trained, or as `apply` left it."""
     assert config.num_experts_per_tok is not None  # filled in by the configuration itself
     tau = config.selection_tau if config.selection in ("mass", "threshold") else None
     return Setting(tuple(config.alphas), config.selection, tau, config.num_experts_per_tok)
 
 
 def apply(model: GrmoeForCausalLM, setting: Setting) -> None:
-    """Put a setting into a model and its configuration, or raise and change nothing."""
+    """Put a setting into a model and its configuration, or raise and change nothing. Ends a budget."""
     config = model.config
     check_router(config)
     found, given = len(config.moe_layers), len(setting.alphas)
     checks.require(given == found, f"alphas must be one for each of the {found} MoE layers, got {given}")
-    before = current(config)
+    before, budget = current(config), config.budget
     try:
         _write(config, setting)
         config.check()
-        policy = config.selection_policy()
     except ValueError:
         _write(config, before)
+        config.budget = budget
         raise
-    assert policy is not None
-    for router in routers(model):
-        router.selection = policy
-    model.set_alpha(setting.fields["alpha"])
+    model.set_budget(None)
 
 
 def check_router(config: GrmoeConfig) -> None:

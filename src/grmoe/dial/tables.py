@@ -40,6 +40,9 @@ def _summary(body: DialResults) -> Iterator[str]:
         f"(middle 80 %: {span(chosen.speed.relative_interval)}), {chosen.speed.tokens_per_second:,.0f} tokens/s"
     )
     yield f"        {gain_line(body.per_layer_gains)}"
+    if body.curve:
+        low, high = (body.curve[i]["experts_per_token"] for i in (0, -1))
+        yield f"Budget: any from {low:g} to {high:g} experts per token ({len(body.curve)} points of the curve)"
     for check in body.checks:
         yield f"Check:  {check_line(body.target, check)}"
 

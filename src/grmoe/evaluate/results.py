@@ -17,6 +17,8 @@ class Point:
     """One setting of the dial and everything measured there."""
 
     alpha: Alpha
+    budget: float | None = None
+    """The budget asked for, in experts per token. None: `alpha` with the saved selection."""
     experts_per_token: float
     """Experts computed per token and layer: on the texts, or on the tasks if there are no texts."""
     texts: dict[str, dict[str, Perplexity]] = field(default_factory=dict)
@@ -62,7 +64,9 @@ class Result:
     evaluation: Evaluation
 
 
-def show_alpha(alpha: Alpha) -> str:
-    """α = 2, or α = 1, 2, 4 for one per layer."""
+def show_alpha(alpha: Alpha, budget: float | None = None) -> str:
+    """budget 1.5; α = 2; or α = 1, 2, 4 for one per layer."""
+    if budget is not None:
+        return f"budget {budget:g}"
     values = alpha if isinstance(alpha, list) else [alpha]
     return "α = " + ", ".join(f"{value:g}" for value in values)

@@ -1,4 +1,4 @@
-"""`grmoe eval`: open a model, go through texts and tasks at each α."""
+"""`grmoe eval`: open a model, go through texts and tasks at each α and each budget."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from grmoe.runs.folder import versions
 from grmoe.runs.open import LoadedModel, open_model
 from grmoe.terminal import Progress, Steps, silent
 
+Setting = tuple[Alpha, float | None]  # α and budget; with a budget, α is what it sets
+
 LIBRARIES = ("torch", "transformers", "lm_eval")
 
 
@@ -38,7 +40,9 @@ class Plan:
     tasks_from: Path | None = None
     """Folder of TASK_SPLIT.jsonl to take tasks from."""
     alphas: Sequence[float] = ()
-    """Empty: as saved with the model."""
+    """Empty, without budgets too: as saved with the model."""
+    budgets: Sequence[float] = ()
+    """Experts per token, within the model's curve. Measured after the alphas."""
     shots: int | None = None
     """Examples per prompt of a task. None: the task's own number."""
     limit: int | None = None
@@ -60,7 +64,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     length = window_length(loaded, plan.length)
     stride = positive_int("stride", length if plan.stride is None else plan.stride)
     require(stride <= length, f"stride must be at most the length of a window, {length}, got {stride}")
-    alphas = check_alphas(loaded.model, plan.alphas)
+    settings = check_settings(loaded.model, plan.alphas, plan.budgets)
     wants_tasks = bool(plan.tasks) or plan.tasks_from is not None
     sources = plan.texts or ([] if wants_tasks else [VALIDATION])
     texts = read_domains(sources, loaded, plan.tokens)
@@ -78,19 +82,21 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
         harness = Harness(specs, loaded.model, loaded.tokenizer, plan.batch, plan.shots)
     if texts:
         windows = sum(count_windows(text, length, stride) for text in texts)
-        steps = Steps(progress, windows * len(alphas))
-        for alpha in alphas:
-            _set_alpha(loaded, alpha)
-            points.append(_measure_texts(loaded.model, texts, alpha, evaluation, steps))
+        steps = Steps(progress, windows * len(settings))
+        for setting in settings:
+            _use(loaded, setting)
+            points.append(_measure_texts(loaded.model, texts, setting, evaluation, steps))
             save(result, plan.out)
     if harness is not None:
-        for place, alpha in enumerate(alphas):
-            _set_alpha(loaded, alpha)
-            at = show_alpha(alpha)
+        for place, setting in enumerate(settings):
+            _use(loaded, setting)
+            at = show_alpha(*setting)
             tasks = harness.run(plan.limit, lambda s, n, of, at=at: progress(f"{s} at {at}", n, of))
             routing = routing_figures(loaded.model)
             if not texts:
-                points.append(Point(alpha=alpha, experts_per_token=routing.experts_per_token))
+                alpha, budget = setting
+                experts = routing.experts_per_token
+                points.append(Point(alpha=alpha, budget=budget, experts_per_token=experts))
             points[place] = replace(points[place], tasks=tasks, task_routing=routing)
             save(result, plan.out)
     return result
@@ -98,7 +104,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
 
 def check_alphas(model: GrmoeForCausalLM, alphas: Sequence[float]) -> list[Alpha]:
     """The settings to measure, each once. None given: the model's own. The model refuses a wrong one here."""
-    current = model.config.alpha
+    current, budget = model.config.alpha, model.budget
     saved: Alpha = float(current) if isinstance(current, int | float) else [float(a) for a in current]
     require(
         not alphas or model.config.router != "hash",
@@ -107,29 +113,53 @@ def check_alphas(model: GrmoeForCausalLM, alphas: Sequence[float]) -> list[Alpha
     for alpha in alphas:
         model.set_alpha(alpha)
     model.set_alpha(saved)
+    model.set_budget(budget)
     return list(dict.fromkeys(map(float, alphas))) or [saved]
 
 
-def _set_alpha(loaded: LoadedModel, alpha: Alpha) -> None:
-    loaded.model.set_alpha(alpha)
+def check_settings(
+    model: GrmoeForCausalLM, alphas: Sequence[float], budgets: Sequence[float]
+) -> list[Setting]:
+    """(α, budget) of everything to measure, each once. None given: the model's own."""
+    given = budgets or ([model.budget] if model.budget is not None and not alphas else [])
+    found: list[Setting] = []
+    if alphas or not given:
+        found += [(alpha, None) for alpha in check_alphas(model, alphas)]
+    for budget in dict.fromkeys(map(float, given)):
+        values = [numbers.alpha for numbers in model.config.layer_numbers(budget)]
+        found.append((values[0] if len(set(values)) == 1 else values, budget))
+    return found
+
+
+def _use(loaded: LoadedModel, setting: Setting) -> None:
+    alpha, budget = setting
+    if budget is None:
+        loaded.model.set_alpha(alpha)
+    else:
+        loaded.model.set_budget(budget)
     loaded.model.reset_routing_metrics()
 
 
 def _measure_texts(
-    model: GrmoeForCausalLM, texts: Sequence[DomainText], alpha: Alpha, evaluation: Evaluation, steps: Steps
+    model: GrmoeForCausalLM,
+    texts: Sequence[DomainText],
+    setting: Setting,
+    evaluation: Evaluation,
+    steps: Steps,
 ) -> Point:
-    """All texts at the model's present setting, which is `alpha`."""
+    """All texts at the model's present setting, which is `setting`."""
     length, stride, batch = evaluation.length, evaluation.stride, evaluation.batch
     found: dict[str, dict[str, Perplexity]] = {}
     totals: dict[str, Perplexity] = {}
     for text in texts:
-        done = partial(steps, f"{text.domain} at {show_alpha(alpha)}")
+        done = partial(steps, f"{text.domain} at {show_alpha(*setting)}")
         value = measure_text(model, text, length, stride, batch, done)
         found.setdefault(text.text, {})[text.domain] = value
         totals[text.text] = totals[text.text] + value if text.text in totals else value
     routing = routing_figures(model)
     return Point(
-        alpha=alpha,
+        alpha=setting[0],
+        budget=setting[1],
         experts_per_token=routing.experts_per_token,
         texts=found,
         totals=totals,

@@ -25,17 +25,19 @@ def save(result: Result, out: Path) -> dict[str, Path]:
 
 
 def card_section(result: Result) -> str:
-    """Section of the model card, one column per α."""
+    """Section of the model card, one column per α or budget."""
     model, evaluation = result.loaded.model, result.evaluation
     windows = f"windows of {evaluation.length} tokens, stride {evaluation.stride}"
     machine = f"{device_name(model.device)}, {str(model.dtype).removeprefix('torch.')}"
     table = _summary_table(evaluation.points).markdown()
-    return f"## Measured\n\nWith `grmoe eval` at the saved selection of experts, {windows} ({machine}):\n\n{table}\n"
+    return f"## Measured\n\nWith `grmoe eval`, {windows} ({machine}):\n\n{table}\n"
 
 
 def _summary_table(points: Sequence[Point]) -> Table:
-    """One column per α: experts per token, the perplexity of every text, the metrics of every task."""
-    table = Table("At each setting of the dial", ["", *(show_alpha(point.alpha) for point in points)])
+    """One column per α or budget: experts per token, the perplexity of every text, the metrics of every task."""
+    table = Table(
+        "At each setting of the dial", ["", *(show_alpha(point.alpha, point.budget) for point in points)]
+    )
     table.add("experts per token", *(f"{point.experts_per_token:.3f}" for point in points))
     table.add("exp(entropy) of the gate", *(f"{p.routing.effective_experts_entropy:.3f}" for p in points))
     for text in points[0].totals:
@@ -59,12 +61,16 @@ def _metric(numbers: Mapping[str, Any] | None, metric: str, rule: str) -> str:
 
 
 def _domain_table(evaluation: Evaluation) -> Table:
-    """One row per domain and α, and rows for a whole text of several domains."""
+    """One row per domain and setting, and rows for a whole text of several domains."""
     points, shared = evaluation.points, evaluation.length - evaluation.stride
     overlap = f"{shared} tokens of overlap" if shared else "no overlap"
     title = f"Perplexity in windows of {evaluation.length} tokens, {overlap}"
     numbers = ["tokens", "perplexity", "word perplexity", "byte perplexity", "bits/byte"]
-    table = Table(title, ["text", "domain", "α", *numbers], left=3)
+    table = Table(
+        title,
+        ["text", "domain", "α" if all(p.budget is None for p in points) else "setting", *numbers],
+        left=3,
+    )
     for text, domains in points[0].texts.items():
         rows = [(domain, [point.texts[text][domain] for point in points]) for domain in domains]
         if len(domains) > 1:
@@ -74,7 +80,7 @@ def _domain_table(evaluation: Evaluation) -> Table:
                 table.add(
                     _name(text),
                     domain,
-                    show_alpha(point.alpha).removeprefix("α = "),
+                    show_alpha(point.alpha, point.budget).removeprefix("α = "),
                     f"{value.tokens:,}",
                     f"{value.perplexity:.3f}",
                     f"{value.word_perplexity:.4g}",

@@ -8,17 +8,34 @@ from transformers import PreTrainedConfig
 
 try:
     from grmoe import checks
-    from grmoe.routing import ROUTERS, Dense, Mass, Selection, Threshold, TopK
-except ImportError:  # this file travels with exported models to where grmoe is not installed
-    from .grmoe_routing import (  # type: ignore[import-not-found, no-redef]
+    from grmoe.routing import (
         ROUTERS,
         Dense,
+        LayerNumbers,
         Mass,
         Selection,
         Threshold,
         TopK,
-        checks,
+        check_curve,
+        curve_numbers,
+        curve_room,
     )
+    from grmoe.routing.selection import numbers as policy_numbers
+except ImportError:  # this file travels with exported models to where grmoe is not installed
+    from .grmoe_routing import (  # type: ignore[import-not-found, no-redef]
+        ROUTERS,
+        Dense,
+        LayerNumbers,
+        Mass,
+        Selection,
+        Threshold,
+        TopK,
+        check_curve,
+        checks,
+        curve_numbers,
+        curve_room,
+    )
+    from .grmoe_routing import numbers as policy_numbers  # type: ignore[no-redef]
 
 SELECTIONS = ("topk", "mass", "threshold", "dense")
 # Routers that choose by themselves, and the most experts a token can then get (None: all of them).
@@ -27,6 +44,8 @@ OWN_CHOICE: dict[str, int | None] = {"switch": 1, "hash": 1, "expert_choice": No
 NOT_CAUSAL = ("expert_choice", "soft_moe")
 # Hugging Face names the inner function, `grmoe.MoE` the layer built from it.
 ACTIVATIONS: dict[str, Literal["swiglu", "gelu"]] = {"silu": "swiglu", "gelu": "gelu"}
+# The setting without a budget. A budget replaces it, so setting one of these ends the budget.
+_SETTING = ("alpha", "selection", "selection_tau", "num_experts_per_tok")
 
 
 class GrmoeConfig(PreTrainedConfig):
@@ -105,6 +124,12 @@ class GrmoeConfig(PreTrainedConfig):
     weight_alpha: float | list[float] | None = None
     """α of the combine weights: one number, or one per MoE layer. Then `alpha` changes only which experts are computed,
     and those keep the weights they have at this α. Default: `alpha` changes both, as in the paper."""
+    budget: float | None = None
+    """Experts per token in use, by `budget_curve`. Default: the trained setting, which is `selection` at `alpha`.
+    Setting `alpha` or the selection afterwards ends the budget."""
+    budget_curve: list[dict[str, Any]] | None = None
+    """What `grmoe dial` calibrated: points with `experts_per_token`, `tau`, `alpha`, `cap` and `loss`, fewest experts
+    first. τ, α and cap are one number, or a list with one per MoE layer."""
     shared_experts: int = 0
     """Experts of the same width that compute every token."""
     output_router_logits: bool = False
@@ -137,11 +162,15 @@ class GrmoeConfig(PreTrainedConfig):
         self.check()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """α and τ become Python numbers, because NumPy's and PyTorch's cannot be written to JSON."""
+        """Numbers become Python's, because NumPy's and PyTorch's cannot be written to JSON."""
         if name == "alpha" or (name == "weight_alpha" and value is not None):
             value = checks.alphas(name, value)
         if name == "selection_tau" and value is not None:
             value = checks.fraction("selection_tau", value)
+        if name == "budget" and value is not None:
+            value = checks.finite("budget", value, above=0)
+        if name in _SETTING and "budget" in self.__dict__ and getattr(self, name) is not None:
+            super().__setattr__("budget", None)  # not while the fields are filled in for the first time
         super().__setattr__(name, value)
 
     # -- derived values ------------------------------------------------------------------------------------
@@ -184,6 +213,45 @@ class GrmoeConfig(PreTrainedConfig):
         assert tau is not None
         return Mass(tau, cap=K, renormalize=norm) if self.selection == "mass" else Threshold(tau, norm)
 
+    def router_policy(self, budget: float | None = None) -> Selection | None:
+        """`selection_policy` as routers use it: with room for every point of the curve.
+
+        Top-k and mass keep one policy at every budget, so turning it recompiles nothing. A threshold or a dense gate
+        becomes a mass policy once there is a budget.
+        """
+        policy = self.selection_policy()
+        if policy is None or self.budget_curve is None:
+            return policy
+        room = curve_room(self.budget_curve)
+        if isinstance(policy, TopK):
+            return TopK(max(room, policy.k), policy.renormalize)
+        if isinstance(policy, Mass):
+            return Mass(policy.tau, max(room, policy.max_experts(self.num_experts)), policy.renormalize)
+        return policy if budget is None else Mass(1.0, room, policy.renormalize)
+
+    def layer_numbers(self, budget: float | None = None) -> list[LayerNumbers]:
+        """τ, α and cap of every MoE layer at a budget; None: as trained. Raises where the budget was not calibrated."""
+        policy = self.selection_policy()
+        if budget is not None:
+            self._check_budget(budget, policy)
+            if self.budget_curve is not None:
+                return curve_numbers(self.budget_curve, budget, len(self.moe_layers))
+        assert self.num_experts_per_tok is not None  # resolved in __post_init__
+        tau, cap = policy_numbers(policy or TopK(self.num_experts_per_tok), self.num_experts)
+        return [LayerNumbers(tau, alpha, cap) for alpha in self.alphas]
+
+    @property
+    def numbers(self) -> list[LayerNumbers]:
+        """τ, α and cap of every MoE layer as they are in use."""
+        return self.layer_numbers(self.budget)
+
+    @property
+    def budget_range(self) -> tuple[float, float] | None:
+        """The fewest and most experts per token that `budget` may be; None without a curve."""
+        if self.budget_curve is None:
+            return None
+        return self.budget_curve[0]["experts_per_token"], self.budget_curve[-1]["experts_per_token"]
+
     # -- checks --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -214,6 +282,23 @@ class GrmoeConfig(PreTrainedConfig):
             f"router_options must be a dict, got {self.router_options!r}",
         )
         self._check_selection()
+        if self.budget_curve is not None:
+            check_curve(self.budget_curve, found, self.num_experts)
+        if self.budget is not None:
+            self.layer_numbers(self.budget)
+
+    def _check_budget(self, budget: float, policy: Selection | None) -> None:
+        checks.finite("budget", budget, above=0)
+        checks.require(
+            policy is not None,
+            f"budget must be left out, got {budget:g}: router {self.router!r} selects its experts by itself",
+        )
+        plain = isinstance(policy, TopK) and budget == policy.k
+        checks.require(
+            self.budget_curve is not None or plain,
+            f"budget {budget:g} is not calibrated: this model has no budget_curve. "
+            "Run `grmoe dial` first; with --write it saves a model that has one",
+        )
 
     def _check_sizes(self) -> None:
         for name in (

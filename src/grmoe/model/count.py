@@ -24,7 +24,8 @@ class Cost:
     experts: int
     """Parameters of the routed experts."""
     experts_per_token: float
-    """Routed experts computed per token. Soft MoE: slots per token. With "mass" and "threshold" an upper bound."""
+    """Routed experts computed per token: the budget, if there is one. Soft MoE: slots per token. With "mass" and
+    "threshold" an upper bound."""
     router: int
     """Parameters of the routers."""
     embedding: int
@@ -68,7 +69,7 @@ def count(config: GrmoeConfig, context: int | None = None) -> Cost:
     router = sum(p.numel() for r in routers(model) for p in r.parameters())
     blocks = [m for m in model.modules() if isinstance(m, GrmoeMoE)]
     experts = sum(p.numel() for block in blocks for p in block.experts.parameters())
-    per_token = blocks[0].router.experts_per_token(context)
+    per_token = _per_token(config, blocks[0].router, context)
     assert config.head_dim is not None
     unused, mixing = _soft_moe(blocks[0].router, context)
     active = round(total - experts + experts * per_token / config.num_experts - len(blocks) * unused)
@@ -93,6 +94,15 @@ def count(config: GrmoeConfig, context: int | None = None) -> Cost:
         train_flops_6n=6 * multiplied,
         weight_bytes=2 * (total - router) + 4 * router,
     )
+
+
+def _per_token(config: GrmoeConfig, router: Router, context: int) -> float:
+    """The budget in use, or what the trained selection gives. The router itself has room for larger budgets."""
+    if config.budget is not None:
+        return config.budget
+    if config.selection_policy() is None or config.num_experts_per_tok is None:
+        return router.experts_per_token(context)
+    return float(config.num_experts_per_tok)
 
 
 def _soft_moe(router: Router, tokens: int) -> tuple[int, float]:
@@ -121,10 +131,15 @@ def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
     experts = f"{config.num_experts} of width {config.moe_intermediate_size}{shared}"
     table.add("experts", f"{experts}, {_selection(config, cost)}")
     table.add("router", f"{config.router}{rank}, α = {config.alpha}")
+    if config.budget_range is not None:
+        low, high = config.budget_range
+        now = "as trained" if config.budget is None else f"{config.budget:g}"
+        table.add("budget", f"{now}, calibrated from {low:g} to {high:g} experts per token")
     table.add("vocabulary", f"{config.vocab_size:,}, {tied}")
     table.end_section()
     table.add("parameters", short(cost.total))
-    bound = ", at most" if config.selection in ("mass", "threshold") or config.router == "switch" else ""
+    bounded = config.selection in ("mass", "threshold") or config.router == "switch"
+    bound = ", at most" if bounded and config.budget is None else ""
     table.add("  active per token", f"{short(cost.active)}{bound}")
     table.add("  routed experts", f"{short(cost.experts)} ({cost.experts / cost.total:.1%})")
     table.add("  routers", f"{short(cost.router)} ({cost.router_share:.2%})")

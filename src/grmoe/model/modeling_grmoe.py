@@ -38,19 +38,36 @@ try:
     from grmoe.head import IGNORED, divergence, next_token_loss
     from grmoe.layer import MoE, as_autocast
     from grmoe.regularizers import overlap_penalty
-    from grmoe.routing import HashRouter, Router, RoutingMetrics, build_router, routers
+    from grmoe.routing import (
+        Dense,
+        HashRouter,
+        Mass,
+        Router,
+        RoutingMetrics,
+        Selection,
+        Threshold,
+        TopK,
+        build_router,
+        routers,
+    )
     from grmoe.routing import set_alpha as set_router_alpha
+    from grmoe.routing import set_layer_numbers as set_router_numbers
     from grmoe.routing import update_priors as update_router_priors
 except ImportError:  # this file travels with exported models to where grmoe is not installed
     from .grmoe_routing import (  # type: ignore[import-not-found, no-redef]
         BACKENDS,
         IGNORED,
+        Dense,
         Dispatch,
         ExpertWeights,
         HashRouter,
+        Mass,
         MoE,
         Router,
         RoutingMetrics,
+        Selection,
+        Threshold,
+        TopK,
         as_autocast,
         build_router,
         checks,
@@ -61,6 +78,7 @@ except ImportError:  # this file travels with exported models to where grmoe is 
         routers,
     )
     from .grmoe_routing import set_alpha as set_router_alpha  # type: ignore[no-redef]
+    from .grmoe_routing import set_layer_numbers as set_router_numbers  # type: ignore[no-redef]
     from .grmoe_routing import update_priors as update_router_priors  # type: ignore[no-redef]
 
 OWN_EXPERTS = ("auto", *BACKENDS)
@@ -144,24 +162,36 @@ def config_router(config: GrmoeConfig, number: int) -> Router:
         options["rank"] = config.router_rank
     if config.router_kappa is not None:
         options["kappa"] = config.router_kappa
-    selection = config.selection_policy()
+    selection, numbers = config_policy(config), config.numbers[number]
     if selection is not None:
         options["selection"] = selection
     try:
         with _default_dtype(torch.float32):
             router = build_router(
-                config.router, config.hidden_size, config.num_experts, alpha=config.alphas[number], **options
+                config.router, config.hidden_size, config.num_experts, alpha=numbers.alpha, **options
             )
     except TypeError as error:
         raise ValueError(f"router_options must fit the router {config.router!r}: {error}") from error
     # α is stored in the configuration alone, because `from_pretrained(dir, alpha=2)` must have one answer.
     router.register_buffer("alpha_value", router.alpha_value, persistent=False)
     router.budget.layer = number
+    if selection is not None:
+        router.budget.set_numbers(numbers.tau, numbers.cap)
     router.budget.set_weight_alpha(config.weight_alphas[number])
     # A router's constructor fills it, except on the meta device.
     for module in router.modules():
         module._is_hf_initialized = not router.log_prior.is_meta  # type: ignore[assignment]
     return router
+
+
+def config_policy(config: GrmoeConfig) -> Selection | None:
+    """The routers' selection policy, of the classes that this file knows: transformers loads the code beside a model
+    twice, once for the configuration, so that its classes are not ours."""
+    policy = config.router_policy(config.budget)
+    if policy is None:
+        return None
+    own = next(kind for kind in (TopK, Mass, Threshold, Dense) if kind.__name__ == type(policy).__name__)
+    return own(**vars(policy))
 
 
 def _layer_seed(seed: Any, number: int, layers: int) -> Any:
@@ -283,11 +313,38 @@ class GrmoePreTrainedModel(PreTrainedModel):
     def set_alpha(self, alpha: Any) -> None:
         """Set the dial: one α for all MoE layers, or one per layer. Above 1 routing is sharper, at 0 uniform.
 
-        Takes Python, NumPy and PyTorch numbers, and lists, arrays or 1-d tensors of them.
+        Takes Python, NumPy and PyTorch numbers, and lists, arrays or 1-d tensors of them. Ends a budget: the selection
+        is the trained one again.
         """
         value = checks.alphas("alpha", alpha)
         set_router_alpha(self, value)
-        self.config.alpha = value
+        had_budget = self.config.budget is not None
+        self.config.alpha, self.config.budget = value, None
+        if had_budget:
+            self._use_config_numbers()
+
+    @property
+    def budget(self) -> float | None:
+        """Experts per token in use; None: the trained setting."""
+        return self.config.budget
+
+    def set_budget(self, budget: Any | None) -> None:
+        """Set the experts per token: a number within the curve that `grmoe dial` calibrated, or None as trained.
+
+        Sets τ, cap and α of every layer on the device. Nothing is compiled again, except when a model that was trained
+        with a threshold or a dense gate gets its first budget.
+        """
+        before, self.config.budget = self.config.budget, budget
+        try:
+            self.config.check()
+        except ValueError:
+            self.config.budget = before
+            raise
+        self._use_config_numbers()
+
+    def _use_config_numbers(self) -> None:
+        """τ, α and cap of every router as the configuration has them."""
+        set_router_numbers(routers(self), config_policy(self.config), self.config.numbers)
 
     def routing_metrics(self) -> list[RoutingMetrics]:
         """Metrics of each MoE layer's router since the last reset. Waits for the device."""
@@ -359,16 +416,16 @@ class GrmoePreTrainedModel(PreTrainedModel):
 
     def initialize_weights(self) -> None:
         super().initialize_weights()
-        set_router_alpha(self, self.config.alphas)
         for router, weight_alpha in zip(routers(self), self.config.weight_alphas, strict=True):
             router.budget.reset(weight_alpha)
             if isinstance(router, HashRouter):
                 router.check_seed()
+        self._use_config_numbers()
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         # `router.alpha` may have been set directly. Its fp32 value is rounded; the configuration keeps all digits.
         now = self.alpha
-        if now != torch.tensor(self.config.alphas, dtype=torch.float32).tolist():
+        if now != torch.tensor([n.alpha for n in self.config.numbers], dtype=torch.float32).tolist():
             self.config.alpha = now[0] if len(set(now)) == 1 else now
         super().save_pretrained(save_directory, *args, **kwargs)
 

@@ -170,5 +170,6 @@ def _fits(found: Results, loaded: LoadedModel, texts: Sequence[str]) -> bool:
     if (found.step, body["experts"]) != (loaded.step, config.num_experts):
         return False
     # Routers keep α in fp32.
-    pairs = zip([layer["alpha"] for layer in body["layers"]], config.alphas, strict=True)
+    alphas = [numbers.alpha for numbers in config.numbers]
+    pairs = zip([layer["alpha"] for layer in body["layers"]], alphas, strict=True)
     return all(math.isclose(a, b, rel_tol=1e-6) for a, b in pairs)

@@ -11,7 +11,25 @@ function niceAlpha(value) {
 // α of a layer: the one set here, or the one saved with the model. 1 for gates without a dial.
 function alphaOf(run, layer, state) {
   if (!run.sample.dial) return 1;
+  if (Array.isArray(state.alpha)) return state.alpha[layer];
   return has(state.alpha) ? state.alpha : run.model.alphas[layer];
+}
+
+// α of every layer and the selection at a budget, as `model.set_budget` has them: τ is linear and α geometric between
+// two points of the curve. A τ that differs by layer is shown as its mean.
+function atBudget(run, budget) {
+  const { curve, moe_layers } = run.model;
+  const each = (value) => (Array.isArray(value) ? value : moe_layers.map(() => value));
+  const above = Math.max(1, curve.findIndex((p) => p.experts_per_token >= budget));
+  const a = curve[Math.min(above, curve.length) - 1], b = curve[Math.min(above, curve.length - 1)];
+  const share = a === b ? 0 : (budget - a.experts_per_token) / (b.experts_per_token - a.experts_per_token);
+  const alphas = each(a.alpha).map((x, i) => x ** (1 - share) * each(b.alpha)[i] ** share);
+  const tau = (1 - share) * mean(each(a.tau)) + share * mean(each(b.tau));
+  const saved = alphas.every((x, i) => Math.abs(x - run.model.alphas[i]) < 1e-9);
+  return {
+    alpha: saved ? null : alphas,
+    selection: { kind: "mass", tau, k: Math.max(...each(a.cap), ...each(b.cap)) },
+  };
 }
 
 // The selection the page starts with: the one `grmoe dial` chose, or mass 0.5.
@@ -118,6 +136,22 @@ function selectionControls(run, state) {
   });
   const tauText = el("output", { for: "tau" });
   const cap = el("input", { type: "number", id: "cap", min: 1, max: N, step: 1 });
+  const { curve } = run.model;
+  const budget = el("input", {
+    type: "range",
+    id: "budget",
+    min: curve ? curve[0].experts_per_token : 1,
+    max: curve ? curve[curve.length - 1].experts_per_token : 1,
+    step: "any",
+    "aria-label": "budget, experts per token",
+  });
+  const budgetText = el("output", { for: "budget" });
+  budget.addEventListener("input", () => {
+    budgetText.textContent = fixed(Number(budget.value), 2);
+    setState(atBudget(run, Number(budget.value)));
+  });
+  if (curve) budget.value = run.model.budget || curve[curve.length - 1].experts_per_token;
+  budgetText.textContent = fixed(Number(budget.value), 2);
   const kinds = { mass: "mass τ", topk: "top-k", dense: "all experts" };
   const radios = Object.entries(kinds).map(([kind, name]) =>
     el(
@@ -155,6 +189,7 @@ function selectionControls(run, state) {
     ...radios,
     tauLabel,
     capLabel,
+    ...(curve ? [el("label", { class: "tau" }, "budget", budget, budgetText)] : []),
   );
   node.update = () => {
     const { kind, tau: value, k } = selectionOf(run, state);

@@ -35,7 +35,9 @@ def model_facts(loaded: LoadedModel) -> dict[str, Any]:
         "shared_experts": config.shared_experts,
         "total": cost.total,
         "active": cost.active,
-        "alphas": list(config.alphas),
+        "alphas": [numbers.alpha for numbers in config.numbers],
+        "budget": config.budget,
+        "curve": config.budget_curve,
         "selection": _selection(config),
         "step": loaded.step,
     }
@@ -46,6 +48,9 @@ def _selection(config: GrmoeConfig) -> dict[str, Any]:
 
     "own": by a rule that looks at all tokens, such as Expert Choice. Gates alone do not tell which experts compute.
     """
+    if config.budget is not None:
+        taus, _, caps = zip(*config.numbers, strict=True)
+        return {"kind": "mass", "tau": min(1.0, fmean(taus)), "k": max(caps)}
     kind, k = config.selection, config.num_experts_per_tok
     if config.router in OWN_CHOICE:
         kind = "topk" if OWN_CHOICE[config.router] else "own"

@@ -21,6 +21,11 @@ const FACTS = [
     r.model && `${r.model.experts} of width ${r.model.expert_width}` +
       (r.model.shared_experts ? `, ${r.model.shared_experts} shared` : "")],
   ["selection", (r) => r.model && `${saySelection(r.model.selection)}, α ${sayAlphas(r.model.alphas)}`],
+  ["budgets", (r) =>
+    r.model && r.model.curve &&
+    `${digits(r.model.curve[0].experts_per_token)} to ${
+      digits(r.model.curve[r.model.curve.length - 1].experts_per_token)
+    } experts per token, ${has(r.model.budget) ? `now ${digits(r.model.budget)}` : "now as trained"}`],
   ["parameters", (r) => r.model && `${short(r.model.total)}, ${short(r.model.active)} active`, true],
   [
     "trained",

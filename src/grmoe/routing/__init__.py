@@ -12,9 +12,11 @@ from grmoe.routing.controls import (
     set_balances,
     set_draw,
     set_elastic,
+    set_layer_numbers,
     uncounted,
     update_priors,
 )
+from grmoe.routing.curve import LayerNumbers, check_curve, curve_loss, curve_numbers, curve_room
 from grmoe.routing.elastic import FULL, Elastic, step_key
 from grmoe.routing.expert_choice import ExpertChoiceRouter
 from grmoe.routing.grassmann import GrassmannRouter, grassmann_logits_reference
@@ -53,6 +55,7 @@ __all__ = [
     "ExpertChoiceRouter",
     "GrassmannRouter",
     "HashRouter",
+    "LayerNumbers",
     "LinearRouter",
     "Mass",
     "Router",
@@ -67,6 +70,10 @@ __all__ = [
     "TopK",
     "VMFRouter",
     "build_router",
+    "check_curve",
+    "curve_loss",
+    "curve_numbers",
+    "curve_room",
     "grassmann_logits_reference",
     "load_balancing_loss",
     "routers",
@@ -74,6 +81,7 @@ __all__ = [
     "set_balances",
     "set_draw",
     "set_elastic",
+    "set_layer_numbers",
     "step_key",
     "uncounted",
     "update_priors",

@@ -98,6 +98,13 @@ class Budget(nn.Module):
         )
         self._fill("cap", cap)
 
+    def set_numbers(self, tau: float, cap: int) -> None:
+        """τ and cap together; τ may be `NO_LIMIT`. The caller has checked them for this policy."""
+        fits = cap <= self.room or type(self.policy) not in _BY_RANK
+        checks.require(fits, f"cap must be at most {self.room}, the room of {self.policy}, got {cap}")
+        self._fill("tau", tau)
+        self._fill("cap", cap)
+
     def set_weight_alpha(self, value: Any | None) -> None:
         """α of the combine weights; None: that of the choice, as in the paper."""
         self.weighs_apart = value is not None

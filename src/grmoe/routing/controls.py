@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from grmoe import checks
 from grmoe.routing.base import Router
 from grmoe.routing.budget import Balances
+from grmoe.routing.curve import LayerNumbers
 from grmoe.routing.elastic import Elastic
 from grmoe.routing.prior import next_log_prior
-from grmoe.routing.selection import Mass, TopK
+from grmoe.routing.selection import Mass, Selection, TopK
 
 
 def routers(module: nn.Module) -> list[Router]:
@@ -72,6 +73,21 @@ def set_balances(module: nn.Module, kind: Balances) -> None:
     """Which experts' load the balanced priors of a model even out (`Budget.balances`)."""
     for router in routers(module):
         router.budget.balances = kind
+
+
+def set_layer_numbers(
+    found: Iterable[Router], policy: Selection | None, numbers: Iterable[LayerNumbers]
+) -> None:
+    """Give each router its τ, α and cap, in place: nothing is compiled again unless the policy is another one.
+
+    policy: None leaves a router that chooses by itself its own rule; only α is set.
+    """
+    for router, (tau, alpha, cap) in zip(found, numbers, strict=True):
+        if policy is not None:
+            if router.selection != policy:
+                router.selection = policy
+            router.budget.set_numbers(tau, cap)
+        router.alpha = alpha
 
 
 @contextmanager

@@ -6,11 +6,13 @@ Every command that measures a model writes its own section (`Results.card`). A s
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from grmoe.model import GrmoeConfig
 from grmoe.model.configuration_grmoe import OWN_CHOICE
+from grmoe.routing.selection import NO_LIMIT
 from grmoe.runs.checkpoint import Checkpoint
 from grmoe.runs.folder import read_log
 from grmoe.runs.open import LoadedModel
@@ -62,6 +64,7 @@ def model_card(
     if loaded.checkpoint is not None:
         card = put_section(card, "training", _training(loaded, loaded.checkpoint))
     card = put_section(card, "setting", f"Routing in this folder: {describe_setting(loaded.model.config)}.")
+    card = put_section(card, "budget", _budgets(loaded.model.config))
     for kind in COMMANDS:
         if kind in sections:
             card = put_section(card, kind, sections[kind])
@@ -86,7 +89,12 @@ def put_section(card: str, kind: str, section: str) -> str:
 
 
 def describe_setting(config: GrmoeConfig) -> str:
-    """Router, α and selection of a configuration as text."""
+    """Router, α and selection of a configuration, or its budget, as text."""
+    if config.budget is not None:
+        taus, sharpness, caps = zip(*config.numbers, strict=True)
+        shown = [1.0 if tau == NO_LIMIT else tau for tau in taus]
+        rule = f"probability {_values(shown)}, at most {_values(caps)}, α {_values(sharpness)}"
+        return f"a budget of {config.budget:g} experts per token (the fewest that reach {rule})"
     alphas = ", ".join(f"{a:g}" for a in dict.fromkeys(config.alphas))
     if config.router in OWN_CHOICE:
         return f"router `{config.router}`, α {alphas}"
@@ -98,6 +106,34 @@ def describe_setting(config: GrmoeConfig) -> str:
         "dense": "all experts per token",
     }[config.selection]
     return f"α {alphas}, {how}"
+
+
+def _values(values: Iterable[float]) -> str:
+    """The one value of all layers, or the value of every layer."""
+    every = list(values)
+    return ", ".join(f"{v:.4g}" for v in (every if len(set(every)) > 1 else every[:1]))
+
+
+def _budgets(config: GrmoeConfig) -> str:
+    """The curve of budgets as a section of the card; empty without one."""
+    if config.budget_curve is None:
+        return ""
+    table = Table("", ["experts per token", "perplexity", "τ", "α", "at most"], left=0)
+    for point in config.budget_curve:
+        columns = (
+            point[key] if isinstance(point[key], list) else [point[key]] for key in ("tau", "alpha", "cap")
+        )
+        loss = point.get("loss")
+        perplexity = "–" if loss is None else f"{math.exp(loss):.3f}"
+        table.add(f"{point['experts_per_token']:.4g}", perplexity, *map(_values, columns))
+    low, high = config.budget_range or (0, 0)
+    return f"""## Budgets
+
+`model.set_budget({(low + high) / 2:.3g})` sets the experts per token: any number from {low:g} to {high:g}. Nothing is
+retrained. `model.set_budget(None)` is the trained setting again. Measured with `grmoe dial` on its calibration text:
+
+{table.markdown()}
+"""
 
 
 def _training(loaded: LoadedModel, checkpoint: Checkpoint) -> str:

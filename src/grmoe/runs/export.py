@@ -26,11 +26,12 @@ def export(
     which: str = "best",
     alpha: float | Sequence[float] | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    budget: float | None = None,
 ) -> Checkpoint:
-    """Export a run's checkpoint ("best", "last" or a step). Returns the checkpoint."""
+    """Export a run's checkpoint ("best", "last" or a step), at this α or this budget. Returns the checkpoint."""
     check_place(run, out)
     saved_config(run)  # raises for an exported folder
-    loaded = open_model(run, which, alpha, device="cpu", dtype=dtype)
+    loaded = open_model(run, which, alpha, device="cpu", dtype=dtype, budget=budget)
     write_model(loaded, out, model_card(loaded, out.name))
     assert loaded.checkpoint is not None
     return loaded.checkpoint

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from grmoe import checks
 from grmoe.data import TokenDataset
 from grmoe.hardware import find_device
 from grmoe.model import GrmoeForCausalLM
@@ -18,6 +19,7 @@ from grmoe.routing import routers
 from grmoe.runs.checkpoint import Checkpoint
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import CONFIG, checkpoints_of, data_checksum, find_checkpoint, tokenizer_of, vocabulary
+from grmoe.runs.results import ResultsError, find_results
 from grmoe.runs.state import gather
 
 
@@ -60,6 +62,7 @@ def open_model(
     alpha: float | Sequence[float] | None = None,
     device: str = "auto",
     dtype: torch.dtype | Literal["served"] | None = None,
+    budget: float | None = None,
 ) -> LoadedModel:
     """Open a run's checkpoint ("best", "last" or a step) or an exported folder.
 
@@ -67,8 +70,11 @@ def open_model(
     device: "auto" is the GPU, if there is one.
     dtype: of everything but the routers, which stay in fp32. None keeps the saved one, which is fp32 for a run.
         "served" turns a run into bf16 on a GPU, the precision it is served in.
+    budget: experts per token, within the curve that `grmoe dial` calibrated. A run has the curve of its last
+        calibration, if that was of the same checkpoint.
     A run opens without text if its data was moved, removed or changed.
     """
+    checks.require(alpha is None or budget is None, "give alpha or budget, not both: a budget sets α too")
     path = Path(path)
     place = find_device(device)
     if (path / CONFIG).is_file():
@@ -82,6 +88,8 @@ def open_model(
     torch.nn.Module.to(loaded.model, device=place, dtype=dtype)
     if alpha is not None:
         loaded.model.set_alpha(alpha)
+    if budget is not None:
+        loaded.model.set_budget(budget)
     return loaded
 
 
@@ -98,6 +106,8 @@ def _open_run(run: Path, which: str) -> LoadedModel:
         router.keep_alpha()
     if learned:
         model.set_alpha(model.alpha)
+    model.config.budget_curve = _calibrated(run, checkpoint.step)
+    model.set_budget(None)  # makes room for the largest budget of the curve
     try:
         data, why = _held_out(config, checkpoint), ""
     except ValueError as error:
@@ -112,6 +122,15 @@ def _open_run(run: Path, which: str) -> LoadedModel:
         data=data,
         no_data=why,
     )
+
+
+def _calibrated(run: Path, step: int) -> list[dict[str, Any]] | None:
+    """The curve of budgets that `grmoe dial` measured at this step; None if there is none that can be read."""
+    try:
+        results = find_results(run, "dial")
+    except ResultsError:
+        return None
+    return None if results is None or results.step != step else results.body.get("curve") or None
 
 
 def _open_export(folder: Path) -> LoadedModel:

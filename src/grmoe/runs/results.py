@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,9 @@ import grmoe
 from grmoe.files import write_file
 from grmoe.hardware import device_name
 from grmoe.runs.folder import CONFIG
-from grmoe.runs.open import LoadedModel
+
+if TYPE_CHECKING:  # opening a run reads its results
+    from grmoe.runs.open import LoadedModel
 
 FORMAT = 2  # increased when the meaning of a body changes; older files are refused
 _RESULTS = "results.json"

@@ -1,4 +1,4 @@
-"""`grmoe serve`: an OpenAI-compatible server with α in the request, and the plugin for vLLM.
+"""`grmoe serve`: an OpenAI-compatible server with α or a budget in the request, and the plugin for vLLM.
 
 The server itself is imported when it is first used: it needs the extra "serve", `Options` does not.
 """

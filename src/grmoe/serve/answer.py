@@ -122,7 +122,8 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": answer,
             "total_tokens": prompt + answer,
-            "alpha": sequence.alphas[0] if len(set(sequence.alphas)) == 1 else list(sequence.alphas),
+            "alpha": sequence.alphas[0] if len(set(sequence.alphas)) == 1 else sequence.alphas,
+            "budget": sequence.budget,
             "experts_per_token": None if experts is None else round(experts, 4),
         }
 

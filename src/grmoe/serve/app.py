@@ -21,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from grmoe.model import GrmoeConfig
+from grmoe.routing import LayerNumbers
 from grmoe.serve.answer import Answer, error_body, to_json
 from grmoe.serve.answer_text import AnswerText
 from grmoe.serve.batching import Sequence
@@ -55,12 +56,26 @@ class Service:
         length: int = self.config.max_position_embeddings
         return length
 
-    def alphas(self, alpha: float | None) -> tuple[float, ...]:
-        """α of each MoE layer for a request. None: the model's own."""
-        if alpha is None:
-            return tuple(self.config.alphas)
-        self.options.check_alpha(alpha)
-        return (alpha,) * len(self.config.moe_layers)
+    def numbers(
+        self, alpha: float | None = None, budget: float | None = None
+    ) -> tuple[tuple[LayerNumbers, ...], float | None]:
+        """(τ, α and cap of each MoE layer, budget) for a request. Without α and budget: the model's own."""
+        if alpha is not None:
+            self.options.check_alpha(alpha)
+            return tuple(n._replace(alpha=alpha) for n in self.config.layer_numbers(None)), None
+        budget = self.config.budget if budget is None else budget
+        numbers = tuple(self.config.layer_numbers(budget))
+        return numbers, budget
+
+    def _check_policy(self, budget: float | None) -> None:
+        """A threshold or a dense gate is another rule than a budget: one server has one of them."""
+        used = self.engine.generator.routers[0].selection
+        wanted = self.config.router_policy(budget)
+        if wanted is not None and type(wanted) is not type(used):
+            rule = f"selection {self.config.selection!r}"
+            raise Invalid(
+                f"budget and {rule} cannot be served together; start with or without --budget", "budget"
+            )
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -92,10 +107,13 @@ class Service:
         if request.model is not None and request.model != self.name:
             message = f"model must be {self.name!r}, got {request.model!r:.60}"
             raise Invalid(message, "model", 404, "model_not_found")
+        if request.alpha is not None and request.budget is not None:
+            raise Invalid("give alpha or budget, not both: a budget sets α too", "budget")
         try:
-            alphas = self.alphas(request.alpha)
+            numbers, budget = self.numbers(request.alpha, request.budget)
         except ValueError as error:
-            raise Invalid(str(error), "alpha") from error
+            raise Invalid(str(error), "alpha" if request.budget is None else "budget") from error
+        self._check_policy(budget)
         max_prompt = self._token_limit(self.options.max_prompt)
         max_tokens = self._token_limit(self.options.max_tokens)
         if not ids:
@@ -109,7 +127,9 @@ class Service:
             raise Invalid(message, "max_tokens", code="context_length_exceeded")
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
         job = Job(
-            sequence=Sequence(prompt=ids, alphas=alphas, sampler=TokenSampler(request.sampling())),
+            sequence=Sequence(
+                prompt=ids, numbers=numbers, budget=budget, sampler=TokenSampler(request.sampling())
+            ),
             text=AnswerText(self.tokenizer, request.stops()),
             max_tokens=tokens,
             stream=bool(request.stream),
@@ -173,8 +193,12 @@ class Service:
             "created": self.started,
             "owned_by": "grmoe",
             "max_model_len": self.context,
-            "alpha": {"default": self.config.alphas, "low": low, "high": high},
+            "alpha": {"default": [n.alpha for n in self.config.numbers], "low": low, "high": high},
+            "budget": None,
         }
+        if self.config.budget_range is not None:
+            fewest, most = self.config.budget_range
+            about["budget"] = {"default": self.config.budget, "low": fewest, "high": most}
         return _json(200, {"object": "list", "data": [about]})
 
     async def health(self, http: HttpRequest) -> ASGIApp:
@@ -201,16 +225,19 @@ class Service:
             self.metrics.add("refused_total", status=str(status))
             return
         sequence = job.sequence
-        alpha = show_alphas(sequence.alphas)
+        labels: dict[str, Any] = {"alpha": show_alphas(sequence.alphas)}
+        if sequence.budget is not None:
+            labels = {"budget": f"{sequence.budget:g}"}
+        setting = " ".join(f"{name}={value}" for name, value in labels.items())
         prompt, tokens, experts = len(sequence.prompt), len(sequence.tokens), sequence.experts_per_token
         shown = "" if experts is None else f" experts={experts:.3f}"
         seconds = time.monotonic() - job.arrived
-        log.info(f"{what} alpha={alpha} prompt={prompt} tokens={tokens}{shown} {seconds:.3f}s")
-        self.metrics.add("requests_total", alpha=alpha, outcome=outcome)
-        self.metrics.add("prompt_tokens_total", prompt, alpha=alpha)
-        self.metrics.add("completion_tokens_total", tokens, alpha=alpha)
-        self.metrics.add("experts_total", sequence.experts, alpha=alpha)
-        self.metrics.add("routed_tokens_total", sequence.length, alpha=alpha)
+        log.info(f"{what} {setting} prompt={prompt} tokens={tokens}{shown} {seconds:.3f}s")
+        self.metrics.add("requests_total", **labels, outcome=outcome)
+        self.metrics.add("prompt_tokens_total", prompt, **labels)
+        self.metrics.add("completion_tokens_total", tokens, **labels)
+        self.metrics.add("experts_total", sequence.experts, **labels)
+        self.metrics.add("routed_tokens_total", sequence.length, **labels)
 
     def protected(
         self, route: Callable[[HttpRequest], Awaitable[ASGIApp]]

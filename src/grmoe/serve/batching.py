@@ -1,9 +1,10 @@
-"""Forward passes for many sequences, each at its own α. Every sequence gets the tokens it would get alone.
+"""Forward passes for many sequences, each at its own α or budget. Every sequence gets the tokens it would get alone.
 
 A prompt is read alone, exactly as `model.generate` reads it. Then the sequence takes its steps as one row of a batch
-with a joint cache, padded on the left, with one α per row. A batch changes the last bits of logits and gates. Where
-these bits could decide (`near_ties`), the sequence is computed again alone, from its prompt on, and goes back into
-the batch with the cache of that computation. With `together=False` every sequence is computed alone all the time.
+with a joint cache, padded on the left, with one τ, α and cap per row. A batch changes the last bits of logits and
+gates. Where these bits could decide (`near_ties`), the sequence is computed again alone, from its prompt on, and goes
+back into the batch with the cache of that computation. With `together=False` every sequence is computed alone all the
+time.
 
 Legend: B sequences, L positions of the joint cache, V tokens of the vocabulary.
 """
@@ -20,7 +21,7 @@ from transformers import DynamicCache
 
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.routing import recorded
-from grmoe.routing import Router, Routing, routers
+from grmoe.routing import LayerNumbers, Mass, Router, Routing, TopK, routers
 from grmoe.serve.near_ties import clear_experts
 from grmoe.serve.sampling import TokenSampler
 
@@ -33,8 +34,10 @@ class Sequence:
     """A prompt and the answer so far."""
 
     prompt: list[int]
-    alphas: tuple[float, ...]
-    """α of each MoE layer."""
+    numbers: tuple[LayerNumbers, ...]
+    """τ, α and cap of each MoE layer."""
+    budget: float | None = None
+    """Experts per token that `numbers` stand for; None: α with the trained selection."""
     sampler: TokenSampler
     tokens: list[int] = field(default_factory=list)
     """Of the answer."""
@@ -50,6 +53,11 @@ class Sequence:
     """Whether all steps in its cache were those of a batch of one."""
 
     @property
+    def alphas(self) -> list[float]:
+        """α of each MoE layer."""
+        return [numbers.alpha for numbers in self.numbers]
+
+    @property
     def length(self) -> int:
         """Tokens in its cache: all but the last one, which is the next input."""
         return len(self.prompt) + len(self.tokens) - 1 if self.tokens else 0
@@ -60,7 +68,12 @@ class Sequence:
 
 
 def can_batch(model: GrmoeForCausalLM) -> bool:
-    """Whether a sequence's routing is independent of the rest of the batch. With a capacity it is not."""
+    """Whether a sequence's routing is independent of the rest of the batch. With a capacity it is not.
+
+    Where the weights have an α of their own, a routing does not hold the gates that chose, so near ties do not show.
+    """
+    if any(router.budget.weighs_apart for router in routers(model)):
+        return False
     kinds = {type(router) for router in routers(model)}
     return all(kind.select is Router.select and kind.route is Router.route for kind in kinds)
 
@@ -160,7 +173,7 @@ class BatchGenerator:
         mask: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, V) of the last position, fp32 on the CPU."""
-        set_alphas(self.routers, [s.alphas for s in sequences])
+        set_numbers(self.routers, [s.numbers for s in sequences])
         with recorded(self.model) as self.routings:
             out = self.model(
                 input_ids=ids,
@@ -203,13 +216,22 @@ class BatchGenerator:
         return joint.keys[used], joint.values[used]
 
 
-def set_alphas(found: list[Router], alphas: list[tuple[float, ...]]) -> None:
-    """Set the routers to one α per sequence (outer) and layer (inner).
+def set_numbers(found: list[Router], numbers: list[tuple[LayerNumbers, ...]]) -> None:
+    """Set the routers to one τ, α and cap per sequence (outer) and layer (inner).
 
-    Where all sequences agree, the router gets one number: its kernels can take that.
+    Where all sequences agree, the router gets one number: its kernels are made for that.
     """
     for layer, router in enumerate(found):
-        values = [a[layer] for a in alphas]
-        same = len(set(values)) == 1
-        now = router.alpha_value.new_tensor(values[0] if same else values)
-        router.alpha_value = now if same else now.view(-1, 1, 1)
+        taus, alphas, caps = zip(*(sequence[layer] for sequence in numbers), strict=True)
+        router.alpha_value = _by_sequence(router.alpha_value, alphas)
+        if not isinstance(router.selection, TopK | Mass):  # one rule for all sequences
+            continue
+        router.budget.tau = _by_sequence(router.budget.tau, taus)
+        router.budget.cap = _by_sequence(router.budget.cap, caps)
+
+
+def _by_sequence(like: Tensor, values: tuple[float, ...]) -> Tensor:
+    """0-d, or (B, 1, 1) where the values differ."""
+    if len(set(values)) == 1:
+        return like.new_tensor(values[0])
+    return like.new_tensor(values).view(-1, 1, 1)

@@ -1,23 +1,23 @@
-"""The server's counters by α, in the text format that Prometheus reads."""
+"""The server's counters by α or budget, in the text format that Prometheus reads."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-# Clients choose α freely. Beyond this many values the others are counted together.
-_MAX_ALPHAS = 64
+# Clients choose α and budgets freely. Beyond this many values the others are counted together.
+_MAX_SETTINGS = 64
 
 
 class Metrics:
     def __init__(self) -> None:
         self.values: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self.alphas: set[str] = set()
+        self.settings: set[tuple[str, str]] = set()
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
-        if "alpha" in labels and labels["alpha"] not in self.alphas:
-            if len(self.alphas) >= _MAX_ALPHAS:
-                labels["alpha"] = "other"
-            self.alphas.add(labels["alpha"])
+        for kind in {"alpha", "budget"} & set(labels):
+            if (kind, labels[kind]) not in self.settings and len(self.settings) >= _MAX_SETTINGS:
+                labels[kind] = "other"
+            self.settings.add((kind, labels[kind]))
         text = ",".join(f'{key}="{value}"' for key, value in labels.items())
         self.values[name, text] += amount
 

@@ -20,6 +20,8 @@ class Options:
     """Port to listen on. 0 takes a free one."""
     alpha: float | None = None
     """α for requests that name none. None: as saved with the model."""
+    budget: float | None = None
+    """Experts per token for requests that name neither a budget nor an α. None: as saved with the model."""
     alpha_range: tuple[float, float] = (0.5, 5.0)
     """Smallest and largest α that a request may ask for."""
     dtype: str = "auto"
@@ -55,6 +57,8 @@ class Options:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.alpha is not None and self.budget is not None:
+            raise ValueError("give alpha or budget, not both: a budget sets α too")
         if self.alpha is not None:
             self.check_alpha(self.alpha)
 

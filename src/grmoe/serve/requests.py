@@ -1,4 +1,4 @@
-"""What a client may ask for, checked field by field. Names and meanings are OpenAI's, except `alpha`."""
+"""What a client may ask for, checked field by field. Names and meanings are OpenAI's, except `alpha` and `budget`."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ class Request(_Strict):
 
     model: str | None = None
     alpha: float | None = None
+    budget: float | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -40,11 +40,16 @@ def make_service(options: Options) -> Service:
         any(folder.glob("*.safetensors")),
         f"{folder} must be a folder of `grmoe export`: it holds no model.safetensors",
     )
-    loaded = open_model(folder, alpha=options.alpha, dtype=DTYPES[options.dtype])
+    loaded = open_model(folder, alpha=options.alpha, dtype=DTYPES[options.dtype], budget=options.budget)
     batchable = can_batch(loaded.model)
     if options.together and not batchable:
         router = loaded.model.config.router
-        raise ValueError(f"router {router!r} routes sequences of a batch together: leave out --together")
+        apart = (
+            "routes sequences of a batch together"
+            if loaded.model.config.weight_alpha is None
+            else "has weight_alpha"
+        )
+        raise ValueError(f"router {router!r} {apart}: leave out --together")
     together = loaded.model.dtype == torch.float32 if options.together is None else options.together
     generator = BatchGenerator(loaded.model, together and batchable)
     engine = Engine(generator, concurrency=options.concurrency, queue=options.queue)
@@ -120,9 +125,14 @@ def _describe(service: Service, host: str, port: int) -> list[str]:
     options, generator = service.options, service.engine.generator
     low, high = options.alpha_range
     how = "in batches" if generator.together else "one by one"
+    config = service.config
+    budgets = ""
+    if config.budget_range is not None:
+        now = "as trained" if config.budget is None else f"{config.budget:g}"
+        budgets = " budget {} (requests: {:g} to {:g}),".format(now, *config.budget_range)
     lines = [
-        f"{service.name} on http://{host}:{port}/v1: alpha {show_alphas(service.config.alphas)}"
-        f" (requests: {low:g} to {high:g}), {generator.model.dtype}, computed {how},"
+        f"{service.name} on http://{host}:{port}/v1: alpha {show_alphas(n.alpha for n in config.numbers)}"
+        f" (requests: {low:g} to {high:g}),{budgets} {generator.model.dtype}, computed {how},"
         f" {options.concurrency} at a time, up to {options.queue} waiting"
     ]
     if options.api_key is None and not host.startswith("127.") and host != "::1":

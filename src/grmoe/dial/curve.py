@@ -1,0 +1,84 @@
+"""From measured points to the curve that `model.set_budget` follows (`grmoe.routing.curve`).
+
+The curve varies τ at the trained α, because turning α also changes the weights of the experts that are kept. It goes
+from one expert per token to all that the cap allows, and it has the chosen setting as a point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from grmoe.dial.meter import Point
+from grmoe.dial.setting import mass
+from grmoe.model import GrmoeForCausalLM
+
+_MAX_POINTS = 12
+
+
+def build_curve(
+    points: Iterable[Point], trained: Point, chosen: Point, cap: int, num_experts: int
+) -> list[dict[str, Any]]:
+    """Points in the words of config.json, strictly ascending in experts, losses falling except at the upper end."""
+    alphas = (
+        trained.setting.alphas,
+        mass(trained.setting.alphas, 1.0, cap).alphas,
+    )  # a mass setting is rounded
+    family = [p for p in (*points, trained) if p.setting.alphas in alphas]
+    found = {p: c for p in family if (c := _curve_point(p, cap, num_experts)) and c["cap"] == cap}
+    top = max(p.experts_per_token for p in found)
+    if trained.experts_per_token > top and (end := _curve_point(trained, cap, num_experts)):
+        found[trained] = end
+    picked = _curve_point(chosen, cap, num_experts)
+    if picked is not None:
+        found[chosen] = picked
+    by_experts: dict[float, Point] = {}
+    for p in sorted(found, key=lambda p: (p is not chosen, p.loss)):
+        by_experts.setdefault(found[p]["experts_per_token"], p)
+    ascending = [by_experts[count] for count in sorted(by_experts)]
+    forced = {ascending[0], ascending[-1], *({chosen} & set(ascending))}
+    kept: list[Point] = []
+    for p in ascending:
+        if p in forced or p.loss < min(q.loss for q in kept):
+            kept.append(p)
+    return [found[p] for p in _thinned(kept, forced)]
+
+
+def _curve_point(point: Point, cap: int, num_experts: int) -> dict[str, Any] | None:
+    """None for a setting that is not "the most probable experts, at most cap, up to τ"."""
+    setting = point.setting
+    if setting.selection == "threshold":
+        return None
+    tau, most = setting.tau, setting.cap
+    if tau is None:
+        tau = 1.0
+        if most == 1 < cap:  # one expert always holds this much, so the rule joins with the points above it
+            tau, most = float(f"{0.9 / num_experts:.4g}"), cap
+    return {
+        "experts_per_token": round(point.experts_per_token, 4),
+        "tau": tau,
+        "alpha": setting.fields["alpha"],
+        "cap": most,
+        "loss": round(point.loss, 6),
+    }
+
+
+def _thinned(points: list[Point], forced: set[Point]) -> list[Point]:
+    """At most `_MAX_POINTS`, evenly among those that are not forced."""
+    free = [p for p in points if p not in forced]
+    room = _MAX_POINTS - len(forced)
+    if len(free) > room:
+        free = [free[(2 * i + 1) * len(free) // (2 * room)] for i in range(room)]
+    return [p for p in points if p in forced or p in free]
+
+
+def use_curve(model: GrmoeForCausalLM, curve: list[dict[str, Any]] | None, budget: float | None) -> None:
+    """Give a model a curve, or None, and set the budget."""
+    model.config.budget, model.config.budget_curve = None, curve
+    model.set_budget(budget)
+
+
+def chosen_budget(curve: list[dict[str, Any]], chosen: Point) -> float | None:
+    """The budget of the chosen setting; None if it is the trained rule and no point of the curve."""
+    count = round(chosen.experts_per_token, 4)
+    return count if any(p["experts_per_token"] == count for p in curve) else None

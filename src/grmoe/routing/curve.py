@@ -1,0 +1,118 @@
+"""A budget as one number, experts per token, and the calibrated curve that turns it into τ, α and cap of every layer.
+
+`grmoe dial` measures the curve once. Its points are plain data in config.json, fewest experts first:
+
+    {"experts_per_token": 1.35, "tau": 0.31, "alpha": 1.0, "cap": 2, "loss": 3.61}
+
+Each of τ, α and cap is one number, or a list with one number per MoE layer. τ = 1 means: the cap alone decides. `loss`
+is optional: nats per token on the calibration text.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from grmoe import checks
+from grmoe.routing.selection import NO_LIMIT
+
+_KEYS = ("experts_per_token", "tau", "alpha", "cap")
+
+
+class LayerNumbers(NamedTuple):
+    """The budget of one layer: its most probable experts, at most `cap`, while those before hold less than τ."""
+
+    tau: float
+    alpha: float
+    cap: int
+
+
+def curve_numbers(curve: Iterable[Mapping[str, Any]], budget: float, layers: int) -> list[LayerNumbers]:
+    """τ, α and cap of every layer for `budget` experts per token. Exact at the points of the curve.
+
+    Between two points, τ is linear and α geometric. A layer with two different caps has no rule in between: there the
+    layers take the numbers of the upper point one after another, so that the mean is at most the budget.
+    """
+    points = list(curve)
+    counts = [point["experts_per_token"] for point in points]
+    low, high = counts[0], counts[-1]
+    checks.require(
+        low <= budget <= high,
+        f"budget must be from {low:g} to {high:g} experts per token, the calibrated range, got {budget:g}",
+    )
+    at = min(bisect_right(counts, budget), len(points) - 1)
+    below, above = _layers(points[max(0, at - 1)], layers), _layers(points[at], layers)
+    share = (budget - counts[at - 1]) / (counts[at] - counts[at - 1]) if at else 1.0
+    apart = [i for i in range(layers) if below[i].cap != above[i].cap]
+    turned = apart[: int(share * len(apart))]
+    found = []
+    for i, (a, b) in enumerate(zip(below, above, strict=True)):
+        if share in (0.0, 1.0) or a.cap != b.cap:
+            found.append(b if share == 1.0 or i in turned else a)
+        else:
+            tau = a.tau + share * (b.tau - a.tau)
+            alpha = a.alpha + share * (b.alpha - a.alpha)
+            if a.alpha != b.alpha and min(a.alpha, b.alpha) > 0:
+                alpha = a.alpha ** (1 - share) * b.alpha**share
+            found.append(LayerNumbers(tau, alpha, a.cap))
+    return [n._replace(tau=NO_LIMIT if n.tau >= 1 else n.tau) for n in found]
+
+
+def curve_loss(curve: Iterable[Mapping[str, Any]], budget: float) -> float | None:
+    """The loss at a budget within the curve, linear between points; None where the curve has no losses."""
+    for a, b in pairwise(curve):
+        if a["experts_per_token"] <= budget <= b["experts_per_token"] and "loss" in a and "loss" in b:
+            share = (budget - a["experts_per_token"]) / (b["experts_per_token"] - a["experts_per_token"])
+            return float(a["loss"] + share * (b["loss"] - a["loss"]))
+    return None
+
+
+def check_curve(curve: Any, layers: int, num_experts: int) -> None:
+    """Raise a `ValueError` that names the point and the key."""
+    checks.require(
+        isinstance(curve, list) and len(curve) > 0, f"budget_curve must be a list of points, got {curve!r}"
+    )
+    for number, point in enumerate(curve):
+        name = f"budget_curve[{number}]"
+        ok = isinstance(point, Mapping) and set(_KEYS) <= set(point) <= {*_KEYS, "loss"}
+        checks.require(ok, f"{name} must have the keys {', '.join(_KEYS)} (and loss), got {point!r}")
+        checks.finite(f"{name}.experts_per_token", point["experts_per_token"], above=0)
+        for key in ("tau", "alpha", "cap"):
+            values = point[key] if isinstance(point[key], list) else [point[key]] * layers
+            checks.require(
+                len(values) == layers, f"{name}.{key} must be one number or {layers}, got {point[key]!r}"
+            )
+            for value in values:
+                _check_number(f"{name}.{key}", key, value, num_experts)
+    counts = [point["experts_per_token"] for point in curve]
+    checks.require(
+        all(a < b for a, b in pairwise(counts)),
+        f"budget_curve must ascend in experts_per_token, got {counts}",
+    )
+
+
+def curve_room(curve: Iterable[Mapping[str, Any]]) -> int:
+    """The largest cap of any point."""
+    return max(cap for p in curve for cap in (p["cap"] if isinstance(p["cap"], list) else [p["cap"]]))
+
+
+def _check_number(name: str, key: str, value: Any, num_experts: int) -> None:
+    if key == "tau":
+        checks.fraction(name, value)
+    elif key == "alpha":
+        checks.alpha(name, value)
+    else:
+        checks.positive_int(name, value)
+        checks.require(value <= num_experts, f"{name} must be at most {num_experts} experts, got {value}")
+
+
+def _layers(point: Mapping[str, Any], layers: int) -> list[LayerNumbers]:
+    """A point with one number per layer."""
+    columns = [
+        p if isinstance(p, list) else [p] * layers for p in (point[k] for k in ("tau", "alpha", "cap"))
+    ]
+    return [
+        LayerNumbers(float(tau), float(alpha), int(cap)) for tau, alpha, cap in zip(*columns, strict=True)
+    ]
