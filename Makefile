@@ -1,6 +1,6 @@
 # Three commands do everything on a fresh machine, set-up included:
 #   make test   lint, types and tests
-#   make demo   prepares text, trains two small language models, draws their curves
+#   make demo   trains two small language models, and turns their dials: perplexity by experts per token
 #   make docs   builds the documentation into site/
 PYTHON ?= python3
 VENV   ?= .venv
@@ -35,9 +35,10 @@ test: lint types
 demo: $(STAMP)
 	@$(RUN) -m grmoe prepare --out runs/demo/data --tokenizer bpe:2048
 	@$(RUN) -m grmoe train configs/demo.yaml out=runs/demo/grmoe --resume
-	@$(RUN) -m grmoe train configs/demo.yaml out=runs/demo/softmax --resume \
-		model.router=softmax model.router_options.load_loss=0.01
-	@$(RUN) -m grmoe curves runs/demo/grmoe runs/demo/softmax --out runs/demo/curves.png
+	@$(RUN) -m grmoe train configs/demo.yaml out=runs/demo/softmax --resume model.router=softmax model.router_options.balance=true
+	@$(RUN) -m grmoe dial runs/demo/softmax
+	@$(RUN) -m grmoe dial runs/demo/grmoe --beside runs/demo/softmax
+	@$(RUN) -m grmoe report runs/demo/grmoe runs/demo/softmax --out runs/demo/report.html
 
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet

@@ -37,6 +37,13 @@ def dial(
         int | None, typer.Option(min=1, help="The most experts per token.", show_default="as trained")
     ] = None,
     checkpoint: options.Checkpoint = "best",
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Another run or model, measured on the same text: at its budgets if it was dialled, else as trained. "
+            "Repeatable."
+        ),
+    ] = None,
     out: Annotated[Path | None, options.beside_model("results.json and pareto.png", "dial")] = None,
     write: Annotated[
         bool, typer.Option("--write", help="Save the model with the chosen setting to OUT/model.")
@@ -56,7 +63,7 @@ def dial(
 
         plan = Plan(
             model=model, target=_target(target_experts, max_ppl_increase, throughput), text=text, checks=check or [],
-            tokens=tokens, length=length, cap=cap, checkpoint=checkpoint,
+            tokens=tokens, length=length, cap=cap, checkpoint=checkpoint, beside=beside or [],
         )  # fmt: skip
         out = out or results_folder(model, "dial")
         if write:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grmoe import checks
+from grmoe.dial.beside import measure_budgets, open_beside, round_budgets, short_names
 from grmoe.dial.certify import certify
 from grmoe.dial.curve import build_curve, chosen_budget, use_curve
 from grmoe.dial.frontier import dial_points, frontier, gains, top_k_points, uniform_points
@@ -59,6 +60,8 @@ class Plan:
     """The most experts per token. Default: as trained."""
     checkpoint: str = "best"
     """Of a run: "best", "last" or a step."""
+    beside: Sequence[str | Path] = ()
+    """Other models to compare with: along their own curves, or as trained."""
 
 
 def run(plan: Plan, progress: Progress = silent) -> Result:
@@ -74,9 +77,11 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     # All text is read before anything is measured: a wrong file name should not cost minutes.
     text, *others = read_texts((plan.text, *plan.checks), loaded, plan.length, plan.tokens)
     timings = 2 if target.kind == "throughput" else 1  # a speed has to be measured before it can be asked for
+    beside = open_beside(plan.beside, text, plan.text, plan.length, plan.tokens)
     total = (
         expected(len(model.config.moe_layers), cap) + REFINEMENTS + timings * (ROUNDS + 1) + 2 * len(others)
-    )
+        + len(round_budgets(cap)) * (1 + len(beside)) + len(beside)
+    )  # fmt: skip
     step = Steps(progress, total)
 
     meter = Meter(model, text, step)
@@ -99,7 +104,12 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     curve = build_curve(meter.points.values(), trained, chosen, cap, model.config.num_experts)
     budget = chosen_budget(curve, chosen)
     apply(model, trained.setting)
-    use_curve(model, curve, budget)
+    use_curve(model, curve, None)
+    own, *names = short_names(m.path for m in (loaded, *beside))
+    budgets = measure_budgets(own, loaded, trained.measured, text, cap, step)
+    for name, other in zip(names, beside, strict=True):
+        budgets += measure_budgets(name, other, None, text, step=step)
+    model.set_budget(budget)
     body = DialResults(
         target=target,
         asked=str(target),
@@ -114,6 +124,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
         checks=checked,
         curve=curve,
         budget=budget,
+        budgets=budgets,
     )
     return Result(loaded=loaded, body=body)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from grmoe.dial.beside import BudgetRow
 from grmoe.dial.results import DialResults, Result
 from grmoe.pictures import COLORS, INK, two_panels
 
@@ -36,7 +37,9 @@ def _range(body: DialResults) -> tuple[float, float]:
     reached = [p.perplexity for p in (*uniform, body.chosen)]
     low, high = min(reached), max(reached)
     more = [p.perplexity for points in others for p in points]
-    return low, max(p for p in (*reached, *more) if p <= low + 1.5 * (high - low))
+    compared = [row.perplexity for rows in _others(body).values() for row in rows]
+    high = max(p for p in (*reached, *more) if p <= low + 1.5 * (high - low))
+    return min(low, *compared, high), max(high, *compared, low)
 
 
 def _experts(ax: Any, body: DialResults) -> None:
@@ -48,7 +51,16 @@ def _experts(ax: Any, body: DialResults) -> None:
         x, y = [p.experts_per_token for p in points], [p.perplexity for p in points]
         width = 0 if name == "top-k" else 1.2  # there is nothing between two k
         ax.plot(x, y, mark + "-", color=color, ms=4, lw=width, label=name, drawstyle="steps-post")
+    for (name, rows), color in zip(_others(body).items(), COLORS[len(body.families) :], strict=False):
+        x, y = [row.experts_per_token for row in rows], [row.perplexity for row in rows]
+        ax.plot(x, y, "D--", color=color, ms=4, lw=1.2, label=name)
     _ring(ax, body.chosen.experts_per_token, body.chosen.perplexity)
+
+
+def _others(body: DialResults) -> dict[str, list[BudgetRow]]:
+    """The models it was compared with, by name."""
+    own, *names = dict.fromkeys(row.model for row in body.budgets) or [""]
+    return {name: [row for row in body.budgets if row.model == name] for name in names if name != own}
 
 
 def _speed(ax: Any, body: DialResults) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from grmoe.dial.beside import BudgetRow
 from grmoe.dial.certify import LayerCertificate
 from grmoe.dial.frontier import Gain
 from grmoe.dial.meter import Family
@@ -106,6 +107,8 @@ class DialResults:
     """What `set_budget` follows: `budget_curve` of config.json."""
     budget: float | None = None
     """The chosen setting as a budget. None: it is the trained setting, and no point of the curve."""
+    budgets: list[BudgetRow] = field(default_factory=list)
+    """This model at round budgets, then the models it was compared with."""
 
     @property
     def families(self) -> dict[str, list[PointResult]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from grmoe.dial.beside import BudgetRow
 from grmoe.dial.frontier import Gain
 from grmoe.dial.results import Check, DialResults, PointResult, Result
 from grmoe.dial.speed import Speed
@@ -17,13 +18,15 @@ _CARD_POINTS = 3  # of the frontier, in the model card
 
 
 def show(result: Result) -> Iterator[Table | str]:
-    """What the terminal shows: three tables, then the choice in a few lines."""
+    """What the terminal shows: three tables, the choice in a few lines, and perplexity by budget."""
     body = result.body
     timed = {name: [p for p in points if p.speed] for name, points in body.families.items()}
     yield _frontier_table(timed, body.chosen)
     yield _alpha_table(body)
     yield _certificate_table(body)
     yield from _summary(body)
+    if body.budgets:
+        yield budget_table(body.budgets)
 
 
 def _summary(body: DialResults) -> Iterator[str]:
@@ -88,6 +91,21 @@ def _frontier_table(families: Mapping[str, Sequence[PointResult]], chosen: Point
                 _relative(p.speed),
             )
         table.end_section()
+    return table
+
+
+def budget_table(rows: Sequence[BudgetRow]) -> Table:
+    """Perplexity by experts per token: one row per budget, one column per model."""
+    models = list(dict.fromkeys(row.model for row in rows))
+    title = "Perplexity by experts per token, and its increase over the same model as trained"
+    table = Table(title, ["experts per token", *models])
+    for budget in sorted({row.budget for row in rows}, reverse=True):
+        cells = {
+            row.model: f"{row.perplexity:.2f} ({percent(row.increase.value)})"
+            for row in rows
+            if row.budget == budget
+        }
+        table.add(f"{budget:.3g}", *(cells.get(name, "–") for name in models))
     return table
 
 

@@ -1,0 +1,113 @@
+"""What a model does at round budgets, beside other models on the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from grmoe.model import GrmoeForCausalLM
+from grmoe.probe.losses import Increase, Measurement, increase, measure
+from grmoe.probe.windows import Text, read_texts
+from grmoe.runs.open import LoadedModel, open_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetRow:
+    """One model at one budget, on the calibration text."""
+
+    model: str
+    """The end of its path."""
+    budget: float
+    """Experts per token, as asked for."""
+    experts_per_token: float
+    loss: float
+    """Nats per token."""
+    perplexity: float
+    increase: Increase
+    """Of perplexity, relative to the same model as it was trained."""
+
+
+def round_budgets(cap: int) -> list[float]:
+    """Budgets that people ask for, from `cap` down to one."""
+    shares = (1, 0.75, 0.625) if cap <= 2 else (1, 0.75, 0.5, 0.25, 0.125)
+    return sorted({1.0, *(cap * share for share in shares if cap * share >= 1)}, reverse=True)
+
+
+def open_beside(
+    paths: Iterable[str | Path], text: Text, asked: str | None, length: int | None, tokens: int | None
+) -> list[LoadedModel]:
+    """Open models that are compared on `text`. One that reads other tokens in the same file is refused."""
+    found = []
+    for path in paths:
+        loaded = open_model(path, dtype="served")
+        (own,) = read_texts((asked,), loaded, length, tokens)
+        if not torch.equal(own.rows_WS, text.rows_WS):
+            raise ValueError(
+                f"beside must be models that read the calibration text as the same tokens, got {path}: "
+                "another tokenizer, another window or another held-out text"
+            )
+        found.append(loaded)
+    return found
+
+
+def short_names(paths: Iterable[Path]) -> list[str]:
+    """The shortest ends of these paths that tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-count:]) for p in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    return names
+
+
+def measure_budgets(
+    name: str,
+    loaded: LoadedModel,
+    trained: Measurement | None,
+    text: Text,
+    cap: int | None = None,
+    step: Callable[[str], None] = lambda _: None,
+) -> list[BudgetRow]:
+    """The model at every round budget of its curve; without a curve, as it was trained. It is left as trained.
+
+    name: what the rows call it.
+    trained: what was measured at the trained setting; None: measure it now.
+    """
+    model = loaded.model
+    model.set_budget(None)
+    base = measure(model, text) if trained is None else trained
+    if trained is None:
+        step("beside")
+    budgets = _within(model, cap)
+    if not budgets:
+        return [_row(name, base.experts_per_token, base, base)]
+    rows = []
+    for budget in budgets:
+        model.set_budget(budget)
+        rows.append(_row(name, budget, measure(model, text), base))
+        step("budgets")
+    model.set_budget(None)
+    return rows
+
+
+def _within(model: GrmoeForCausalLM, cap: int | None) -> list[float]:
+    """Round budgets inside the calibrated range, from the highest down."""
+    curve = model.config.budget_curve
+    if not curve:
+        return []
+    low, high = (curve[i]["experts_per_token"] for i in (0, -1))
+    return [b for b in round_budgets(cap or model.config.num_experts_per_tok or 1) if low <= b <= high]
+
+
+def _row(name: str, budget: float, measured: Measurement, base: Measurement) -> BudgetRow:
+    return BudgetRow(
+        model=name,
+        budget=budget,
+        experts_per_token=measured.experts_per_token,
+        loss=measured.loss,
+        perplexity=measured.perplexity,
+        increase=increase(measured, base),
+    )
