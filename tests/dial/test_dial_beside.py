@@ -9,13 +9,21 @@ import pytest
 from typer.testing import CliRunner
 
 from grmoe.cli import app
+from grmoe.config import from_dict
 from grmoe.dial.beside import BudgetRow, measure_budgets, round_budgets, short_names
 from grmoe.dial.figure import _others
 from grmoe.dial.tables import budget_table
 from grmoe.probe.losses import Increase, measure
 from grmoe.probe.windows import read_windows
+from grmoe.runs.config import TrainConfig
 from grmoe.runs.open import open_model
 from grmoe.runs.results import load_results
+from grmoe.train.loop import train
+
+MODEL = {
+    "preset": None, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "moe_every": 1, "num_experts": 4, "router_rank": 8, "max_position_embeddings": 32, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def test_budgets_people_ask_for() -> None:
@@ -51,7 +59,7 @@ def test_a_model_along_its_budgets_and_another_as_trained(
     assert [(row["model"], row["budget"]) for row in rows] == [
         ("run", 2.0), ("run", 1.5), ("run", 1.25), ("run", 1.0), ("softmax", 2.0),
     ]  # fmt: skip
-    text = read_windows(None, open_model(run), None, 512)
+    text = read_windows(None, open_model(run), 32, 512)
     model = open_model(folder / "model").model
     for row in rows[:4]:
         model.set_budget(row["budget"])
@@ -70,7 +78,7 @@ def test_a_model_along_its_budgets_and_another_as_trained(
 def test_a_dialled_model_is_measured_along_its_own_curve(compared: tuple[Path, str], run: Path) -> None:
     loaded = open_model(compared[0] / "model")
     before = loaded.model.config.budget_curve
-    text = read_windows(None, open_model(run), None, 512)
+    text = read_windows(None, open_model(run), 32, 512)
     rows = measure_budgets("it", loaded, None, text)
     assert [row.budget for row in rows] == [2.0, 1.5, 1.25, 1.0]
     assert loaded.model.config.budget is None
@@ -103,11 +111,15 @@ def test_other_models_are_drawn(compared: tuple[Path, str]) -> None:
 
 
 def test_models_that_read_other_tokens_are_refused(run: Path, tmp_path: Path, data: Path) -> None:
-    from conftest import train_run  # type: ignore[import-not-found]
-
-    short = train_run(tmp_path / "short", data, max_position_embeddings=16)
+    tree = {
+        "out": str(tmp_path / "short"), "steps": 1, "device": "cpu", "optim": {"lr": 1e-3},
+        "model": MODEL | {"max_position_embeddings": 16}, "data": {"path": str(data), "batch_size": 8},
+        "validation": {"every": 0, "tokens": 100}, "checkpoint": {"every": 0},
+    }  # fmt: skip
+    train(from_dict(TrainConfig, tree))
+    short = tmp_path / "short"
     command = ["dial", run, "--tokens", 512, "--out", tmp_path / "out", "--beside", short]
     done = CliRunner().invoke(app, list(map(str, command)))
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     flat = " ".join(done.output.split())
     assert "beside must be models that read the calibration text as the same tokens" in flat

@@ -71,8 +71,6 @@ def test_the_curve_keeps_its_word(written: tuple[Path, str], run: Path) -> None:
     assert model.config.budget_range == (1.0, 2.0)
     assert 4 <= len(curve) <= 12
     assert "Budget: any from 1 to 2 experts per token" in said
-    losses = [p["loss"] for p in curve[:-1]]
-    assert losses == sorted(losses, reverse=True)
     for p in curve:
         model.set_budget(p["experts_per_token"])
         found = measure(model, text)
@@ -155,7 +153,14 @@ def test_the_model_in_the_result_has_the_chosen_setting(run: Path, tmp_path: Pat
         "Figure": "pareto.png",
     }
     assert [done for _, done, _ in stages] == list(range(1, len(stages) + 1))
-    assert {stage for stage, _, _ in stages} == {"trained", "top-k", "uniform", "per layer", "speed"}
+    assert {stage for stage, _, _ in stages} == {
+        "trained",
+        "top-k",
+        "uniform",
+        "per layer",
+        "speed",
+        "budgets",
+    }
 
 
 def test_results_table_picture_and_card(written: tuple[Path, str]) -> None:

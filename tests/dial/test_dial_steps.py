@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -551,7 +552,9 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
     used: list[tuple[Any, float | None]] = []
     searched: list[tuple[int, float | None]] = []
     config = SimpleNamespace(moe_layers=[0, 1], num_experts=4, num_experts_per_tok=3, router="grassmann")
-    model = SimpleNamespace(config=config)
+    budgets: list[float | None] = []
+    model = SimpleNamespace(config=config, set_budget=budgets.append)
+    others = [SimpleNamespace(path=Path("b"))]
     texts = [Text(name, torch.zeros(8, 17, dtype=torch.long)) for name in ("own", "a", "b")]
 
     def fake_search(meter: SmoothMeter, cap: int, experts: float | None) -> list[Sensitivity]:
@@ -573,7 +576,9 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
         def __call__(self, stage: str) -> None: ...
 
     stubs: dict[str, Any] = {
-        "open_model": lambda *_, **__: SimpleNamespace(model=model),
+        "open_model": lambda *_, **__: SimpleNamespace(model=model, path=Path("a")),
+        "open_beside": lambda *_: others,
+        "measure_budgets": lambda name, loaded, trained, *_, **__: [(name, loaded.path.name, trained is None)],
         "read_texts": lambda sources, *_: texts[: len(sources)],
         "Meter": lambda *_: meter, "search": fake_search, "time_points": fake_times, "certify": lambda *_: [],
         "apply": lambda _, setting: applied.append(setting), "Steps": NotingSteps,
@@ -582,17 +587,20 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
     }  # fmt: skip
     for name, stub in stubs.items():
         monkeypatch.setattr(calibration, name, stub)
-    plan = calibration.Plan(model="m", target=target, checks=("a", "b"))
+    plan = calibration.Plan(model="m", target=target, checks=("a", "b"), beside=("b",))
     body = calibration.run(plan).body
     assert searched == [(3, 2.0 if target.kind == "experts" else None)]
-    # 6 refinements, timing in passes of 9 rounds and a warm-up, two measurements per check.
+    # 6 refinements, timing in passes of 9 rounds and a warm-up, two measurements per check; the budgets 3, 2.25, 1.5
+    # and 1 of two models, and the other one as trained.
     passes = 2 if target.kind == "throughput" else 1
-    assert totals == [expected(2, 3) + 6 + 10 * passes + 2 * 2]
+    assert totals == [expected(2, 3) + 6 + 10 * passes + 2 * 2 + 2 * 4 + 1]
     assert body.checks == ["a", "b"]
     assert (body.calibration.text, body.calibration.tokens, body.calibration.windows) == ("own", 128, 8)
     # The trained setting stays; the chosen one is a budget.
     assert [str(setting) for setting in applied] == [body.trained.name]
-    assert used == [(None, None), (body.curve, body.budget)]
+    assert used == [(None, None), (body.curve, None)]
+    assert budgets == [body.budget]
+    assert body.budgets == [("a", "a", False), ("b", "b", True)]
     assert body.budget == round(body.chosen.experts_per_token, 4)
     refined = 6 if target.kind != "throughput" else 0
     assert len(body.points) == 1 + 3 + refined + 4  # trained, grid, refinements, rows of the α table

@@ -59,9 +59,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("pack", "_forward"):
         original = getattr(gate_module, name)
 
-        def spy(*args: Any, name: str = name, original: Any = original) -> Any:
+        def spy(*args: Any, name: str = name, original: Any = original, **options: Any) -> Any:
             seen.append(name)
-            return original(*args)
+            return original(*args, **options)
 
         monkeypatch.setattr(gate_module, name, spy)
     return seen

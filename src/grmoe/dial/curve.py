@@ -19,7 +19,11 @@ _MAX_POINTS = 12
 def build_curve(
     points: Iterable[Point], trained: Point, chosen: Point, cap: int, num_experts: int
 ) -> list[dict[str, Any]]:
-    """Points in the words of config.json, strictly ascending in experts, losses falling except at the upper end."""
+    """Points in the words of config.json, strictly ascending in experts per token.
+
+    A point stays where its loss is above that of a point with fewer experts: without it, budgets in between would get
+    another number of experts than asked for. The losses beside the points show where the curve turns up.
+    """
     alphas = (
         trained.setting.alphas,
         mass(trained.setting.alphas, 1.0, cap).alphas,
@@ -37,11 +41,7 @@ def build_curve(
         by_experts.setdefault(found[p]["experts_per_token"], p)
     ascending = [by_experts[count] for count in sorted(by_experts)]
     forced = {ascending[0], ascending[-1], *({chosen} & set(ascending))}
-    kept: list[Point] = []
-    for p in ascending:
-        if p in forced or p.loss < min(q.loss for q in kept):
-            kept.append(p)
-    return [found[p] for p in _thinned(kept, forced)]
+    return [found[p] for p in _thinned(ascending, forced)]
 
 
 def _curve_point(point: Point, cap: int, num_experts: int) -> dict[str, Any] | None:
