@@ -16,19 +16,22 @@ from grmoe.evaluate import Plan, harness, run, texts
 from grmoe.evaluate import run as evaluate
 from grmoe.evaluate.perplexity import Perplexity
 from grmoe.evaluate.results import Point
+from grmoe.evaluate.run import check_alphas
 from grmoe.evaluate.texts import DomainText, read_domains
 from grmoe.probe.routing import RoutingFigures
+from grmoe.routing.curve import LayerNumbers
 
 END = 0
 
 
 class MadeUp:
-    """A model with loss α per token. It notes what was set, reset and asked, in order."""
+    """A model with loss α per token, or its budget if it has one. It notes what was set, reset and asked, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[Any] = []
         self.alpha = 3.0
-        self.config = SimpleNamespace(alpha=3.0, router="grassmann")
+        self.budget: float | None = None
+        self.config = SimpleNamespace(alpha=3.0, router="grassmann", layer_numbers=self.layer_numbers)
         self.shown: list[tuple[str, int, int]] = []
         self.saved: list[list[Point]] = []
         module = inspect.getmodule(run)
@@ -46,10 +49,27 @@ class MadeUp:
         monkeypatch.setattr(harness, "Harness", self.harness)
 
     def set_alpha(self, alpha: float) -> None:
-        self.alpha = alpha
+        self.alpha, self.budget = alpha, None
+
+    def set_budget(self, budget: float | None) -> None:
+        self.budget = budget
+
+    def layer_numbers(self, budget: float) -> list[LayerNumbers]:
+        """Up to two experts per token both layers have one α."""
+        if budget > 4:
+            raise ValueError("too large a budget")
+        return [LayerNumbers(0.5, 1.0, 4), LayerNumbers(0.5, max(1.0, budget / 2), 4)]
+
+    @property
+    def value(self) -> float:
+        return self.alpha if self.budget is None else self.budget
+
+    @property
+    def at(self) -> str:
+        return f"{self.alpha:g}" if self.budget is None else f"budget {self.budget:g}"
 
     def reset_routing_metrics(self) -> None:
-        self.told.append(f"reset at {self.alpha:g}")
+        self.told.append(f"reset at {self.at}")
 
     def read(self, sources: Any, loaded: Any, tokens: int | None) -> list[DomainText]:
         self.told.append((list(sources), tokens))
@@ -65,14 +85,14 @@ class MadeUp:
     def measure(
         self, model: Any, text: DomainText, length: int, stride: int, batch: int, done: Any
     ) -> Perplexity:
-        self.told.append(f"{text.text}/{text.domain} at {self.alpha:g}, {length}/{stride}, {batch}")
+        self.told.append(f"{text.text}/{text.domain} at {self.at}, {length}/{stride}, {batch}")
         done(1)
         done(2)
-        return Perplexity(nll=self.alpha, tokens=10, words=2, bytes=3, documents=1)
+        return Perplexity(nll=self.value, tokens=10, words=2, bytes=3, documents=1)
 
     def figures(self, model: Any) -> RoutingFigures:
         return RoutingFigures(
-            layer_experts=(self.alpha,),
+            layer_experts=(self.value,),
             entropy=1.0,
             effective_experts_entropy=2.0,
             effective_experts_inverse=2.0,
@@ -84,8 +104,8 @@ class MadeUp:
 
     def run(self, limit: int | None, progress: Any) -> dict[str, Any]:
         progress("requests", 3, 7)
-        self.told.append(f"tasks at {self.alpha:g}, limit {limit}")
-        return {"piqa": {"acc,none": self.alpha}}
+        self.told.append(f"tasks at {self.at}, limit {limit}")
+        return {"piqa": {"acc,none": self.value}}
 
     def progress(self, stage: str, done: int, total: int) -> None:
         self.shown.append((stage, done, total))
@@ -118,6 +138,7 @@ def test_texts_then_tasks_at_every_alpha(model: MadeUp, tmp_path: Path) -> None:
     assert model.shown == counted + asked
     points = result.evaluation.points
     assert [p.alpha for p in points] == [p.experts_per_token for p in points] == [1.0, 2.0]
+    assert [p.budget for p in points] == [None, None]
     for p, alpha in zip(points, (1.0, 2.0), strict=True):
         assert {d: v.nll for d, v in p.texts["t"].items()} == {"a": alpha, "b": alpha}
         assert (p.totals["t"].nll, p.totals["t"].tokens) == (2 * alpha, 20)
@@ -134,6 +155,68 @@ def test_texts_then_tasks_at_every_alpha(model: MadeUp, tmp_path: Path) -> None:
     assert {"torch", "transformers"} <= set(evaluation.versions)
 
 
+def test_budgets_come_after_alphas_each_once(model: MadeUp, tmp_path: Path) -> None:
+    plan = Plan(
+        model=tmp_path, out=tmp_path, texts=["t"], tasks=["piqa"], alphas=[2.0, 2], budgets=[4, 1.5, 4.0], batch=3,
+    )  # fmt: skip
+    result = evaluate(plan, model.progress)
+    assert model.told[3:] == [
+        "reset at 2", "t/a at 2, 8/8, 3", "t/b at 2, 8/8, 3",
+        "reset at budget 4", "t/a at budget 4, 8/8, 3", "t/b at budget 4, 8/8, 3",
+        "reset at budget 1.5", "t/a at budget 1.5, 8/8, 3", "t/b at budget 1.5, 8/8, 3",
+        "reset at 2", "tasks at 2, limit None",  # the α of the plan, not that of the last budget
+        "reset at budget 4", "tasks at budget 4, limit None",
+        "reset at budget 1.5", "tasks at budget 1.5, limit None",
+    ]  # fmt: skip
+    assert {total for stage, _, total in model.shown if "requests" not in stage} == {3 * (3 + 5)}
+    assert list(dict.fromkeys(stage for stage, _, _ in model.shown)) == [
+        "a at α = 2", "b at α = 2", "a at budget 4", "b at budget 4", "a at budget 1.5", "b at budget 1.5",
+        "requests at α = 2", "requests at budget 4", "requests at budget 1.5",
+    ]  # fmt: skip
+    points = result.evaluation.points
+    # Beside a budget stands the α that it sets: one per layer where layers differ.
+    assert [(p.alpha, p.budget) for p in points] == [(2.0, None), ([1.0, 2.0], 4.0), (1.0, 1.5)]
+    for p, value in zip(points, (2.0, 4.0, 1.5), strict=True):
+        assert p.experts_per_token == value
+        assert p.totals["t"].nll == 2 * value
+        assert p.tasks == {"piqa": {"acc,none": value}}
+    assert [len(saved) for saved in model.saved] == [1, 2, 3, 3, 3, 3]
+
+
+def test_budgets_alone_measure_no_alpha(model: MadeUp, tmp_path: Path) -> None:
+    plan = Plan(model=tmp_path, out=tmp_path, tasks=["piqa"], budgets=[1.5])
+    (point,) = evaluate(plan, model.progress).evaluation.points
+    assert (point.alpha, point.budget, point.experts_per_token) == (1.0, 1.5, 1.5)
+    assert point.routing is point.task_routing
+
+
+def test_the_saved_budget_is_measured_unless_another_setting_is_asked_for(
+    model: MadeUp, tmp_path: Path
+) -> None:
+    for alphas, budgets, found in (
+        ([], [], [(1.0, 2.0)]),
+        ([], [1.5], [(1.0, 1.5)]),
+        ([0.5], [], [(0.5, None)]),
+    ):
+        model.set_budget(2.0)
+        result = evaluate(Plan(model=tmp_path, out=tmp_path, alphas=alphas, budgets=budgets))
+        assert [(p.alpha, p.budget) for p in result.evaluation.points] == found
+
+
+def test_checking_alphas_leaves_the_setting_as_it_was(model: MadeUp) -> None:
+    loaded: Any = model
+    for budget in (None, 2.0):
+        model.set_budget(budget)
+        assert check_alphas(loaded, [1.0, 5, 1]) == [1.0, 5.0]
+        assert (model.alpha, model.budget) == (3.0, budget)
+
+
+def test_a_wrong_budget_shows_before_any_text_is_read(model: MadeUp, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="too large a budget"):
+        evaluate(Plan(model=tmp_path, out=tmp_path, texts=["t"], budgets=[1.5, 5.0]))
+    assert model.told == ["best"]
+
+
 @pytest.mark.parametrize("tasks", [["piqa"], []])
 def test_tasks_alone_need_no_text(model: MadeUp, tmp_path: Path, tasks: list[str]) -> None:
     folder = None if tasks else tmp_path
@@ -141,7 +224,7 @@ def test_tasks_alone_need_no_text(model: MadeUp, tmp_path: Path, tasks: list[str
     assert model.told[1] == ([], None)
     assert [t for t in model.told if isinstance(t, str)] == ["best", "reset at 3", "tasks at 3, limit None"]
     (point,) = result.evaluation.points
-    assert (point.alpha, point.experts_per_token) == (3.0, 3.0)
+    assert (point.alpha, point.budget, point.experts_per_token) == (3.0, None, 3.0)
     assert (point.texts, point.text_routing) == ({}, None)
     assert point.routing is point.task_routing
     assert point.tasks == {"piqa": {"acc,none": 3.0}}
@@ -165,8 +248,8 @@ def test_nothing_asked_for_is_the_validation_split(model: MadeUp, tmp_path: Path
 def test_defaults_of_a_plan() -> None:
     plan = vars(Plan(model=Path("m"), out=Path("o")))
     assert {k: v for k, v in plan.items() if k not in ("model", "out")} == {
-        "texts": (), "tasks": (), "tasks_from": None, "alphas": (), "shots": None, "limit": None, "tokens": None,
-        "length": None, "stride": None, "batch": 8, "checkpoint": "best",
+        "texts": (), "tasks": (), "tasks_from": None, "alphas": (), "budgets": (), "shots": None, "limit": None,
+        "tokens": None, "length": None, "stride": None, "batch": 8, "checkpoint": "best",
     }  # fmt: skip
 
 

@@ -12,7 +12,9 @@ import torch
 
 from grmoe.optim import GrassmannAdam
 from grmoe.parallel.world import World
+from grmoe.routing import FULL, Elastic, TopK, build_router, routers, step_key
 from grmoe.runs.config import TrainConfig
+from grmoe.train import passes as passes_module
 from grmoe.train import setup as building
 from grmoe.train import step as step_module
 from grmoe.train import validate as validate_module
@@ -34,15 +36,15 @@ class Spies:
 
     def __init__(self, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Any] = []
-        for name in (
-            "accumulate",
-            "finish_gradients",
-            "clip_gradients",
-            "sync_routers",
-            "resolve",
-            "set_alpha",
-        ):
-            monkeypatch.setattr(step_module, name, self.through(name, getattr(step_module, name)))
+        watched: tuple[tuple[Any, tuple[str, ...]], ...] = (
+            (step_module, ("accumulate", "finish_gradients", "clip_gradients", "sync_routers", "resolve")),
+            (passes_module, ("set_alpha", "set_draw")),
+            (torch.Tensor, ("backward",)),
+        )
+        for owner, names in watched:
+            for name in names:
+                monkeypatch.setattr(owner, name, self.through(name, getattr(owner, name)))
+        monkeypatch.setattr(trainer, "run", self.through_pass(trainer), raising=False)
         monkeypatch.setattr(torch, "manual_seed", self.through("seed", torch.manual_seed))
         for optimizer in trainer.optimizers:
             spy = self.through(type(optimizer).__name__, optimizer.step)
@@ -59,19 +61,42 @@ class Spies:
 
         return call
 
+    def through_pass(self, trainer: Trainer) -> Any:
+        """A forward pass: its sequences, whether routers count it, and its options by name."""
+        function = trainer.run
+
+        def call(forward: Any, rows_BS: torch.Tensor, **options: Any) -> Any:
+            (counts,) = {not router.counter.paused for router in routers(trainer.model)}
+            self.calls.append(("pass", len(rows_BS), "counted" if counts else "uncounted", *options))
+            return function(forward, rows_BS, **options)
+
+        return call
+
+
+def third_process(config: TrainConfig) -> Trainer:
+    """The trainer of the last of three processes."""
+    trainer = build_trainer(config, ONE)
+    trainer.world = World(2, 3, 0, CPU, None)
+    return trainer
+
 
 @pytest.mark.parametrize("clip", [0.0, 0.25])
 def test_the_order_of_a_step(settings: Settings, monkeypatch: pytest.MonkeyPatch, clip: float) -> None:
     config = settings(seed=7, data={"micro_batch_size": 2}, optim={"clip": clip})
-    trainer = build_trainer(config, ONE)
-    trainer.world = World(2, 3, 0, CPU, None)
+    trainer = third_process(config)
     batch = next(trainer.data.batches(trainer.rows, trainer.length))
     spies = Spies(trainer, monkeypatch)
     in_flight = train_step(trainer, 3, batch)
+    key = step_key(7, 3)
+    assert key != FULL
     assert spies.calls == [
         ("seed", (7 * 10**9 + 3) * 10**5),  # the same for all processes
         ("seed", (7 * 10**9 + 3) * 10**5 + 3),  # this process's own: its rank is 2
-        *(("accumulate", last) for last in (False, False, False, True)),
+        # Of the 24 sequences of a step, this process has those from 16 on.
+        ("set_draw", key, 16), ("pass", 2, "counted"), ("accumulate", False), ("backward",),
+        ("set_draw", key, 18), ("pass", 2, "counted"), ("accumulate", False), ("backward",),
+        ("set_draw", key, 20), ("pass", 2, "counted"), ("accumulate", False), ("backward",),
+        ("set_draw", key, 22), ("pass", 2, "counted"), ("accumulate", True), ("backward",),
         ("finish_gradients",),
         ("clip_gradients", clip or math.inf),
         ("resolve", 3),  # before anything is updated
@@ -80,7 +105,7 @@ def test_the_order_of_a_step(settings: Settings, monkeypatch: pytest.MonkeyPatch
         ("zero_grad",),
         ("sync_routers",),
         ("update_priors", pytest.approx(0.05 * 4 / 6)),
-    ]
+    ]  # fmt: skip
     assert all(p.grad is None for p in trainer.model.parameters())
     assert in_flight.arrived is None
     assert in_flight.step == 3
@@ -88,15 +113,75 @@ def test_the_order_of_a_step(settings: Settings, monkeypatch: pytest.MonkeyPatch
     assert all(optimizer.found_inf is None for optimizer in trainer.optimizers)  # type: ignore[attr-defined]
 
 
+def passes_of(trainer: Trainer, step: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls of a step that make its forward and backward passes."""
+    batch = next(trainer.data.batches(trainer.rows, trainer.length))
+    with monkeypatch.context() as patch:
+        spies = Spies(trainer, patch)
+        train_step(trainer, step, batch)
+    names = ("set_alpha", "set_draw", "pass", "accumulate", "backward")
+    return [call for call in spies.calls if call[0] in names]
+
+
+@pytest.mark.parametrize("elastic", ["off", "token"])
 def test_alpha_is_set_only_where_it_has_a_schedule(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, elastic: str
+) -> None:
+    """Once per step, before its first pass."""
+    for schedule, calls in (("constant", []), ("sample", [("set_alpha",)])):
+        config = settings(
+            alpha={"schedule": schedule}, data={"micro_batch_size": 4}, elastic={"unit": elastic}
+        )
+        found = passes_of(build_trainer(config, ONE), 0, monkeypatch)
+        assert found[: len(calls)] == calls
+        assert found.count(("set_alpha",)) == len(calls)
+
+
+@pytest.mark.parametrize("distill", [0.0, 0.5])  # ignored where budgets are full
+def test_without_random_budgets_nothing_is_drawn(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, distill: float
+) -> None:
+    config = settings(data={"micro_batch_size": 4}, elastic={"unit": "off", "distill": distill})
+    assert passes_of(third_process(config), 3, monkeypatch) == [
+        ("pass", 4, "counted"), ("accumulate", False), ("backward",),
+        ("pass", 4, "counted"), ("accumulate", True), ("backward",),
+    ]  # fmt: skip
+
+
+def test_distillation_computes_the_full_budget_first_and_does_not_count_it(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for schedule, calls in (("constant", 0), ("sample", 1)):
-        trainer = build_trainer(settings(alpha={"schedule": schedule}), ONE)
-        with monkeypatch.context() as patch:
-            spies = Spies(trainer, patch)
-            train_step(trainer, 0, next(trainer.data.batches(trainer.rows, trainer.length)))
-        assert [c[0] for c in spies.calls].count("set_alpha") == calls
+    """Both passes of a micro-batch draw for the same sequences. Gradients travel after the last pass only."""
+    config = settings(seed=7, data={"micro_batch_size": 4}, elastic={"distill": 0.5, "rule": "count"})
+    key = step_key(7, 3)
+    assert key != FULL
+    full, drawn = ("pass", 4, "uncounted", "return_hidden"), ("pass", 4, "counted", "teacher")
+    trainer = third_process(config)
+    assert passes_of(trainer, 3, monkeypatch) == [
+        ("set_draw", FULL, 16), full, ("accumulate", False), ("backward",),
+        ("set_draw", key, 16), drawn, ("accumulate", False), ("backward",),
+        ("set_draw", FULL, 20), full, ("accumulate", False), ("backward",),
+        ("set_draw", key, 20), drawn, ("accumulate", True), ("backward",),
+    ]  # fmt: skip
+    assert not any(router.counter.paused for router in routers(trainer.model))
+
+
+@pytest.mark.parametrize("distill", [0.0, 0.5])
+def test_a_full_step_is_drawn_as_full_and_not_distilled(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, distill: float
+) -> None:
+    """The key is set here too: routers still hold that of the step before."""
+    elastic = {"full_share": 0.5, "distill": distill}
+    trainer = third_process(settings(seed=7, data={"micro_batch_size": 4}, elastic=elastic))
+    keys = [step_key(7, step, 0.5) for step in range(20)]
+    drawn, full = next(i for i, key in enumerate(keys) if key != FULL), keys.index(FULL)
+    passes_of(trainer, drawn, monkeypatch)
+    assert {int(router.budget.key) for router in routers(trainer.model)} == {keys[drawn]}
+    assert passes_of(trainer, full, monkeypatch) == [
+        ("set_draw", FULL, 16), ("pass", 4, "counted"), ("accumulate", False), ("backward",),
+        ("set_draw", FULL, 20), ("pass", 4, "counted"), ("accumulate", True), ("backward",),
+    ]  # fmt: skip
+    assert {int(router.budget.key) for router in routers(trainer.model)} == {FULL}
 
 
 def test_seeds_are_those_of_earlier_runs() -> None:
@@ -108,7 +193,11 @@ def test_seeds_are_those_of_earlier_runs() -> None:
 def test_a_bad_step_on_the_device_and_the_steps_behind_it_are_not_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_module, "find_nonfinite", lambda trainer, batch: "somewhere")
+    searched: list[Any] = []
+    monkeypatch.setattr(
+        step_module, "find_nonfinite", lambda trainer, *given: searched.append(given) or "somewhere"
+    )
+    batch = torch.zeros(1)
     frames = torch.nn.Parameter(torch.eye(4, 2)[None])
     weights = torch.nn.Parameter(torch.ones(2))
     adam, grassmann = torch.optim.AdamW([weights]), GrassmannAdam([frames])
@@ -120,12 +209,17 @@ def test_a_bad_step_on_the_device_and_the_steps_behind_it_are_not_counted(
         trainer: Any = SimpleNamespace(
             guards_on_device=guards, optimizers=[adam, grassmann], zero_grad=lambda: None
         )
-        numbers = torch.tensor([math.nan, 0.0, 0.0, 1.0])
-        with pytest.raises(NonFiniteError):
-            resolve(trainer, InFlightStep(6, torch.zeros(1), numbers, event), newest)
-        assert uncounted == counts
-        uncounted.clear()
-    assert waited == [True] * 3
+        for loss, norm in ((math.nan, 1.0), (1.0, math.inf)):
+            numbers = torch.tensor([loss, 0.0, 0.0, 0.0, norm])
+            message = f"loss {loss:g}, gradient norm {norm:g} at step 7: somewhere"
+            with pytest.raises(NonFiniteError, match=message) as caught:
+                resolve(trainer, InFlightStep(6, batch, numbers, event), newest)
+            assert caught.value.step == 6
+            assert uncounted == counts
+            uncounted.clear()
+    assert waited == [True] * 6
+    assert [step for step, _ in searched] == [6] * 6  # the bad step itself, not the newest
+    assert all(rows is batch for _, rows in searched)
 
 
 def test_a_model_is_asked_for_its_loss_alone() -> None:
@@ -176,27 +270,39 @@ def test_when_a_model_is_compiled_and_how(
 ) -> None:
     compiled: list[dict[str, Any]] = []
     seeded: list[int] = []
-    model = SimpleNamespace(train=lambda: model)
+    off, plain, distilled = {"unit": "off"}, {"unit": "sequence", "rule": "count"}, {"distill": 1.0}
+    cases: list[tuple[Any, int | None, dict[str, Any], str]] = [
+        (None, None, off, "reduce-overhead"),
+        (None, None, plain, "reduce-overhead"),
+        ("mesh", None, plain, "default"),
+        (None, 4, plain, "default"),
+        (None, None, distilled, "default"),  # two passes per step, as with micro-batches
+    ]
+    models = [build_router("grassmann", 8, 4, rank=2, selection=TopK(2)) for _ in cases]
     zeros = torch.zeros
-    monkeypatch.setattr(building, "build_model", lambda config, world, bf16: model)
     monkeypatch.setattr(building, "build_optimizers", lambda model, config: [])
     monkeypatch.setattr(building, "peak_flops", lambda device: 1.0)
     monkeypatch.setattr(torch, "compile", lambda model, **options: compiled.append(options) or "compiled")
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros(*shape))
     monkeypatch.setattr(torch, "manual_seed", seeded.append)
-    for mesh, micro, mode in (
-        (None, None, "reduce-overhead"), ("mesh", None, "default"), (None, 4, "default"),
-    ):  # fmt: skip
+    for model, (mesh, micro, elastic, mode) in zip(models, cases, strict=True):
+        monkeypatch.setattr(building, "build_model", lambda config, world, bf16, model=model: model)
         compiled.clear()
-        world = World(0, 1, 0, torch.device(device), mesh)  # type: ignore[arg-type]
-        trainer = build_trainer(settings(seed=11, compile=asked, data={"micro_batch_size": micro}), world)
+        world = World(0, 1, 0, torch.device(device), mesh)
+        config = settings(seed=11, compile=asked, data={"micro_batch_size": micro}, elastic=elastic)
+        trainer = build_trainer(config, world)
+        assert trainer.config == config.resolved()
+        # Routers know before the first pass how budgets are drawn, and what the prior counts.
+        draws = {"off": None, "sequence": Elastic("sequence", "count"), "token": Elastic("token", "mass")}
+        assert model.budget.elastic == draws[trainer.config.elastic.unit]
+        assert model.budget.balances == ("computed" if elastic is off else "candidates")
         expected = device == "cuda" if asked is None else asked
         assert trainer.forward == ("compiled" if expected else model)
         assert compiled == (
             [{"dynamic": False, "mode": mode if device == "cuda" else "default"}] if expected else []
         )
         assert trainer.guards_on_device is (device == "cuda" and mesh is None)
-    assert seeded == [11] * 3
+    assert seeded == [11] * len(cases)
 
 
 def test_text_that_is_too_short_is_said_before_the_model_is_built(
@@ -213,7 +319,8 @@ def test_text_that_is_too_short_is_said_before_the_model_is_built(
 def test_two_tokens_are_the_least_validation_text(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config: Any = SimpleNamespace(data=SimpleNamespace(path="p"), model_config=lambda *_: 1 / 0)
+    resolved = SimpleNamespace(data=SimpleNamespace(path="p"), model_config=lambda *_: 1 / 0)
+    config: Any = SimpleNamespace(resolved=lambda: resolved)
     for tokens, error in ((1, ValueError), (2, ZeroDivisionError)):
         data = SimpleNamespace(tokens=tokens, vocab_size=9, end_of_text=0)
         monkeypatch.setattr(building, "TokenDataset", lambda path, split, data=data: data)

@@ -210,14 +210,16 @@ def test_a_line_of_the_log_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         model=SimpleNamespace(alpha=[2.0], routing_metrics=lambda: "all layers"),
     )  # fmt: skip
     clock: Any = SimpleNamespace(rate=lambda: 50.0)
-    line = _train_line(trainer, 4, StepResult(1.0, 0.25, 0.125, 3.0), clock)
+    result = StepResult(loss=1.0, router_loss=0.25, divergence=0.5, overlap=0.125, norm=3.0)
+    line = _train_line(trainer, 4, result, clock)
     assert line == {
-        "kind": "train", "step": 4, "tokens": 400, "loss": 1.0, "router_loss": 0.25, "overlap": 0.125, "norm": 3.0,
-        "lr": 0.1, "kappa_lr": 0.5, "frames_lr": None, "alpha": [2.0], "tokens_per_second": 50.0,
-        "mfu": 50 * 1e3 / 4e6, "memory_gb": 1.5, "seconds_left": 6 * 100 / 50, "entropy": "all layers",
+        "kind": "train", "step": 4, "tokens": 400, "loss": 1.0, "router_loss": 0.25, "divergence": 0.5,
+        "overlap": 0.125, "norm": 3.0, "lr": 0.1, "kappa_lr": 0.5, "frames_lr": None, "alpha": [2.0],
+        "tokens_per_second": 50.0, "mfu": 50 * 1e3 / 4e6, "memory_gb": 1.5,
+        "seconds_left": 6 * 100 / 50, "entropy": "all layers",
     }  # fmt: skip
     trainer.peak_flops = None
-    assert _train_line(trainer, 4, StepResult(1.0, 0.25, 0.125, 3.0), clock)["mfu"] is None
+    assert _train_line(trainer, 4, result, clock)["mfu"] is None
 
 
 def test_memory_in_the_units_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
