@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from grmoe.cli import app
 from grmoe.config import from_dict
 from grmoe.dial.beside import BudgetRow, measure_budgets, round_budgets, short_names
-from grmoe.dial.figure import _others
+from grmoe.dial.figure import _by_model
 from grmoe.dial.tables import budget_table
 from grmoe.probe.losses import Increase, measure
 from grmoe.probe.windows import read_windows
@@ -105,8 +105,12 @@ def test_other_models_are_drawn(compared: tuple[Path, str]) -> None:
     class Body:
         budgets = [row("own", 2, 10, 0), row("own", 1, 11, 0), row("x", 2, 9, 0), row("y", 1, 8, 0)]  # noqa: RUF012
 
-    found = _others(Body())  # type: ignore[arg-type]
-    assert {name: [r.perplexity for r in rows] for name, rows in found.items()} == {"x": [9], "y": [8]}
+    found = _by_model(Body())  # type: ignore[arg-type]
+    assert {name: [r.perplexity for r in rows] for name, rows in found.items()} == {
+        "own": [10, 11],
+        "x": [9],
+        "y": [8],
+    }
     assert (compared[0] / "pareto.png").stat().st_size > 10_000
 
 

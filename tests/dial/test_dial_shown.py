@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from grmoe.dial import figure, tables
+from grmoe.dial.beside import BudgetRow
 from grmoe.dial.certify import LayerCertificate
 from grmoe.dial.frontier import Gain
 from grmoe.dial.meter import Family
@@ -151,6 +152,32 @@ def test_one_bad_point_does_not_flatten_the_picture(axes: tuple[Any, Any]) -> No
     assert figure._range(body(chosen=shown(1.3, 8.0))) == (8.0, 23.0)
     edge = replace(TOP_K[0], perplexity=25.0)
     assert figure._range(body(points=[edge, *POINTS[1:]])) == (10.0, 25.0)
+
+
+def test_the_limit_asked_for_and_other_models_are_in_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = body(target=Target("perplexity", 0.5))
+    assert figure._limit(asked) == 1.5 * asked.trained.perplexity
+    assert figure._range(asked)[1] == max(23.0, 1.5 * asked.trained.perplexity)
+    assert figure._limit(body()) is None  # a number of experts was asked for
+    figures: dict[str, Any] = {"loss": 1.0, "increase": asked.trained.increase}
+    rows = [
+        BudgetRow(model=m, budget=b, experts_per_token=b, perplexity=p, **figures)
+        for m, b, p in (("own", 2.0, 11.0), ("own", 1.0, 12.0), ("other", 2.0, 5.0))
+    ]
+    assert figure._range(body(budgets=rows)) == (5.0, 23.0)
+    kept = []
+    monkeypatch.setattr(figure, "_ring", lambda ax, *_: kept.append(ax))
+    figure.draw(result(budgets=rows, target=Target("perplexity", 0.5)), tmp_path / "pareto.png")
+    lines = {line.get_label(): line for line in kept[0].lines}
+    assert curve(lines["own, by budget"]) == ([2.0, 1.0], [11.0, 12.0])
+    assert curve(lines["other, by budget"]) == ([2.0], [5.0])
+    assert lines["own, by budget"].get_color() == INK
+    assert [t.get_text() for t in kept[0].texts] == ["+50 %"]
+    kept.clear()
+    figure.draw(result(budgets=rows[:2]), tmp_path / "pareto.png")  # nothing to compare with
+    assert not [line for line in kept[0].lines if "by budget" in line.get_label()]
 
 
 def test_the_card_has_the_first_and_the_last_of_a_long_frontier() -> None:

@@ -554,7 +554,7 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
     config = SimpleNamespace(moe_layers=[0, 1], num_experts=4, num_experts_per_tok=3, router="grassmann")
     budgets: list[float | None] = []
     model = SimpleNamespace(config=config, set_budget=budgets.append)
-    others = [SimpleNamespace(path=Path("b"))]
+    opened = {"m": SimpleNamespace(model=model, path=Path("a")), "b": SimpleNamespace(path=Path("b"))}
     texts = [Text(name, torch.zeros(8, 17, dtype=torch.long)) for name in ("own", "a", "b")]
 
     def fake_search(meter: SmoothMeter, cap: int, experts: float | None) -> list[Sensitivity]:
@@ -576,8 +576,8 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
         def __call__(self, stage: str) -> None: ...
 
     stubs: dict[str, Any] = {
-        "open_model": lambda *_, **__: SimpleNamespace(model=model, path=Path("a")),
-        "open_beside": lambda *_: others,
+        "open_model": lambda path, *_, **__: opened[path],
+        "check_tokens": lambda *_: None,
         "measure_budgets": lambda name, loaded, trained, *_, **__: [(name, loaded.path.name, trained is None)],
         "read_texts": lambda sources, *_: texts[: len(sources)],
         "Meter": lambda *_: meter, "search": fake_search, "time_points": fake_times, "certify": lambda *_: [],

@@ -11,7 +11,7 @@ import torch
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.losses import Increase, Measurement, increase, measure
 from grmoe.probe.windows import Text, read_texts
-from grmoe.runs.open import LoadedModel, open_model
+from grmoe.runs.open import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +36,17 @@ def round_budgets(cap: int) -> list[float]:
     return sorted({1.0, *(cap * share for share in shares if cap * share >= 1)}, reverse=True)
 
 
-def open_beside(
-    paths: Iterable[str | Path], text: Text, asked: str | None, length: int | None, tokens: int | None
-) -> list[LoadedModel]:
-    """Open models that are compared on `text`. One that reads other tokens in the same file is refused."""
-    found = []
-    for path in paths:
-        loaded = open_model(path, dtype="served")
+def check_tokens(
+    models: Iterable[LoadedModel], text: Text, asked: str | None, length: int | None, tokens: int | None
+) -> None:
+    """Refuse a model that reads other tokens in the same text: its perplexity could not be compared."""
+    for loaded in models:
         (own,) = read_texts((asked,), loaded, length, tokens)
         if not torch.equal(own.rows_WS, text.rows_WS):
             raise ValueError(
-                f"beside must be models that read the calibration text as the same tokens, got {path}: "
+                f"beside must be models that read the calibration text as the same tokens, got {loaded.path}: "
                 "another tokenizer, another window or another held-out text"
             )
-        found.append(loaded)
-    return found
 
 
 def short_names(paths: Iterable[Path]) -> list[str]:

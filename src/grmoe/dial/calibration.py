@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grmoe import checks
-from grmoe.dial.beside import measure_budgets, open_beside, round_budgets, short_names
+from grmoe.dial.beside import check_tokens, measure_budgets, round_budgets, short_names
 from grmoe.dial.certify import certify
 from grmoe.dial.curve import build_curve, chosen_budget, use_curve
 from grmoe.dial.frontier import dial_points, frontier, gains, top_k_points, uniform_points
@@ -69,7 +69,8 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
 
     The model in the result has the curve of budgets, and the chosen setting as its budget. All else is as trained.
     """
-    loaded = open_model(plan.model, plan.checkpoint, dtype="served")
+    wanted = [(plan.model, plan.checkpoint), *((path, "best") for path in plan.beside)]
+    loaded, *beside = (open_model(path, checkpoint, dtype="served") for path, checkpoint in wanted)
     model, target = loaded.model, plan.target
     check_router(model.config)
     use_curve(model, None, None)  # what an earlier calibration left
@@ -77,7 +78,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     # All text is read before anything is measured: a wrong file name should not cost minutes.
     text, *others = read_texts((plan.text, *plan.checks), loaded, plan.length, plan.tokens)
     timings = 2 if target.kind == "throughput" else 1  # a speed has to be measured before it can be asked for
-    beside = open_beside(plan.beside, text, plan.text, plan.length, plan.tokens)
+    check_tokens(beside, text, plan.text, plan.length, plan.tokens)
     total = (
         expected(len(model.config.moe_layers), cap) + REFINEMENTS + timings * (ROUNDS + 1) + 2 * len(others)
         + len(round_budgets(cap)) * (1 + len(beside)) + len(beside)

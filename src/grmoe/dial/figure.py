@@ -7,7 +7,7 @@ from typing import Any
 
 from grmoe.dial.beside import BudgetRow
 from grmoe.dial.results import DialResults, Result
-from grmoe.pictures import COLORS, INK, two_panels
+from grmoe.pictures import COLORS, GREY, INK, two_panels
 
 FIGURE = "pareto.png"
 MARKS = "os^"
@@ -27,19 +27,22 @@ def draw(result: Result, path: Path) -> Path:
         low, high = _range(body)
         for ax in (left, right):
             ax.set_ylim(low - 0.08 * (high - low), high + 0.12 * (high - low))
-        left.legend(frameon=False)
+        left.legend(frameon=False, ncols=2 if body.budgets else 1, fontsize=8)
     return path
 
 
 def _range(body: DialResults) -> tuple[float, float]:
-    """Perplexities to show. A top-1 that is far worse than the rest must not flatten the picture."""
+    """Perplexities to show. A top-1 that is far worse than the rest must not flatten the picture.
+
+    The limit asked for is shown too: beside it, differences within noise look as small as they are.
+    """
     uniform, *others = body.families.values()
     reached = [p.perplexity for p in (*uniform, body.chosen)]
     low, high = min(reached), max(reached)
     more = [p.perplexity for points in others for p in points]
-    compared = [row.perplexity for rows in _others(body).values() for row in rows]
+    compared = [row.perplexity for row in body.budgets]
     high = max(p for p in (*reached, *more) if p <= low + 1.5 * (high - low))
-    return min(low, *compared, high), max(high, *compared, low)
+    return min(low, high, *compared), max(low, high, *compared, _limit(body) or high)
 
 
 def _experts(ax: Any, body: DialResults) -> None:
@@ -51,16 +54,27 @@ def _experts(ax: Any, body: DialResults) -> None:
         x, y = [p.experts_per_token for p in points], [p.perplexity for p in points]
         width = 0 if name == "top-k" else 1.2  # there is nothing between two k
         ax.plot(x, y, mark + "-", color=color, ms=4, lw=width, label=name, drawstyle="steps-post")
-    for (name, rows), color in zip(_others(body).items(), COLORS[len(body.families) :], strict=False):
+    compared = _by_model(body) if len(_by_model(body)) > 1 else {}
+    for (name, rows), color in zip(compared.items(), (INK, *COLORS[len(body.families) :]), strict=False):
         x, y = [row.experts_per_token for row in rows], [row.perplexity for row in rows]
-        ax.plot(x, y, "D--", color=color, ms=4, lw=1.2, label=name)
+        ax.plot(x, y, "D--", color=color, ms=4, lw=1.2, label=f"{name}, by budget")
+    if limit := _limit(body):
+        ax.axhline(limit, color=GREY, lw=0.8, ls=":")
+        ax.annotate(
+            f"+{100 * body.target.value:g} %", (0, limit), xycoords=("axes fraction", "data"), color=GREY
+        )
     _ring(ax, body.chosen.experts_per_token, body.chosen.perplexity)
 
 
-def _others(body: DialResults) -> dict[str, list[BudgetRow]]:
-    """The models it was compared with, by name."""
-    own, *names = dict.fromkeys(row.model for row in body.budgets) or [""]
-    return {name: [row for row in body.budgets if row.model == name] for name in names if name != own}
+def _by_model(body: DialResults) -> dict[str, list[BudgetRow]]:
+    """This model at its budgets, then the models it was compared with."""
+    names = dict.fromkeys(row.model for row in body.budgets)
+    return {name: [row for row in body.budgets if row.model == name] for name in names}
+
+
+def _limit(body: DialResults) -> float | None:
+    """The highest perplexity that was asked for."""
+    return body.trained.perplexity * (1 + body.target.value) if body.target.kind == "perplexity" else None
 
 
 def _speed(ax: Any, body: DialResults) -> None:
