@@ -25,7 +25,13 @@ ONE_HOME = {
     # Each room opens its model once.
     OPEN_MODEL: {
         *("runs/open.py", "runs/export.py", "cli/model.py", "dial/calibration.py", "prune/surgery.py"),
-        *("evaluate/run.py", "analyze/study.py", "report/content.py", "serve/server.py"),
+        *(
+            "evaluate/run.py",
+            "analyze/study.py",
+            "report/content.py",
+            "serve/server.py",
+            "studies/elastic.py",
+        ),
     },
     r"\.data\.sequence_length or": {"runs/open.py", "train/setup.py"},
 }

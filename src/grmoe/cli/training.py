@@ -1,4 +1,4 @@
-"""Train and compare language models: `grmoe train`, `grmoe curves`, `grmoe quality`."""
+"""Train and compare language models: `grmoe train`, `grmoe curves`, `grmoe quality`, `grmoe elastic`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from grmoe.cli import options
 from grmoe.cli.options import Settings
 from grmoe.cli.shell import run_plan, shell
 from grmoe.terminal import console, note, say, say_all, say_written
@@ -125,4 +126,42 @@ def quality(
 
         base = load(TrainConfig, *_split(settings))
         plan = Plan(base=base, out=out, methods=tuple(method or DEFAULT), seeds=seeds, at_once=at_once)
+        run_plan(plan, run, show, partial(save, out=out))
+
+
+def elastic(
+    settings: Settings = None,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Way to train; `--recipe ?` lists them. Repeatable.", show_default="full, token_mass, one"
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per recipe.")] = 3,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    text: Annotated[
+        list[str] | None, typer.Option(help="Another text to measure on, beside held-out text. Repeatable.")
+    ] = None,
+    tokens: options.TextTokens = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Jobs to run at the same time.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder for the runs, results.json and table.md.")] = Path(
+        "runs/elastic"
+    ),
+) -> None:
+    """One model, every budget: compare ways to train with random budgets, and models trained for one budget only.
+
+    The settings are those of [bold]grmoe train[/]; the study fills in the recipe. Each model is measured with every number
+    of experts per token up to its own. Finished jobs are skipped when you run the same command again.
+
+    Example: [bold]grmoe elastic data.path=runs/data steps=2500 --recipe full --recipe token_mass --seeds 3 --at-once 6[/]
+    """
+    with shell("lm", "studies", continues=True):
+        from grmoe.config import load
+        from grmoe.runs.config import TrainConfig
+        from grmoe.studies.elastic import DEFAULT, Plan, run, save, show
+
+        plan = Plan(
+            base=load(TrainConfig, *_split(settings)), out=out, recipes=tuple(recipe or DEFAULT), seeds=seeds,
+            first_seed=first_seed, texts=tuple(text or ()), tokens=tokens, at_once=at_once,
+        )  # fmt: skip
         run_plan(plan, run, show, partial(save, out=out))

@@ -5,6 +5,7 @@ Legend: T tokens, N experts, D model width, W windows, S tokens per window.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,12 @@ class RoutingFigures:
     """exp(H) per layer, then the mean."""
     effective_experts_inverse: float
     """1/Σg² per token, then the mean."""
+    load_cv: float = math.nan
+    """Standard deviation over mean of the tokens that experts receive."""
+    min_load: float = math.nan
+    """The smallest load over all experts and layers, as a share of the fair load."""
+    collapsed: bool = False
+    """In some layer an expert receives less than a tenth of its fair load."""
 
     @property
     def experts_per_token(self) -> float:
@@ -51,6 +58,11 @@ def routing_figures(model: nn.Module) -> RoutingFigures:
         entropy=fmean(m.entropy for m in layers),
         effective_experts_entropy=fmean(m.effective_experts_entropy for m in layers),
         effective_experts_inverse=fmean(m.effective_experts_inverse for m in layers),
+        load_cv=fmean(m.load_cv for m in layers),
+        min_load=min(
+            m.min_load * len(m.load) / m.experts_per_token if m.tokens else math.nan for m in layers
+        ),
+        collapsed=any(m.collapsed for m in layers),
     )
 
 
