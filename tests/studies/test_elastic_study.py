@@ -17,7 +17,7 @@ from grmoe.config import from_dict, load
 from grmoe.model import preset
 from grmoe.runs.config import TrainConfig
 from grmoe.studies import elastic
-from grmoe.studies.elastic import RECIPES, Plan, Row, StudyError, settings_of, summary, table
+from grmoe.studies.elastic import RECIPES, Plan, Recipe, Row, StudyError, settings_of, summary, table
 
 MODEL = {
     "preset": None, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -58,7 +58,7 @@ def test_differences_are_paired_by_seed_with_the_full_budget() -> None:
     assert one["over"] == pytest.approx(0.6)  # 0.5, 0.6, 0.7
     assert one["over_interval"] == pytest.approx(0.248, abs=1e-3)  # t(2) · 0.1 / √3
     assert (one["seeds"], one["collapsed"], one["min_load"]) == (4, 1, pytest.approx(0.2))
-    lines = table(rows[:4], "validation", "full").markdown().splitlines()
+    lines = table(rows[:4], "validation", {"full": "full budget only"}).markdown().splitlines()
     assert len(lines) == 2 + 2
     assert "full budget only" in lines[2]
     assert "+0.0000" in lines[2]
@@ -116,5 +116,21 @@ def test_a_failed_job_is_named_and_the_others_finish(tmp_path: Path, monkeypatch
     assert command[3:] == [
         "train", str(tmp_path / "base.yaml"), f"out={tmp_path / 'full-0'}", "seed=0", "elastic.unit=off", "--resume",
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="recipe must be one of 'full'"):
-        Plan(base=plan.base, out=tmp_path, recipes=("?",))
+
+
+def test_recipes_by_name_and_of_ones_own(tmp_path: Path) -> None:
+    base = from_dict(TrainConfig, {})
+    mine = "soft-z: model.router=softmax  elastic.unit=off"
+    plan = Plan(base=base, out=tmp_path, recipes=("token_mass", mine))
+    assert list(plan.found) == ["token_mass", "soft-z"]
+    assert plan.found["soft-z"] == Recipe("soft-z", ("model.router=softmax", "elastic.unit=off"))
+    assert plan.found["token_mass"] is RECIPES["token_mass"]
+    for wrong, message in (
+        (("?",), "recipe must be one of 'full'"),
+        (("a b: x=1",), "a recipe of your own must have a new name"),
+        (("full: x=1",), "a recipe of your own must have a new name"),
+        ((), "recipes must name at least one"),
+        (("a: x=1", "a: x=2"), "recipes must have different names"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Plan(base=base, out=tmp_path, recipes=wrong)

@@ -134,7 +134,9 @@ def elastic(
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            help="Way to train; `--recipe ?` lists them. Repeatable.", show_default="full, token_mass, one"
+            help="Way to train; `--recipe ?` lists them. One of your own is 'NAME: key=value key=value'. The first is "
+            "what others are compared with. Repeatable.",
+            show_default="full, token_mass, one",
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs per recipe.")] = 3,
@@ -150,10 +152,10 @@ def elastic(
 ) -> None:
     """One model, every budget: compare ways to train with random budgets, and models trained for one budget only.
 
-    The settings are those of [bold]grmoe train[/]; the study fills in the recipe. Each model is measured with every number
-    of experts per token up to its own. Finished jobs are skipped when you run the same command again.
+    The settings are those of [bold]grmoe train[/]; the study fills in the recipe. Each model is measured with every
+    number of experts per token up to its own. Finished jobs are skipped when you run the same command again.
 
-    Example: [bold]grmoe elastic data.path=runs/data steps=2500 --recipe full --recipe token_mass --seeds 3 --at-once 6[/]
+    Example: [bold]grmoe elastic data.path=runs/data steps=2500 --recipe full --recipe one --seeds 3 --at-once 6[/]
     """
     with shell("lm", "studies", continues=True):
         from grmoe.config import load

@@ -86,6 +86,18 @@ RECIPES = {
 DEFAULT = ("full", "token_mass", "one")
 
 
+def find_recipe(text: str) -> tuple[str, Recipe]:
+    """A recipe by its name, or one of your own: "NAME: key=value key=value …"."""
+    name, colon, settings = (part.strip() for part in text.partition(":"))
+    if colon:
+        checks.require(
+            name.replace("_", "").replace("-", "").isalnum() and name not in RECIPES,
+            f"a recipe of your own must have a new name of letters, digits, - and _, got {name!r}",
+        )
+        return name, Recipe(name, tuple(settings.split()))
+    return name, RECIPES[checks.one_of("recipe", name, tuple(RECIPES))]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Every recipe with every seed."""
@@ -95,7 +107,7 @@ class Plan:
     out: Path
     """Folder for the runs and what is measured of them."""
     recipes: tuple[str, ...] = DEFAULT
-    """Keys of `RECIPES`."""
+    """Keys of `RECIPES`, or recipes of your own (see `find_recipe`). The first is what others are compared with."""
     seeds: int = 3
     first_seed: int = 0
     texts: tuple[str, ...] = ()
@@ -106,8 +118,14 @@ class Plan:
     """Jobs that run at the same time."""
 
     def __post_init__(self) -> None:
-        for recipe in self.recipes:
-            checks.one_of("recipe", recipe, tuple(RECIPES))
+        checks.require(bool(self.found), "recipes must name at least one")
+        short = len(self.found) == len(set(self.recipes))
+        checks.require(short, f"recipes must have different names, got {', '.join(self.recipes)}")
+
+    @property
+    def found(self) -> dict[str, Recipe]:
+        """The recipes by name, in order."""
+        return dict(find_recipe(text) for text in self.recipes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +158,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     """Train and measure every job that has no results yet. When one fails, the others finish first."""
     plan.out.mkdir(parents=True, exist_ok=True)
     write_file(plan.out / "base.yaml", to_yaml(plan.base).encode())
-    jobs = [
-        (recipe, plan.first_seed + i) for i in range(plan.seeds) for recipe in dict.fromkeys(plan.recipes)
-    ]
+    jobs = [(recipe, plan.first_seed + i) for i in range(plan.seeds) for recipe in plan.found]
     steps = Steps(progress, len(jobs))
     rows, failures = [], []
     with ThreadPoolExecutor(plan.at_once) as pool:
@@ -175,7 +191,7 @@ def _attempt(plan: Plan, recipe: str, seed: int) -> list[Row] | str:
     ]
     with screen.open("w") as file:
         done = subprocess.run(
-            [*command, *RECIPES[recipe].settings, "--resume"],
+            [*command, *plan.found[recipe].settings, "--resume"],
             stdout=file,
             stderr=subprocess.STDOUT,
             check=False,
@@ -260,9 +276,11 @@ def _full(rows: list[Row], recipe: str) -> str:
     return max(names, key=lambda name: int(name.removeprefix("top-")), default="")
 
 
-def table(rows: list[Row], text: str, against: str) -> Table:
+def table(rows: list[Row], text: str, labels: dict[str, str]) -> Table:
+    """labels: of the recipes, by name. The first is what others are compared with."""
+    against, *_ = labels
     found = summary(rows, text, against)
-    title = f"{text}, {found[0]['seeds']} seeds; ±: 95 % interval; difference to {RECIPES[against].label}, by seed"
+    title = f"{text}, {found[0]['seeds']} seeds; ±: 95 % interval; difference to {labels[against]}, by seed"
     shown = Table(
         title,
         ["trained", "computed", "experts", "loss", "difference", "load CV", "min load", "collapsed"],
@@ -274,7 +292,7 @@ def table(rows: list[Row], text: str, against: str) -> Table:
             shown.end_section()
         last = row["recipe"]
         shown.add(
-            RECIPES[row["recipe"]].label,
+            labels[row["recipe"]],
             row["setting"],
             f"{row['experts_per_token']:.2f}",
             plus_minus(row["loss"], row["loss_interval"], 4),
@@ -286,26 +304,28 @@ def table(rows: list[Row], text: str, against: str) -> Table:
     return shown
 
 
-def _against(plan: Plan) -> str:
-    return "full" if "full" in plan.recipes else plan.recipes[0]
+def _tables(result: Result) -> list[Table]:
+    labels = {name: recipe.label for name, recipe in result.plan.found.items()}
+    return [table(result.rows, text, labels) for text in dict.fromkeys(row.text for row in result.rows)]
 
 
 def show(result: Result) -> Iterator[Table | str]:
-    for text in dict.fromkeys(row.text for row in result.rows):
-        yield table(result.rows, text, _against(result.plan))
+    yield from _tables(result)
 
 
 def save(result: Result, out: Path) -> dict[str, Path]:
     """results.json with every row, table.md with the means."""
-    texts = list(dict.fromkeys(row.text for row in result.rows))
-    against = _against(result.plan)
+    against, *_ = result.plan.found
+    texts = dict.fromkeys(row.text for row in result.rows)
     content = {
         "config": to_yaml(result.plan.base),
+        "recipes": {name: recipe.settings for name, recipe in result.plan.found.items()},
         "rows": [asdict(row) for row in result.rows],
         "means": {text: summary(result.rows, text, against) for text in texts},
     }
     written = {"Numbers": out / "results.json", "Table": out / "table.md"}
     write_file(written["Numbers"], json.dumps(content, indent=1).encode())
-    shown = [table(result.rows, text, against) for text in texts]
-    write_file(written["Table"], "\n\n".join(f"{t.title}\n\n{t.markdown()}" for t in shown).encode())
+    write_file(
+        written["Table"], "\n\n".join(f"{t.title}\n\n{t.markdown()}" for t in _tables(result)).encode()
+    )
     return written
