@@ -175,3 +175,27 @@ def test_a_dense_gate_has_no_budget() -> None:
         ValueError, match="selection must be one of TopK, Mass, Threshold to change this, got Dense"
     ):
         router.tau = 0.5
+
+
+def test_a_compiled_gate_follows_its_budget_without_recompiling() -> None:
+    """Through the operator that a compiled model calls, forward and backward."""
+    router, x = make("grassmann", selection=TopK(3)).train(), tokens(3, 7)
+    router.backend = "triton"
+    router.budget.elastic = Elastic()
+    torch._dynamo.reset()
+    compiled = torch.compile(router, fullgraph=True, backend="aot_eager")
+    seen = set()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for key in (5, 9, FULL):
+            router.budget.key.fill_(key)
+            results = []
+            for one in (compiled, router):
+                router.zero_grad()
+                routing = one(x)
+                routing.weights.square().sum().backward()
+                grad = [p.grad for p in router.parameters() if p.grad is not None]
+                results.append([routing.selected, routing.weights.detach(), *grad])
+            for ours, plain in zip(*results, strict=True):
+                torch.testing.assert_close(ours, plain)
+            seen.add(int(results[0][0].sum()))
+    assert len(seen) == 3
