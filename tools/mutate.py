@@ -45,11 +45,12 @@ ROOMS = ("routing", "optim", "regularizers", "train", "dial", "evaluate")
 TESTS = (
     "tests/routing", "tests/test_layer.py", "tests/optim", "tests/test_regularizers.py", "tests/train", "tests/runs",
     "tests/model/test_model.py", "tests/studies", "tests/probe", "tests/dial", "tests/evaluate",
-    "tests/kernels/test_fused_router.py",
+    "tests/kernels/test_fused_router.py", "tests/kernels/test_gate_budget.py",
 )  # fmt: skip
 # Per mutant, because lines that everything runs would take minutes each. Those of its own room come first, and one case
 # of every test before the second case of any: a test with many cases must not push out the others.
 MAX_TESTS = 150
+USAGE_ERROR = 4  # of pytest: a test that does not exist. Nothing ran, so nothing was caught.
 TIME_LIMIT = 300  # seconds per mutant; its tests take far less
 
 # Importing these takes longer than most tests: every mutant is a fork of a process that has them.
@@ -209,7 +210,7 @@ def covering(data: Path, path: Path, line: int) -> list[str]:
     if here == {""}:
         here = {name for name, _ in rows}
     room = path.relative_to(ROOT / "src" / "grmoe").parts[0].removesuffix(".py")
-    names = sorted({name.split("|")[0] for name in here if name})
+    names = sorted({name.rpartition("|")[0] for name in here if name})  # the end says "run" or "setup"
     cases: Counter[str] = Counter()
     order = {}
     for name in names:
@@ -234,6 +235,10 @@ def judge(mutant: Mutant, change: Change, path: Path, tests: list[str], place: P
             process.kill()
             process.join()
             mutant.caught_by = "time limit"
+        elif process.exitcode == USAGE_ERROR and "ERROR collecting" not in log.read_text():
+            raise ValueError(
+                f"pytest does not know some of these tests; make new coverage data: {log.read_text()}"
+            )
         elif process.exitcode:
             failed = [w for w in log.read_text().splitlines() if w.startswith(("FAILED", "ERROR"))]
             mutant.caught_by = failed[0].split(" - ")[0] if failed else f"exit status {process.exitcode}"
