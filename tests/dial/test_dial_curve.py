@@ -65,6 +65,11 @@ def test_a_curve_that_turns_up_says_so() -> None:
     assert [p["loss"] for p in curve] == [3.0, 3.5, 1.5, 2.0]
 
 
+def test_losses_have_six_digits() -> None:
+    curve = curve_of([ONE, TRAINED, point(mass(ALPHAS, 0.5, 2), 1.23456789, 2.123456789)], TRAINED)
+    assert (curve[1]["experts_per_token"], curve[1]["loss"]) == (1.2346, 2.123457)
+
+
 def test_other_alphas_are_not_on_the_curve_unless_chosen() -> None:
     sharp = point(mass((2.0, 2.0), 0.5, 2), 1.3, 2.2)
     layered = point(mass((0.5, 3.0), 0.4, 2), 1.5, 2.1, "per layer")

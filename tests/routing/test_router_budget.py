@@ -42,6 +42,16 @@ def test_a_policy_fills_the_numbers() -> None:
     assert not [name for name in make().state_dict() if "budget" in name]
 
 
+def test_a_new_budget_is_full_and_both_numbers_are_set_together() -> None:
+    budget = make(selection=TopK(3)).budget
+    assert (int(budget.key), int(budget.first_row), budget.layer, budget.elastic) == (FULL, 0, 0, None)
+    budget.set_numbers(0.5, 2)
+    assert (float(budget.tau), int(budget.cap)) == (0.5, 2)
+    with pytest.raises(ValueError, match="cap must be at most 3, the room of TopK"):
+        budget.set_numbers(0.5, 4)
+    assert (float(budget.tau), int(budget.cap)) == (0.5, 2)
+
+
 def test_any_number_is_taken_and_bad_ones_are_refused() -> None:
     router = make(selection=TopK(3))
     router.tau, router.cap = np.float32(0.5), torch.tensor(2)
