@@ -118,8 +118,7 @@ if __name__ == "__main__":
     said = {
         "gate 16": gate(16, False),
         "gate 32, diagonal": gate(32, True),
-        "gate 16, elastic": gate(16, False, elastic=1),
-        "gate 16, numbers per sequence": gate(16, False, per_row=True),
+        "gate 16, drawn budgets, numbers per sequence": gate(16, False, elastic=1, per_row=True),
         "up, SwiGLU": up(True, True),
         "up, GELU, width 200": up(False, True, 200),
     }

@@ -154,7 +154,7 @@ def test_load_study(folder: Path) -> None:
     assert spec.loader is not None
     benchmark = sys.modules["serve_benchmark"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
-    result = benchmark.study(folder, seconds=4, clients=8, options=[])
+    result = benchmark.study(folder, seconds=2, clients=8, options=[])
     assert result["problems"] == []
     rows = result["rows"]
     assert rows[1]["answers"] > 8

@@ -6,6 +6,7 @@ import json
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from grmoe.model import preset
 from grmoe.runs.config import TrainConfig
 from grmoe.studies import elastic
 from grmoe.studies.elastic import RECIPES, Plan, Recipe, Row, StudyError, settings_of, summary, table
+from grmoe.train.loop import train
 
 MODEL = {
     "preset": None, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -65,7 +67,34 @@ def test_differences_are_paired_by_seed_with_the_full_budget() -> None:
 
 
 def test_jobs_are_trained_measured_kept_and_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the command line, with real training."""
+    """From the command line, with real training, but in this process: starting two more takes ten seconds."""
+
+    really = subprocess.run
+
+    def in_process(command: list[str], **options: Any) -> Any:
+        if command[1:4] != ["-m", "grmoe", "train"]:
+            return really(command, **options)
+        train(load(TrainConfig, Path(command[4]), command[5:-1]))
+        return subprocess.CompletedProcess(command, 0)
+
+    class Serial:
+        def __init__(self, count: int) -> None:
+            self.map = map
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    class Here:
+        exitcode = 0
+
+        def __init__(self, target: Any, args: Any) -> None:
+            self.start, self.join = (lambda: target(*args)), lambda: None
+
+    monkeypatch.setattr(elastic, "ThreadPoolExecutor", Serial)  # signals are handled in the main thread alone
+    monkeypatch.setattr(elastic.subprocess, "run", in_process)
+    monkeypatch.setattr(elastic, "get_context", lambda kind: SimpleNamespace(Process=Here))
     data, kept = prepare_corpus(tmp_path), row("one", 0, "top-1", 9.0)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "one-0.json").write_text(json.dumps([asdict(kept)]))  # of an earlier start
