@@ -18,7 +18,7 @@ KERNELS = pytest.param(
 
 
 def random_selection(T: int, N: int, most: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Between zero and `most` experts a token, uneven over experts."""
+    """Between zero and `most` experts per token, uneven over experts."""
     g = torch.Generator().manual_seed(seed)
     skew = torch.rand(N, generator=g) ** 3
     score = torch.rand(T, N, generator=g) * skew

@@ -116,7 +116,7 @@ def test_budgets_of_the_gate(elastic: int, monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(a, b), (name, (a.float() - b.float()).abs().max().item())
 
 
-UPS = [  # tokens, width, experts, expert width, experts a token; activation; pre-activations too; precision
+UPS = [  # tokens, width, experts, expert width, experts per token; activation; pre-activations too; precision
     ((1000, 768, 8, 1536, 2), 1, True, BF16),
     ((1000, 768, 8, 1536, 2), 2, True, BF16),
     ((1000, 768, 8, 1536, 2), 1, False, FP16),

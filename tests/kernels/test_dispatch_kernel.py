@@ -18,7 +18,7 @@ FIELDS = ("token_A", "pair_A", "offset_N", "slot_TM", "weight_TM")
 
 
 def draw(T: int, N: int, most: int, seed: int, full: bool = False) -> tuple[Tensor, Tensor]:
-    """Weights and selection: none to `most` experts a token (`full`: exactly), uneven, some experts without any."""
+    """Weights and selection: none to `most` experts per token (`full`: exactly), uneven, some experts without any."""
     g = torch.Generator().manual_seed(seed)
     score = torch.rand(T, N, generator=g) * torch.rand(N, generator=g) ** 3
     count = torch.full((T, 1), most) if full else torch.randint(most + 1, (T, 1), generator=g)

@@ -30,7 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "shared_experts": 1,
     },
-    # Any number of experts a token, none included: a dispatch list with unused rows.
+    # Any number of experts per token, none included: a dispatch list with unused rows.
     "threshold, linear term": {
         "selection": "threshold",
         "selection_tau": 0.3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,3 +163,21 @@ def test_recipes_by_name_and_of_ones_own(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Plan(base=base, out=tmp_path, recipes=wrong)
+
+
+def test_a_folder_belongs_to_one_study(tmp_path: Path) -> None:
+    """A finished job is taken as it is, so it must have been of the same settings."""
+    base = from_dict(TrainConfig, {})
+    mine = Plan(base=base, out=tmp_path, recipes=("a: x=1",), seeds=1)
+    elastic._claim(mine)
+    elastic._claim(replace(mine, seeds=3, at_once=2, recipes=("b: x=2",)))  # more of the same study
+    elastic._claim(mine)
+    for other in (
+        {"recipes": ("a: x=2",)},
+        {"recipes": ("b: x=1",)},
+        {"base": from_dict(TrainConfig, {"steps": 7})},
+        {"texts": ("other.txt",)},
+        {"tokens": 512},
+    ):
+        with pytest.raises(ValueError, match="holds a study with other settings; give another folder"):
+            elastic._claim(replace(mine, **other))  # type: ignore[arg-type]

@@ -29,15 +29,12 @@ from grmoe.probe.windows import read_texts
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.open import open_model
 from grmoe.studies.intervals import out_of, plus_minus, student
+from grmoe.studies.quality import StudyError
 from grmoe.tables import Table
 from grmoe.terminal import Progress, Steps, silent
 
 TAUS = (0.3, 0.5, 0.7)  # of the mass rule at the trained α, between the top-k
 LOG_LINES = 5  # of a failed training that are shown
-
-
-class StudyError(RuntimeError):
-    """A job failed. The message says which, and shows its last lines."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +154,7 @@ class Result:
 def run(plan: Plan, progress: Progress = silent) -> Result:
     """Train and measure every job that has no results yet. When one fails, the others finish first."""
     plan.out.mkdir(parents=True, exist_ok=True)
+    _claim(plan)
     write_file(plan.out / "base.yaml", to_yaml(plan.base).encode())
     jobs = [(recipe, plan.first_seed + i) for i in range(plan.seeds) for recipe in plan.found]
     steps = Steps(progress, len(jobs))
@@ -172,6 +170,26 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     if failures:
         raise StudyError("\n".join(failures))
     return Result(plan, rows)
+
+
+def _claim(plan: Plan) -> None:
+    """Refuse a folder with jobs of another study: their numbers would be taken for this one's."""
+    place = plan.out / "study.json"
+    mine: dict[str, Any] = {
+        "settings": to_yaml(plan.base),
+        "texts": list(plan.texts),
+        "tokens": plan.tokens,
+        "recipes": {name: list(recipe.settings) for name, recipe in plan.found.items()},
+    }
+    if place.is_file():
+        before = json.loads(place.read_text(encoding="utf-8"))
+        both = before["recipes"].keys() & mine["recipes"].keys()
+        same = all(before[key] == mine[key] for key in ("settings", "texts", "tokens")) and all(
+            before["recipes"][name] == list(plan.found[name].settings) for name in both
+        )
+        checks.require(same, f"{plan.out} holds a study with other settings; give another folder (--out)")
+        mine["recipes"] = before["recipes"] | mine["recipes"]
+    write_file(place, json.dumps(mine, indent=1).encode())
 
 
 def _attempt(plan: Plan, recipe: str, seed: int) -> list[Row] | str:
