@@ -14,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 from grmoe.checks import require
 from grmoe.data import TokenDataset
 from grmoe.hardware import peak_flops
-from grmoe.model import Cost, GrmoeForCausalLM, count
+from grmoe.model import Cost, GrmoeConfig, GrmoeForCausalLM, count
 from grmoe.optim import GrassmannAdam, split_parameters
 from grmoe.parallel.build import build_model
 from grmoe.parallel.shard import split_by_mesh
@@ -93,10 +93,22 @@ def build_trainer(config: TrainConfig, world: World) -> Trainer:
         length <= model_config.max_position_embeddings,
         f"data.sequence_length must be at most the model's {model_config.max_position_embeddings}, got {length}",
     )
-    rows, micro_rows = _divide_batch(config, world)
+    rows, _ = _divide_batch(config, world)
     # Raises now, and not after minutes of building, if the data is too short for one batch.
     data.batches(rows, length, config.seed, world.rank, world.size)
+    return assemble_trainer(config, world, model_config, length, data, validation)
 
+
+def assemble_trainer(
+    config: TrainConfig,
+    world: World,
+    model_config: GrmoeConfig,
+    length: int,
+    data: TokenDataset,
+    validation: TokenDataset,
+) -> Trainer:
+    """Build the model and all that trains it. `config` is resolved."""
+    rows, micro_rows = _divide_batch(config, world)
     torch.manual_seed(config.seed)
     model = build_model(model_config, world, bf16=uses_bf16(config, world)).train()
     if config.alpha.schedule == "learned":
