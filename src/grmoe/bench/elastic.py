@@ -39,10 +39,7 @@ from grmoe.train.setup import Trainer, assemble_trainer
 from grmoe.train.step import InFlightStep, resolve, train_step
 
 OFF, ELASTIC, FULL = "off", "elastic", "elastic, full budgets"
-FACTS = {
-    "tokens/s": ",.0f", "MFU %": ".1f", "experts": ".3f", "first loss": ".3f", "last loss": ".3f", "graphs": "g",
-    "waits": "g",
-}  # fmt: skip
+FACTS = {"tokens/s": ",.0f", "MFU %": ".1f", "experts": ".3f", "graphs": "g", "waits": "g"}
 BATCHES = 4  # of random tokens, in turns
 # (τ, share of the room that is the cap, α)
 TURNS = ((1.0, 1.0, 1.0), (0.3, 1.0, 1.0), (0.6, 1.0, 1.0), (1.0, 0.5, 1.0), (1.0, 1.0, 3.0), (0.6, 1.0, 0.5))
@@ -122,21 +119,21 @@ def run(
     (shape,) = plan.shapes
     listed, training = contenders(shape, plan.device, plan.dtype, elastic, compiled)
     plan.out.mkdir(parents=True, exist_ok=True)
-    report = Steps(progress, plan.rounds * len(listed) + 2)
+    report = Steps(progress, plan.rounds * len(listed) + 2 * compiled)
     rounds = measure(listed, plan.device, plan.rounds, steps, False, report)
     rows = next(rounds)  # everything is built and compiled here
     result = plan.benchmark.compare(shape, rows)
+    plan.write([result])
     with counted() as later:
         for rows in rounds:
             result = plan.benchmark.compare(shape, rows)
             plan.write([result])
-    if all(row.failure is None for row in rows):
-        turned = {"later rounds": asdict(later)}
+    if compiled and all(row.failure is None for row in rows):
+        turned = result.extra["turning"] = {"random budgets, later rounds": asdict(later)}
         for name, turn in (("training", turn_training), ("prefill", turn_prefill)):
-            turned[name] = turn(training(True), compiled)
+            turned[name] = turn(training(True))
+            plan.write([result])
             report(f"turning the budget in {name}")
-        result.extra["turning"] = turned
-    plan.write([result])
     return [result]
 
 
@@ -196,18 +193,18 @@ def train_config(
 # -- turning the budget ----------------------------------------------------------------------------------------
 
 
-def turn_training(training: Training, compiled: bool) -> dict[str, Any]:
+def turn_training(training: Training) -> dict[str, Any]:
     """Training steps with the full budget at every one of TURNS."""
     return _turn(training, lambda: training.step(1.0))
 
 
-def turn_prefill(training: Training, compiled: bool) -> dict[str, Any]:
+def turn_prefill(training: Training) -> dict[str, Any]:
     """The logits of the last position of a batch, at every one of TURNS, from the model in eval mode."""
     trainer = training.trainer
     device = trainer.world.device
     model = trainer.model.eval()
     mode = "reduce-overhead" if device.type == "cuda" else "default"
-    forward = torch.compile(model, dynamic=False, mode=mode) if compiled else model
+    forward = torch.compile(model, dynamic=False, mode=mode)
     ids_BS = training.batches[0][:, :-1].to(device)
 
     def prefill() -> object:
@@ -221,7 +218,7 @@ def turn_prefill(training: Training, compiled: bool) -> dict[str, Any]:
 
 
 def _turn(training: Training, call: Callable[[], object]) -> dict[str, Any]:
-    """Call at every one of TURNS; the first call may still compile and capture, the others are counted."""
+    """Call at every one of TURNS. Calls before that compile and capture, and are not counted."""
     model, settings = training.trainer.model, []
     found = routers(model)
     room = found[0].budget.room
@@ -259,14 +256,15 @@ def compare(shape: ModelShape, rows: list[Row], peak: float | None) -> Result:
 
 
 def lines(result: Result) -> list[str]:
+    """Compilations and captures, in words."""
+    if "turning" not in result.extra:
+        return ["Not compiled, or a contender failed: nothing was counted while the budget turned."]
     written = []
-    for name, found in result.extra.get("turning", {}).items():
+    for name, found in result.extra["turning"].items():
         experts = [each["experts_per_token"] for each in found.get("settings", [])]
-        spread = (
-            f" at {len(experts)} budgets of {min(experts):.2f} to {max(experts):.2f} experts"
-            if experts
-            else ""
-        )
+        spread = ""
+        if experts:
+            spread = f", {len(experts)} budgets of {min(experts):.2f} to {max(experts):.2f} experts"
         counts = f"{found['recompiles']} recompiles, {found['captures']} graph captures"
-        written.append(f"Turning the budget, {name}{spread}: {counts}.")
+        written.append(f"{name}{spread}: {counts}")
     return written
