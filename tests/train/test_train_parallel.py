@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_same
-from processes import Processes, full_state_dict
+from processes import Processes, full_state_dict, run_command
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from grmoe.cli import app, main
+from grmoe.cli import app
 from grmoe.config import to_yaml
 from grmoe.parallel.world import start, stop
 from grmoe.runs.config import TrainConfig
@@ -236,11 +236,7 @@ def test_background_checkpoints_change_nothing(
 
 
 def _command(folder: Path, arguments: list[str]) -> None:
-    with (folder / f"said-{os.environ['RANK']}.txt").open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.argv = ["grmoe", *arguments]
-    main()
+    run_command(folder / f"said-{os.environ['RANK']}.txt", arguments)
 
 
 def test_torchrun(settings: Settings, tmp_path: Path) -> None:
