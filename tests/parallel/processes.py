@@ -89,9 +89,9 @@ class Processes:
 class Command:
     """`grmoe` with these arguments in a process of its own, without the seconds that its imports take."""
 
-    def __init__(self, said: Path, *arguments: str) -> None:
+    def __init__(self, said: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
         self.said = said
-        self.processes = Processes(1, run_command, said, list(arguments))
+        self.processes = Processes(1, run_command, said, list(arguments), environment)
         [self.process] = self.processes.processes
 
     def wait_for(self, text: str) -> None:
@@ -113,9 +113,10 @@ class Command:
         self.processes.kill()
 
 
-def run_command(said: Path, arguments: list[str]) -> None:
-    """`grmoe` with these arguments in this process. What it writes to either stream goes to a file."""
-    with said.open("w") as file:
+def run_command(said: Path, arguments: list[str], environment: dict[str, str] | None = None) -> None:
+    """`grmoe` with these arguments in this process. What it writes to either stream is added to a file."""
+    os.environ.update(environment or {})
+    with said.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.argv = ["grmoe", *arguments]

@@ -74,6 +74,7 @@ def grmoe_train(
     """(exit status, lines but for progress) of `grmoe train` as a process of its own, with a fault before a step."""
     path, said = (Path(config.out).with_suffix(suffix) for suffix in (".yaml", ".txt"))
     path.write_text(to_yaml(config))
+    said.unlink(missing_ok=True)
     [status] = Processes(1, _command, said, ["train", str(path), *arguments], fault, step).join()
     assert status is not None
     return status, [line for line in said.read_text().splitlines() if not line.startswith("step ")]
