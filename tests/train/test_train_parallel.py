@@ -241,7 +241,7 @@ def _command(folder: Path, arguments: list[str]) -> None:
 
 def test_torchrun(settings: Settings, tmp_path: Path) -> None:
     """As people start it; stopped by SIGTERM to torchrun, which passes it on, and resumed to the end."""
-    config = settings(steps=60, log={"every": 1}, parallel=KINDS["fsdp"])
+    config = settings(steps=40, log={"every": 1}, parallel=KINDS["fsdp"])
     path = tmp_path / "run.yaml"
     path.write_text(to_yaml(config))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -263,13 +263,13 @@ def test_torchrun(settings: Settings, tmp_path: Path) -> None:
     assert said.count("SIGTERM: stopped after step") == 1, "".join(seen) + said
     assert f"Continue with: grmoe train --resume out={config.out}" in said
     [kept] = checkpoints_of(Path(config.out), config).all()
-    assert 3 <= kept.step < 60
+    assert 3 <= kept.step < 40
     assert kept.meta["processes"] == 2
 
     # The same command by processes that need not import everything again.
     assert Processes(2, _command, tmp_path, ["train", "--resume", f"out={config.out}"]).join() == [0, 0]
-    assert list(losses(config)) == list(range(1, 61))
+    assert list(losses(config)) == list(range(1, 41))
     first, second = ((tmp_path / f"said-{rank}.txt").read_text() for rank in range(2))
     assert "Validation perplexity" in first
-    assert "step 60:" in first
+    assert "step 40:" in first
     assert second == ""  # one speaks
