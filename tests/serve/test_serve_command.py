@@ -177,8 +177,12 @@ def test_load_study(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     benchmark = sys.modules["serve_benchmark"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
     monkeypatch.setattr(benchmark, "subprocess", SimpleNamespace(Popen=Forked))
-    monkeypatch.setattr(benchmark, "PROMPTS", benchmark.PROMPTS[:4])  # each is answered offline at every α first
-    Processes(1, os.getpid).answers()  # starts the process that forks, so the study does not find it left over
+    monkeypatch.setattr(
+        benchmark, "PROMPTS", benchmark.PROMPTS[:4]
+    )  # each is answered offline at every α first
+    Processes(
+        1, os.getpid
+    ).answers()  # starts the process that forks, so the study does not find it left over
     result = benchmark.study(folder, seconds=2, clients=8, options=[])
     assert result["problems"] == []
     rows = result["rows"]
