@@ -177,12 +177,11 @@ def test_load_study(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     benchmark = sys.modules["serve_benchmark"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
     monkeypatch.setattr(benchmark, "subprocess", SimpleNamespace(Popen=Forked))
-    monkeypatch.setattr(
-        benchmark, "PROMPTS", benchmark.PROMPTS[:4]
-    )  # each is answered offline at every α first
-    Processes(
-        1, os.getpid
-    ).answers()  # starts the process that forks, so the study does not find it left over
+    # Few prompts, because each is answered offline at every α first. Short answers: many requests in a second.
+    monkeypatch.setattr(benchmark, "PROMPTS", benchmark.PROMPTS[:4])
+    monkeypatch.setattr(benchmark, "LENGTHS", (4, 8, 16))
+    # Starts the process that forks, so the study does not find it left over.
+    Processes(1, os.getpid).answers()
     result = benchmark.study(folder, seconds=2, clients=8, options=[])
     assert result["problems"] == []
     rows = result["rows"]
