@@ -1,7 +1,8 @@
-"""What every test shares: one thread, and property tests that draw the same examples on every run."""
+"""What every test shares: one thread, property tests that draw the same examples on every run, little to collect."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -17,6 +18,16 @@ if importlib.util.find_spec("triton") is not None and not torch.cuda.is_availabl
 
 settings.register_profile("grmoe", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("grmoe")
+
+
+def pytest_sessionstart() -> None:
+    """Imports and collected tests stay until the end. Looking for garbage among them takes seconds."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

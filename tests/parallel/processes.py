@@ -6,9 +6,12 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from grmoe.cli import main
 from grmoe.parallel.world import ParallelConfig, World, start, stop
 
 SECONDS = 60.0  # nothing here takes more than a few; two processes that wait for each other take forever
@@ -80,6 +84,43 @@ class Processes:
         for process in self.processes:
             process.kill()
             process.join()
+
+
+class Command:
+    """`grmoe` with these arguments in a process of its own, without the seconds that its imports take."""
+
+    def __init__(self, said: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        self.said = said
+        self.processes = Processes(1, run_command, said, list(arguments), environment)
+        [self.process] = self.processes.processes
+
+    def wait_for(self, text: str) -> None:
+        """Until it has said this."""
+        while True:
+            alive = self.process.is_alive()
+            if self.said.exists() and text in self.said.read_text():
+                return
+            assert alive, self.said.read_text()
+            time.sleep(0.002)
+
+    def wait(self) -> int:
+        """Its exit status."""
+        [status] = self.processes.join()
+        assert status is not None, f"it did not end: {self.said.read_text()}"
+        return status
+
+    def kill(self) -> None:
+        self.processes.kill()
+
+
+def run_command(said: Path, arguments: list[str], environment: dict[str, str] | None = None) -> None:
+    """`grmoe` with these arguments in this process. What it writes to either stream is added to a file."""
+    os.environ.update(environment or {})
+    with said.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = ["grmoe", *arguments]
+    main()
 
 
 def _process(

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import errno
 import math
-import os
+import multiprocessing
 import random
 import resource
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import Processes
 
 from grmoe.runs import checkpoint as checkpoint_module
 from grmoe.runs.checkpoint import META, TEMPORARY, CheckpointError, Checkpoints
@@ -212,34 +211,27 @@ def test_damage_is_named(tmp_path: Path) -> None:
         checkpoints.load(saved, state(0.0))
 
 
-WRITER = """
-import sys, torch
-from pathlib import Path
-from grmoe.runs.checkpoint import Checkpoints
-checkpoints = Checkpoints(Path(sys.argv[1]), keep_last=2)
-print("ready", flush=True)
-latest = checkpoints.latest()
-step = latest.step if latest else 0
-while True:
-    step += 1
-    checkpoints.save(step, {"weight": torch.full((256, 256), float(step))})
-"""
+def _save_forever(folder: Path, ready: Connection) -> None:
+    checkpoints = Checkpoints(folder, keep_last=2)
+    ready.send("ready")
+    latest = checkpoints.latest()
+    step = latest.step if latest else 0
+    while True:
+        step += 1
+        checkpoints.save(step, {"weight": torch.full((256, 256), float(step))})
 
 
 def test_killed_at_any_moment_the_latest_is_whole(tmp_path: Path) -> None:
     """Four times SIGKILL at a random moment of a loop that does nothing but save."""
     rng = random.Random(0)
     checkpoints, before = Checkpoints(tmp_path, keep_last=2), 0
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for _ in range(4):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, env=environment
-        )
-        assert writer.stdout is not None
-        writer.stdout.readline()
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        writer = Processes(1, _save_forever, tmp_path, theirs)
+        theirs.close()
+        ours.recv()
         time.sleep(0.05 + 0.3 * rng.random())
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
+        writer.kill()
         latest = checkpoints.latest()
         step = 0 if latest is None else latest.step
         assert step >= before

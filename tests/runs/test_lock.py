@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from comparing import assert_same
-from processes import Processes
+from processes import Command, Processes
 from typer.testing import CliRunner
 
 from grmoe.cli import app
@@ -27,49 +25,41 @@ ALONE = World(0, 1, 0, torch.device("cpu"), None)
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[TrainConfig], subprocess.Popen[str]]]:
-    begun: list[subprocess.Popen[str]] = []
+def start() -> Iterator[Callable[[TrainConfig], Command]]:
+    begun: list[Command] = []
 
-    def run(config: TrainConfig) -> subprocess.Popen[str]:
-        path = Path(config.out).with_suffix(".yaml")
-        path.write_text(to_yaml(config))
-        command = [sys.executable, "-m", "grmoe", "train", str(path)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        begun.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment))
+    def run(config: TrainConfig) -> Command:
+        settings, said = (Path(config.out).with_suffix(suffix) for suffix in (".yaml", ".txt"))
+        settings.write_text(to_yaml(config))
+        begun.append(Command(said, "train", str(settings)))
         return begun[-1]
 
     yield run
-    for process in begun:
-        process.kill()
-        process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
+    for command in begun:
+        command.kill()
 
 
 def test_a_second_training_is_stopped_and_a_killed_one_goes_on(
-    settings: Settings, start: Callable[[TrainConfig], subprocess.Popen[str]]
+    settings: Settings, start: Callable[[TrainConfig], Command]
 ) -> None:
     options = {"steps": 60, "log": {"every": 1}, "checkpoint": {"every": 3, "keep_last": 100}}
     straight, config = settings("straight", **options), settings(**options)
     train(straight)
     first = start(config)
-    assert first.stderr is not None
-    for line in first.stderr:
-        if line.startswith("step 5:"):
-            break
-    first.send_signal(signal.SIGSTOP)  # it holds the folder as long as this takes
+    first.wait_for("\nstep 5:")
+    assert first.process.pid is not None
+    os.kill(first.process.pid, signal.SIGSTOP)  # it holds the folder as long as this takes
     folder = Path(config.out)
     before = {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
     for more in ([], ["--resume"]):
         second = CliRunner().invoke(app, ["train", str(folder.with_suffix(".yaml")), *more])
         assert second.exit_code == 2
         said = " ".join(second.output.split())
-        assert f"error: {folder} is being trained by process {first.pid} on " in said
+        assert f"error: {folder} is being trained by process {first.process.pid} on " in said
         assert "another folder (out=…)" in said
         assert "Traceback" not in said
     assert {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()} == before
     first.kill()
-    first.wait()
     resumed = CliRunner().invoke(app, ["train", str(folder.with_suffix(".yaml")), "--resume"])
     assert resumed.exit_code == 0, resumed.output
     assert_same(config, straight, steps=[60])

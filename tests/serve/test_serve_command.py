@@ -14,9 +14,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
+from processes import Command, Processes
 from small_model import make_model, make_tokenizer, offline, options
 from typer.testing import CliRunner
 
@@ -146,7 +149,26 @@ def test_a_signal_lets_answers_finish(folder: Path, tmp_path: Path) -> None:
         assert again.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) != 0
 
 
-def test_load_study(folder: Path) -> None:
+class Forked:
+    """`subprocess.Popen` of `python -m grmoe …`, without the seconds that its imports take."""
+
+    def __init__(self, command: list[str], stderr: Any, env: dict[str, str]) -> None:
+        assert command[1:3] == ["-m", "grmoe"]
+        self.command = Command(Path(stderr.name), *command[3:], environment=env)
+        self.kill = self.command.kill
+
+    def poll(self) -> int | None:
+        return self.command.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self.command.process.pid is not None
+        os.kill(self.command.process.pid, number)
+
+    def wait(self, timeout: float) -> int:
+        return self.command.wait()
+
+
+def test_load_study(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """benchmarks/serve.py in small: concurrent clients at three α, bad requests, kill -9 and a restart."""
     path = Path(__file__).parents[2] / "benchmarks" / "serve.py"
     spec = importlib.util.spec_from_file_location("serve_benchmark", path)
@@ -154,6 +176,12 @@ def test_load_study(folder: Path) -> None:
     assert spec.loader is not None
     benchmark = sys.modules["serve_benchmark"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
+    monkeypatch.setattr(benchmark, "subprocess", SimpleNamespace(Popen=Forked))
+    # Few prompts, because each is answered offline at every α first. Short answers: many requests in a second.
+    monkeypatch.setattr(benchmark, "PROMPTS", benchmark.PROMPTS[:4])
+    monkeypatch.setattr(benchmark, "LENGTHS", (4, 8, 16))
+    # Starts the process that forks, so the study does not find it left over.
+    Processes(1, os.getpid).answers()
     result = benchmark.study(folder, seconds=2, clients=8, options=[])
     assert result["problems"] == []
     rows = result["rows"]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from processes import Command
 from typer.testing import CliRunner
 
 from grmoe.cli import app
 from grmoe.config import to_yaml
 from grmoe.runs.config import TrainConfig
+from grmoe.studies import quality
 from grmoe.studies.quality import Plan, Run, StudyError, read_run, rows, table
 
 Settings = Callable[..., TrainConfig]
@@ -70,7 +75,17 @@ def test_an_unknown_method_is_refused_before_anything_is_trained(settings: Setti
         Plan(base=settings(), out=tmp_path / "study", methods=("grmoe", "magic"))
 
 
-def test_a_study_and_the_same_again(settings: Settings, tmp_path: Path) -> None:
+def run_forked(command: list[str], stdout: Any, stderr: int, check: bool) -> Any:
+    """`subprocess.run` of `python -m grmoe …`, without the seconds that its imports take."""
+    assert command[1:3] == ["-m", "grmoe"]
+    assert stderr == subprocess.STDOUT
+    return subprocess.CompletedProcess(command, Command(Path(stdout.name), *command[3:]).wait())
+
+
+def test_a_study_and_the_same_again(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "subprocess", SimpleNamespace(run=run_forked, STDOUT=subprocess.STDOUT))
     base = settings(steps=2)
     path, out = tmp_path / "base.yaml", tmp_path / "study"
     path.write_text(to_yaml(base))

@@ -14,7 +14,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,12 +25,11 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_same, state_of
-from processes import Processes
+from processes import Processes, run_command
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from grmoe.cli import main
 from grmoe.config import to_yaml
 from grmoe.runs import checkpoint
 from grmoe.runs.checkpoint import CheckpointError, Checkpoints
@@ -65,13 +63,9 @@ def kept(config: TrainConfig) -> list[int]:
 
 
 def _command(said: Path, arguments: list[str], fault: Fault | None, step: int) -> None:
-    with said.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
     if fault is not None:
         at_step(step, fault)
-    sys.argv = ["grmoe", *arguments]
-    main()
+    run_command(said, arguments)
 
 
 def grmoe_train(
@@ -80,6 +74,7 @@ def grmoe_train(
     """(exit status, lines but for progress) of `grmoe train` as a process of its own, with a fault before a step."""
     path, said = (Path(config.out).with_suffix(suffix) for suffix in (".yaml", ".txt"))
     path.write_text(to_yaml(config))
+    said.unlink(missing_ok=True)
     [status] = Processes(1, _command, said, ["train", str(path), *arguments], fault, step).join()
     assert status is not None
     return status, [line for line in said.read_text().splitlines() if not line.startswith("step ")]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from processes import Command
 from typer.testing import CliRunner
 
 from grmoe.cli import app
@@ -32,12 +31,8 @@ def written(config: TrainConfig) -> str:
     return str(path)
 
 
-def grmoe(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "grmoe", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
-    )
+def start_training(config: TrainConfig, *arguments: str) -> Command:
+    return Command(Path(config.out).with_suffix(".txt"), "train", written(config), *arguments)
 
 
 def test_show_prints_a_file_one_could_use() -> None:
@@ -131,14 +126,12 @@ def test_mistakes_are_one_line(settings: Settings, arguments: list[str], message
 
 def test_a_signal_ends_with_a_checkpoint_and_how_to_go_on(settings: Settings) -> None:
     config = settings(steps=100_000, log={"every": 1}, optim={"warmup": 10})
-    process = grmoe("train", written(config))
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("step 3"):
-            break
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
+    training = start_training(config)
+    training.wait_for("\nstep 3:")
+    assert training.process.pid is not None
+    os.kill(training.process.pid, signal.SIGINT)
+    assert training.wait() == 128 + signal.SIGINT
+    said = training.said.read_text()
     assert "SIGINT: stopped after step" in said
     assert f"grmoe train --resume out={config.out}" in said.replace("\n", "")
     assert "Traceback" not in said
@@ -147,16 +140,15 @@ def test_a_signal_ends_with_a_checkpoint_and_how_to_go_on(settings: Settings) ->
 def test_killed_and_resumed_is_straight_to_the_bit(settings: Settings) -> None:
     """Twenty steps, against kill -9 after ten or a few more and the rest."""
     straight = settings("straight", log={"every": 1})
-    assert grmoe("train", written(straight)).wait() == 0
+    assert start_training(straight).wait() == 0
     broken = settings("broken", log={"every": 1}, checkpoint={"every": 10})
-    process = grmoe("train", written(broken))
+    training = start_training(broken)
     checkpoint = Path(broken.out) / "checkpoints" / "step-00000010"
     while not checkpoint.exists():
-        assert process.poll() is None
+        assert training.process.is_alive()
         time.sleep(0.002)
-    process.kill()
-    process.wait()
+    training.kill()
     assert not (checkpoint.parent / "step-00000020").exists(), "killed too late to show anything"
-    assert grmoe("train", written(broken), "--resume").wait() == 0
+    assert start_training(broken, "--resume").wait() == 0
     a, b = (open_model(Path(c.out), "last").model.state_dict() for c in (straight, broken))
     assert all(torch.equal(a[name], b[name]) for name in a)
