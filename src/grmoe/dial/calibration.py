@@ -22,6 +22,7 @@ from grmoe.dial.results import (
     Result,
     SensitivityResult,
 )
+from grmoe.dial.saved import Book, Saved
 from grmoe.dial.search import ALPHAS, expected, search
 from grmoe.dial.setting import apply, check_router, mass
 from grmoe.dial.speed import ROUNDS, Speed, time_points
@@ -30,7 +31,7 @@ from grmoe.model import GrmoeConfig, GrmoeForCausalLM
 from grmoe.probe.losses import increase
 from grmoe.probe.windows import Text, read_texts
 from grmoe.runs.open import open_model
-from grmoe.terminal import Progress, Steps, silent
+from grmoe.terminal import Progress, Steps, note, silent
 
 _TABLE_TAU = 0.9  # of the α table, where the chosen setting has no τ
 _MAX_TIMED = 16  # frontier points that are timed
@@ -62,6 +63,9 @@ class Plan:
     """Of a run: "best", "last" or a step."""
     beside: Sequence[str | Path] = ()
     """Other models to compare with: along their own curves, or as trained."""
+    folder: Path | None = None
+    """Where measurements are kept as they are made. The same plan takes them up after an interruption, and `save`
+    removes them. Default: nowhere."""
 
 
 def run(plan: Plan, progress: Progress = silent) -> Result:
@@ -80,12 +84,17 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     timings = 2 if target.kind == "throughput" else 1  # a speed has to be measured before it can be asked for
     check_tokens(beside, text, plan.text, plan.length, plan.tokens)
     total = (
-        expected(len(model.config.moe_layers), cap) + REFINEMENTS + timings * (ROUNDS + 1) + 2 * len(others)
+        expected(len(model.config.moe_layers), cap) + REFINEMENTS + 2 * len(others)
         + len(round_budgets(cap)) * (1 + len(beside)) + len(beside)
     )  # fmt: skip
-    step = Steps(progress, total)
+    step = Steps(progress, total + timings * (ROUNDS + 1))
+    saved = Saved(plan.folder)
+    book, *checked_books = (saved.book(loaded, t) for t in (text, *others))
+    beside_books = [saved.book(other, text) for other in beside]
+    if saved.found:
+        note(f"{saved.found} of about {total} measurements were made before ({saved.path})")
 
-    meter = Meter(model, text, step)
+    meter = Meter(model, text, step, book)
     trained = meter.trained
     sensitivities = search(meter, cap, target.value if target.kind == "experts" else None)
     refine(target, meter)
@@ -101,15 +110,18 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
 
     measured = sorted(meter.points.values(), key=lambda p: p.experts_per_token)
     describe = _Describer(measured, trained, speeds or row_speeds)
-    checked = [_check(model, target, trained, chosen, other, step) for other in others]
+    checked = [
+        _check(model, target, trained, chosen, other, step, kept)
+        for other, kept in zip(others, checked_books, strict=True)
+    ]
     curve = build_curve(meter.points.values(), trained, chosen, cap, model.config.num_experts)
     budget = chosen_budget(curve, chosen)
     apply(model, trained.setting)
     use_curve(model, curve, None)
     own, *names = short_names(m.path for m in (loaded, *beside))
-    budgets = measure_budgets(own, loaded, trained.measured, text, cap, step)
-    for name, other in zip(names, beside, strict=True):
-        budgets += measure_budgets(name, other, None, text, step=step)
+    budgets = measure_budgets(own, loaded, trained.measured, text, cap, step, book)
+    for name, other, kept in zip(names, beside, beside_books, strict=True):
+        budgets += measure_budgets(name, other, None, text, step=step, book=kept)
     model.set_budget(budget)
     body = DialResults(
         target=target,
@@ -162,10 +174,11 @@ def _check(
     chosen: Point,
     text: Text,
     step: Callable[[str], None],
+    book: Book | None = None,
 ) -> Check:
     """Measure both settings on another text."""
     apply(model, trained.setting)
-    meter = Meter(model, text, step)
+    meter = Meter(model, text, step, book)
     base = meter.trained.measured
     measured = meter.measure(chosen.setting, chosen.family).measured
     change = increase(measured, base)
