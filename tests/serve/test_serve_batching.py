@@ -109,6 +109,7 @@ def test_four_budgets_at_once_equal_generate() -> None:
 
 def test_weights_apart_from_the_choice_are_computed_alone() -> None:
     assert not can_batch(make_model(weight_alpha=1.0))
+    assert not can_batch(make_model(budget_curve=CURVE, expert_norms=[[1.0] * 4] * 2))
 
 
 @pytest.mark.parametrize("batched", [True, False])
@@ -159,7 +160,7 @@ def test_one_budget_for_each_sequence(name: str) -> None:
     for row, n in enumerate(numbers):
         set_numbers([router], [(n,)])
         assert router.alpha_value.ndim == router.budget.tau.ndim == router.budget.cap.ndim == 0
-        assert (router.tau, router.alpha, router.cap) == n
+        assert (router.tau, router.alpha, router.cap) == n[:3]
         alone = router(x)  # the same shape: not a test of rounding
         for name_ in ("logits", "probs", "weights", "selected"):
             assert torch.equal(getattr(mixed, name_)[row], getattr(alone, name_)[row])

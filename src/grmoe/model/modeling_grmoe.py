@@ -175,8 +175,9 @@ def config_router(config: GrmoeConfig, number: int) -> Router:
     # α is stored in the configuration alone, because `from_pretrained(dir, alpha=2)` must have one answer.
     router.register_buffer("alpha_value", router.alpha_value, persistent=False)
     router.budget.layer = number
+    router.budget.set_norms(config.layer_norms[number])
     if selection is not None:
-        router.budget.set_numbers(numbers.tau, numbers.cap)
+        router.budget.set_numbers(numbers.tau, numbers.cap, numbers.by_norm)
     router.budget.set_weight_alpha(config.weight_alphas[number])
     # A router's constructor fills it, except on the meta device.
     for module in router.modules():
@@ -343,7 +344,9 @@ class GrmoePreTrainedModel(PreTrainedModel):
         self._use_config_numbers()
 
     def _use_config_numbers(self) -> None:
-        """τ, α and cap of every router as the configuration has them."""
+        """τ, α, cap and rank of every router as the configuration has them."""
+        for router, norms in zip(routers(self), self.config.layer_norms, strict=True):
+            router.budget.set_norms(norms)
         set_router_numbers(routers(self), config_policy(self.config), self.config.numbers)
 
     def routing_metrics(self) -> list[RoutingMetrics]:
@@ -416,8 +419,9 @@ class GrmoePreTrainedModel(PreTrainedModel):
 
     def initialize_weights(self) -> None:
         super().initialize_weights()
-        for router, weight_alpha in zip(routers(self), self.config.weight_alphas, strict=True):
-            router.budget.reset(weight_alpha)
+        given = zip(routers(self), self.config.weight_alphas, self.config.layer_norms, strict=True)
+        for router, weight_alpha, norms in given:
+            router.budget.reset(weight_alpha, norms)
             if isinstance(router, HashRouter):
                 router.check_seed()
         self._use_config_numbers()

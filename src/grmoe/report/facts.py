@@ -49,7 +49,7 @@ def _selection(config: GrmoeConfig) -> dict[str, Any]:
     "own": by a rule that looks at all tokens, such as Expert Choice. Gates alone do not tell which experts compute.
     """
     if config.budget is not None:
-        taus, _, caps = zip(*config.numbers, strict=True)
+        taus, _, caps, _ = zip(*config.numbers, strict=True)
         return {"kind": "mass", "tau": min(1.0, fmean(taus)), "k": max(caps)}
     kind, k = config.selection, config.num_experts_per_tok
     if config.router in OWN_CHOICE:

@@ -1,4 +1,4 @@
-"""A router's budget as data: τ, cap and the α of the weights, on the device.
+"""A router's budget as data: τ, cap, the α of the weights and the rank of experts, on the device.
 
 Changing one of these numbers recompiles nothing, and a captured CUDA graph sees the change. Each is a 0-d tensor, or
 one number per sequence with shape (B, 1, 1).
@@ -8,6 +8,7 @@ Legend: N experts, B sequences; `...` any leading dimensions of the tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -35,6 +36,8 @@ class Budget(nn.Module):
     tau: Tensor
     cap: Tensor
     weight_alpha: Tensor
+    by_norm: Tensor
+    log_norm_N: Tensor
     key: Tensor
     first_row: Tensor
 
@@ -44,11 +47,14 @@ class Budget(nn.Module):
         self.elastic: Elastic | None = None
         self.layer = 0
         self.weighs_apart = False
+        self.ranks_apart = False
         self._balances: Balances = "computed"
         tau, cap = numbers(policy, num_experts)
         self.register_buffer("tau", torch.tensor(tau), persistent=False)
         self.register_buffer("cap", torch.tensor(cap, dtype=torch.int32), persistent=False)
         self.register_buffer("weight_alpha", torch.tensor(1.0), persistent=False)
+        self.register_buffer("by_norm", torch.tensor(0.0), persistent=False)
+        self.register_buffer("log_norm_N", torch.zeros(num_experts), persistent=False)
         self.register_buffer("key", torch.tensor(FULL), persistent=False)
         self.register_buffer("first_row", torch.tensor(0), persistent=False)
         self.policy = policy
@@ -73,10 +79,12 @@ class Budget(nn.Module):
         self._fill("tau", tau)
         self._fill("cap", cap)
 
-    def reset(self, weight_alpha: float | None) -> None:
+    def reset(self, weight_alpha: float | None, norms: Sequence[float] | None = None) -> None:
         """Fill all numbers again: a model made on the meta device has none."""
         self.use(self.policy)
         self.set_weight_alpha(weight_alpha)
+        self.set_norms(norms)
+        self._fill("by_norm", 0.0)
         self.key.fill_(FULL)
         self.first_row.zero_()
 
@@ -98,18 +106,47 @@ class Budget(nn.Module):
         )
         self._fill("cap", cap)
 
-    def set_numbers(self, tau: float, cap: int) -> None:
-        """τ and cap together; τ may be `NO_LIMIT`. The caller has checked them for this policy."""
+    def set_numbers(self, tau: float, cap: int, by_norm: bool = False) -> None:
+        """τ and cap together; τ may be `NO_LIMIT`. The caller has checked them for this policy.
+
+        by_norm: rank experts by gate × norm (`set_norms`).
+        """
+        checks.require(
+            self.ranks_apart or not by_norm, "by_norm needs the norms of the experts: call set_norms"
+        )
         fits = cap <= self.room or type(self.policy) not in _BY_RANK
         checks.require(fits, f"cap must be at most {self.room}, the room of {self.policy}, got {cap}")
         self._fill("tau", tau)
         self._fill("cap", cap)
+        if self.ranks_apart:
+            self._fill("by_norm", float(by_norm))
 
     def set_weight_alpha(self, value: Any | None) -> None:
         """α of the combine weights; None: that of the choice, as in the paper."""
         self.weighs_apart = value is not None
         if value is not None:
             self._fill("weight_alpha", checks.alpha("weight_alpha", value))
+
+    def set_norms(self, norms: Sequence[float] | None) -> None:
+        """n_e, the mean output norm of each expert; None: experts are ranked by the gate alone.
+
+        With them, `by_norm` chooses experts by g_e·n_e / Σ g·n, the share of an expert in the layer's output if outputs
+        have their mean norms. τ is then a share of that. The weights stay those of the gate. The fused gate has no such
+        rank, so the gate runs in PyTorch.
+        """
+        self.ranks_apart = norms is not None
+        if norms is not None:
+            checks.require(
+                len(norms) == self.num_experts,
+                f"norms must be one for each of {self.num_experts} experts, got {len(norms)}",
+            )
+            self.log_norm_N.copy_(torch.tensor(norms).log())
+
+    def rank(self, logits: Tensor, probs: Tensor) -> Tensor:
+        """What experts are chosen by: the gate, or gate × norm as probabilities, softmax(ℓ + log n)."""
+        if not self.ranks_apart:
+            return probs
+        return torch.softmax(logits + self.by_norm * self.log_norm_N, dim=-1)
 
     def select(self, probs: Tensor, training: bool) -> Tensor:
         """Mask (..., N) of the experts computed."""

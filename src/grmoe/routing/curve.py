@@ -27,6 +27,8 @@ class LayerNumbers(NamedTuple):
     tau: float
     alpha: float
     cap: int
+    by_norm: bool = False
+    """Probable means: by gate × mean output norm of the expert (`Budget.set_norms`), not by the gate alone."""
 
 
 def curve_numbers(curve: Iterable[Mapping[str, Any]], budget: float, layers: int) -> list[LayerNumbers]:

@@ -74,7 +74,7 @@ def try_fused(
     pack: Callable[[GateOperands, Tensor], Tensor | None] | None,
 ) -> Routing | None:
     """`fused_gate`, or None where that is not possible. pack: returns a packed copy that is kept between calls."""
-    if not fuses(x, budget.policy, budget.num_experts):
+    if budget.ranks_apart or not fuses(x, budget.policy, budget.num_experts):
         return None
     # Numbers per sequence: for sequences (B, S, D), and without gradients.
     if _by_row(alpha, budget) and (x.ndim != 3 or torch.is_grad_enabled()):

@@ -70,9 +70,10 @@ class Sequence:
 def can_batch(model: GrmoeForCausalLM) -> bool:
     """Whether a sequence's routing is independent of the rest of the batch. With a capacity it is not.
 
-    Where the weights have an α of their own, a routing does not hold the gates that chose, so near ties do not show.
+    Where the weights have an α of their own or norms rank the experts, a routing does not hold the gates that chose, so
+    near ties do not show.
     """
-    if any(router.budget.weighs_apart for router in routers(model)):
+    if any(router.budget.weighs_apart or router.budget.ranks_apart for router in routers(model)):
         return False
     kinds = {type(router) for router in routers(model)}
     return all(kind.select is Router.select and kind.route is Router.route for kind in kinds)
@@ -222,12 +223,14 @@ def set_numbers(found: list[Router], numbers: list[tuple[LayerNumbers, ...]]) ->
     Where all sequences agree, the router gets one number: its kernels are made for that.
     """
     for layer, router in enumerate(found):
-        taus, alphas, caps = zip(*(sequence[layer] for sequence in numbers), strict=True)
+        taus, alphas, caps, by_norm = zip(*(sequence[layer] for sequence in numbers), strict=True)
         router.alpha_value = _by_sequence(router.alpha_value, alphas)
         if not isinstance(router.selection, TopK | Mass):  # one rule for all sequences
             continue
         router.budget.tau = _by_sequence(router.budget.tau, taus)
         router.budget.cap = _by_sequence(router.budget.cap, caps)
+        if router.budget.ranks_apart:
+            router.budget.by_norm = _by_sequence(router.budget.by_norm, by_norm)
 
 
 def _by_sequence(like: Tensor, values: tuple[float, ...]) -> Tensor:
