@@ -52,6 +52,10 @@ class NotingGates:
         self.tau_asked: list[tuple[tuple[float, ...], float]] = []
         self.alpha_asked: list[tuple[int, float, float]] = []
 
+    def times(self, norms: Any) -> NotingGates:
+        """Of gate × norm; its questions are not noted here."""
+        return NotingGates()
+
     def tau_for(self, alphas: Any, experts: float) -> float:
         self.tau_asked.append((tuple(alphas), experts))
         return (experts - 1) / 4 + 0.01 * alphas[0]

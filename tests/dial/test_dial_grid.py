@@ -7,6 +7,8 @@ import torch
 from made_up import NotingGates, SmoothMeter, point
 
 from grmoe.dial import search as search_module
+from grmoe.dial.meter import RULES
+from grmoe.dial.rules import expected_rules
 from grmoe.dial.search import (
     Option,
     Sensitivity,
@@ -25,6 +27,7 @@ from grmoe.dial.setting import Setting, mass, top_k
 def gates(monkeypatch: pytest.MonkeyPatch) -> NotingGates:
     kept = NotingGates()
     monkeypatch.setattr(search_module, "Gates", lambda *_: kept)
+    monkeypatch.setattr(search_module, "expert_norms", lambda *_: ((1.0, 2.0, 0.5, 1.0),))
     return kept
 
 
@@ -40,6 +43,7 @@ def test_the_grid_has_five_counts_between_one_and_the_cap(gates: NotingGates) ->
     assert [e for _, e in more] == pytest.approx([1.09, 1.48, 2.05, 2.65, 3.25])
     families = [p.family for p in meter.points.values()]
     assert [families.count(f) for f in ("trained", "top-k", "uniform", "per layer")] == [1, 4, 25, 0]
+    assert [families.count(f) for f in ("k per layer", "gate × norm")] == [0, 5]
     assert gates.alpha_asked == []
 
 
@@ -69,7 +73,9 @@ def test_the_number_announced_is_the_number_measured(
     )
     meter = SmoothMeter(layers)
     found = search(meter, 4, experts=2.2)
-    assert len(meter.points) == expected(layers, 4)
+    rules = [p for p in meter.points.values() if p.family in RULES]
+    assert len(meter.points) - len(rules) == expected(layers, 4) - expected_rules(layers, 4)
+    assert len(rules) <= expected_rules(layers, 4)  # tests/dial/test_dial_rules.py
     assert len(found) == 2
     assert len(gates.alpha_asked) == 2 * layers * 4
     families = [p.family for p in meter.points.values()]
@@ -99,6 +105,7 @@ def test_at_most_eight_top_ks() -> None:
     assert [_top_ks(cap) for cap in (2, 3, 8)] == [[1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8]]
     assert _top_ks(16) == [1, 2, 4, 6, 8, 10, 12, 14, 16]
     assert expected(2, 7) + 1 == expected(2, 8) == expected(2, 9) == expected(2, 64)
+    assert expected_rules(2, 7) == expected_rules(2, 64)
 
 
 def test_two_experts_are_enough_to_choose_from_and_the_first_layer_names_the_alpha(

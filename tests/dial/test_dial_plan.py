@@ -207,7 +207,7 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
         "read_texts": lambda sources, *_: texts[: len(sources)],
         "Meter": lambda *_: meter, "search": fake_search, "time_points": fake_times, "certify": lambda *_: [],
         "apply": lambda _, setting: applied.append(setting), "Steps": NotingSteps,
-        "use_curve": lambda _, curve, budget: used.append((curve, budget)),
+        "use_curve": lambda _, curve, budget, norms=None: used.append((curve, budget)),
         "_check": lambda m, t, trained, chosen, text, step, book: text.name,
         "Saved": lambda folder: SimpleNamespace(found=0, book=lambda *_: None),
     }  # fmt: skip

@@ -11,8 +11,8 @@ from grmoe import checks
 from grmoe.dial.beside import check_tokens, measure_budgets, round_budgets, short_names
 from grmoe.dial.certify import certify
 from grmoe.dial.curve import build_curve, chosen_budget, use_curve
-from grmoe.dial.frontier import dial_points, frontier, gains, top_k_points, uniform_points
-from grmoe.dial.meter import Meter, Point
+from grmoe.dial.frontier import dial_points, frontier, gains, rule_points, top_k_points, uniform_points
+from grmoe.dial.meter import RULES, Meter, Point
 from grmoe.dial.results import (
     AlphaRow,
     Calibration,
@@ -34,7 +34,7 @@ from grmoe.runs.open import open_model
 from grmoe.terminal import Progress, Steps, note, silent
 
 _TABLE_TAU = 0.9  # of the α table, where the chosen setting has no τ
-_MAX_TIMED = 16  # frontier points that are timed
+_MAX_TIMED, _MAX_RULE = 16, 3  # frontier points that are timed, and those of a rule beside τ and α
 # Figures of a `Measurement` that the results keep.
 _FIGURES = (
     "loss", "perplexity", "experts_per_token", "layer_experts", "entropy", "effective_experts_entropy",
@@ -117,7 +117,8 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     curve = build_curve(meter.points.values(), trained, chosen, cap, model.config.num_experts)
     budget = chosen_budget(curve, chosen)
     apply(model, trained.setting)
-    use_curve(model, curve, None)
+    norms = chosen.setting.norm_lists
+    use_curve(model, curve, None, norms)
     own, *names = short_names(m.path for m in (loaded, *beside))
     budgets = measure_budgets(own, loaded, trained.measured, text, cap, step, book)
     for name, other, kept in zip(names, beside, beside_books, strict=True):
@@ -132,6 +133,8 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
         points=[PointResult(**describe(p)) for p in measured],
         table=[AlphaRow(alpha=a, **describe(p) | {"speed": row_speeds[p]}) for a, p in rows.items()],
         per_layer_gains=gains(measured),
+        rule_gains={rule: gains(measured, rule) for rule in RULES},
+        expert_norms=norms,
         sensitivities=[SensitivityResult(s.base.setting.fields, s.layers) for s in sensitivities],
         certificates=certify(model, text),
         checks=checked,
@@ -154,10 +157,16 @@ def _cap(asked: int | None, config: GrmoeConfig) -> int:
 def _points_to_time(points: list[Point], trained: Point) -> list[Point]:
     """The frontiers, thinned evenly, and every top-k."""
     best = dict.fromkeys([*frontier(dial_points(points)), *frontier(uniform_points(points))])
-    ordered = sorted(best, key=lambda p: p.experts_per_token)
-    if len(ordered) > _MAX_TIMED:
-        ordered = [ordered[i * (len(ordered) - 1) // (_MAX_TIMED - 1)] for i in range(_MAX_TIMED)]
-    return [*ordered, *top_k_points(points, trained)]
+    ordered = _thinned(sorted(best, key=lambda p: p.experts_per_token), _MAX_TIMED)
+    rules = (_thinned(frontier(rule_points(points, rule)), _MAX_RULE) for rule in RULES)
+    return [*ordered, *top_k_points(points, trained), *(p for found in rules for p in found)]
+
+
+def _thinned(points: list[Point], most: int) -> list[Point]:
+    """At most this many, evenly, with both ends."""
+    if len(points) <= most:
+        return points
+    return [points[i * (len(points) - 1) // (most - 1)] for i in range(most)]
 
 
 def _alpha_rows(meter: Meter, chosen: Point, cap: int) -> dict[float, Point]:
@@ -201,6 +210,8 @@ class _Describer:
         self.trained, self.speeds = trained, speeds
         self.best = frontier(dial_points(points))
         self.best_uniform = frontier(uniform_points(points))
+        self.best_of_rule = [p for rule in RULES for p in frontier(rule_points(points, rule))]
+        self.best_of_all = frontier(points)
 
     def __call__(self, point: Point) -> dict[str, Any]:
         measured = point.measured
@@ -213,4 +224,6 @@ class _Describer:
             "speed": self.speeds.get(point),
             "on_frontier": point in self.best,
             "on_uniform_frontier": point in self.best_uniform,
+            "on_rule_frontier": point in self.best_of_rule,
+            "best": point in self.best_of_all,
         }

@@ -1,7 +1,8 @@
 """From measured points to the curve that `model.set_budget` follows (`grmoe.routing.curve`).
 
-The curve varies τ at the trained α, because turning α also changes the weights of the experts that are kept. It goes
-from one expert per token to all that the cap allows, and it has the chosen setting as a point.
+A curve has one rule, because no setting lies between two rules. Usually it varies τ at the trained α, because turning α
+also changes the weights of the experts that are kept. Where a k per layer or gate × norm was chosen, the curve is made
+of that rule. It goes from one expert per token to all that the cap allows, and has the chosen setting as a point.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ def build_curve(
         mass(trained.setting.alphas, 1.0, cap).alphas,
     )  # a mass setting is rounded
     family = [p for p in (*points, trained) if p.setting.alphas in alphas]
+    if chosen.setting.caps is not None:
+        return [_point(p, p.setting.point) for p in _nested(family, chosen)]
+    family = [p for p in family if p.setting.caps is None and p.setting.norms == chosen.setting.norms]
     found = {p: c for p in family if (c := _curve_point(p, cap, num_experts)) and c["cap"] == cap}
     top = max(p.experts_per_token for p in found)
-    if trained.experts_per_token > top and (end := _curve_point(trained, cap, num_experts)):
+    end = None if chosen.setting.norms else _curve_point(trained, cap, num_experts)
+    if trained.experts_per_token > top and end:
         found[trained] = end
     picked = _curve_point(chosen, cap, num_experts)
     if picked is not None:
@@ -49,18 +54,38 @@ def _curve_point(point: Point, cap: int, num_experts: int) -> dict[str, Any] | N
     setting = point.setting
     if setting.selection == "threshold":
         return None
-    tau, most = setting.tau, setting.cap
-    if tau is None:
-        tau = 1.0
-        if most == 1 < cap:  # one expert always holds this much, so the rule joins with the points above it
-            tau, most = float(f"{0.9 / num_experts:.4g}"), cap
-    return {
-        "experts_per_token": round(point.experts_per_token, 4),
-        "tau": tau,
-        "alpha": setting.fields["alpha"],
-        "cap": most,
-        "loss": round(point.loss, 6),
-    }
+    numbers = setting.point
+    if setting.tau is None and setting.cap == 1 < cap:
+        # One expert always holds this much, so the rule joins with the points above it.
+        numbers |= {"tau": float(f"{0.9 / num_experts:.4g}"), "cap": cap}
+    return _point(point, numbers)
+
+
+def _point(point: Point, numbers: dict[str, Any]) -> dict[str, Any]:
+    count, loss = round(point.experts_per_token, 4), round(point.loss, 6)
+    return {"experts_per_token": count, **numbers, "loss": loss}
+
+
+def _nested(points: Iterable[Point], chosen: Point) -> list[Point]:
+    """Top-k settings from the fewest experts to the most. No layer loses an expert on the way up."""
+
+    def caps(point: Point) -> tuple[int, ...]:
+        return point.setting.caps or (point.setting.cap,) * len(point.setting.alphas)
+
+    def grow(candidates: list[Point], up: bool) -> list[Point]:
+        chain = [chosen]
+        for p in candidates:
+            fewer, more = (caps(chain[-1]), caps(p)) if up else (caps(p), caps(chain[-1]))
+            if fewer != more and all(a <= b for a, b in zip(fewer, more, strict=True)):
+                chain.append(p)
+        return chain[1:]
+
+    plain = [p for p in points if p.setting.selection == "topk" and p.setting.norms is None]
+    ordered = sorted(plain, key=lambda p: (sum(caps(p)), p.loss))
+    below = grow(sorted(plain, key=lambda p: (-sum(caps(p)), p.loss)), up=False)
+    return _thinned(
+        [*reversed(below), chosen, *(above := grow(ordered, up=True))], {chosen, *below[-1:], *above[-1:]}
+    )
 
 
 def _thinned(points: list[Point], forced: set[Point]) -> list[Point]:
@@ -72,9 +97,14 @@ def _thinned(points: list[Point], forced: set[Point]) -> list[Point]:
     return [p for p in points if p in forced or p in free]
 
 
-def use_curve(model: GrmoeForCausalLM, curve: list[dict[str, Any]] | None, budget: float | None) -> None:
-    """Give a model a curve, or None, and set the budget."""
-    model.config.budget, model.config.budget_curve = None, curve
+def use_curve(
+    model: GrmoeForCausalLM,
+    curve: list[dict[str, Any]] | None,
+    budget: float | None,
+    norms: list[list[float]] | None = None,
+) -> None:
+    """Give a model a curve, or None, and set the budget. norms: the curve chooses experts by gate × norm."""
+    model.config.budget, model.config.budget_curve, model.config.expert_norms = None, curve, norms
     model.set_budget(budget)
 
 

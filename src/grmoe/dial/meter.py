@@ -12,7 +12,8 @@ from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.losses import Measurement, measure
 from grmoe.probe.windows import Text
 
-Family = Literal["trained", "top-k", "uniform", "per layer"]
+Family = Literal["trained", "top-k", "uniform", "per layer", "k per layer", "gate × norm"]
+RULES: tuple[Family, ...] = ("k per layer", "gate × norm")  # beside τ and α
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,9 @@ from typing import Literal
 
 from grmoe import checks
 from grmoe.dial.frontier import frontier
-from grmoe.dial.meter import Meter, Point
+from grmoe.dial.meter import Family, Meter, Point
 from grmoe.dial.search import between
+from grmoe.dial.setting import Setting
 from grmoe.probe.losses import increase
 
 REFINEMENTS = 6  # settings tried between the chosen point and those just beyond the target
@@ -88,7 +89,12 @@ def refine(target: Target, meter: Meter) -> None:
         fresh = next((s for s in halfway if s is not None and s not in meter.points), None)
         if fresh is None:
             return
-        meter.measure(fresh, "uniform" if fresh.uniform else "per layer")
+        meter.measure(fresh, family(fresh))
+
+
+def family(setting: Setting) -> Family:
+    """Of a mass setting."""
+    return "gate × norm" if setting.norms else "uniform" if setting.uniform else "per layer"
 
 
 def _beyond(target: Target, chosen: Point, best: list[Point]) -> list[Point]:

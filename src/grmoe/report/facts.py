@@ -37,10 +37,17 @@ def model_facts(loaded: LoadedModel) -> dict[str, Any]:
         "active": cost.active,
         "alphas": [numbers.alpha for numbers in config.numbers],
         "budget": config.budget,
-        "curve": config.budget_curve,
+        "curve": _drawable(config),
         "selection": _selection(config),
         "step": loaded.step,
     }
+
+
+def _drawable(config: GrmoeConfig) -> list[dict[str, Any]] | None:
+    """The curve of budgets, if the page can follow it: one cap for all layers, and experts ranked by the gate."""
+    curve = config.budget_curve or []
+    other = config.expert_norms is not None or any(isinstance(p["cap"], list) for p in curve)
+    return None if other else config.budget_curve
 
 
 def _selection(config: GrmoeConfig) -> dict[str, Any]:

@@ -48,7 +48,12 @@ def curve_numbers(curve: Iterable[Mapping[str, Any]], budget: float, layers: int
     below, above = _layers(points[max(0, at - 1)], layers), _layers(points[at], layers)
     share = (budget - counts[at - 1]) / (counts[at] - counts[at - 1]) if at else 1.0
     apart = [i for i in range(layers) if below[i].cap != above[i].cap]
-    turned = apart[: int(share * len(apart))]
+    turned, left = set(), share * sum(above[i].cap - below[i].cap for i in apart) + 1e-9
+    for i in apart:
+        left -= above[i].cap - below[i].cap
+        if left < 0:
+            break
+        turned.add(i)
     found = []
     for i, (a, b) in enumerate(zip(below, above, strict=True)):
         if share in (0.0, 1.0) or a.cap != b.cap:
