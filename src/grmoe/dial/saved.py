@@ -1,6 +1,6 @@
 """Measurements on disk, so that an interrupted dial goes on where it stopped.
 
-One file holds all of them. It is written anew, atomically, after each measurement. `save` removes it at the end, when
+One file holds all of them. It is written again, atomically, after each measurement. `save` removes it at the end, when
 results.json is there: the same command run again then measures again, and its results are never older than its run.
 Speeds are not kept, because settings are timed in turns on one machine in one state.
 """
