@@ -9,17 +9,20 @@ from typing import Any
 import pytest
 import torch
 from made_up import measured, point
+from torch._dynamo.testing import CompileCounter
 
 from grmoe.dial import meter as meter_module
 from grmoe.dial import speed as speed_module
 from grmoe.dial.gates import Gates
 from grmoe.dial.meter import Meter
-from grmoe.dial.setting import Setting, mass, top_k
-from grmoe.dial.speed import _speed, time_points
+from grmoe.dial.setting import Setting, apply, k_per_layer, mass, top_k
+from grmoe.dial.speed import _compiled, _shared, _speed, put, time_points
 from grmoe.probe.gates import AffineGate
 from grmoe.probe.losses import Measurement
 from grmoe.probe.timing import Times
 from grmoe.probe.windows import Text
+from grmoe.routing import Dense, TopK, routers
+from grmoe.runs.open import LoadedModel
 
 
 def made_up_gates(cap: int) -> Gates:
@@ -147,3 +150,57 @@ def test_settings_take_turns_and_each_is_timed_as_itself(monkeypatch: pytest.Mon
     assert model.resets == 1
     assert {p.setting.cap: s.relative for p, s in found.items()} == {2: 1.0, 1: 2.0, 3: pytest.approx(2 / 3)}
     assert found[fast].tokens_per_second == pytest.approx(1024 / 1.0 * 1e3)
+
+
+SHARED = [
+    top_k((1.0, 1.0), 2), top_k((1.0, 1.0), 1), mass((1.0, 3.0), 0.4, 2), k_per_layer((1.0, 1.0), (1, 2)),
+    mass((0.5, 0.5), 0.9, 3), top_k((2.0, 2.0), 3),
+]  # fmt: skip
+RANKED = mass((1.0, 1.0), 0.5, 2, ((1.0, 2.0, 0.5, 1.0),) * 2)
+
+
+def test_settings_share_one_compiled_model_and_compute_what_they_compute_alone(
+    loaded: LoadedModel, text: Text
+) -> None:
+    """With room for the largest. In a graph, then, nothing is fixed that differs."""
+    torch.compiler.reset()
+    model, ids = loaded.model, text.first(64).inputs_WS.contiguous()
+    counter = CompileCounter()
+    compiled = torch.compile(model.model, backend=counter, fullgraph=True)
+    places = [router.budget.tau.data_ptr() for router in routers(model)]
+    with torch.no_grad():
+        for setting in (*SHARED, *reversed(SHARED)):
+            apply(model, setting)
+            alone = model.model(input_ids=ids, use_cache=False).last_hidden_state
+            put(model, setting, 3)
+            assert {r.selection for r in routers(model)} == {TopK(3)}
+            together = compiled(input_ids=ids, use_cache=False).last_hidden_state
+            torch.testing.assert_close(together, alone)
+        assert counter.frame_count == 1
+        assert len({_shared(setting) for setting in SHARED}) == 1
+        put(model, RANKED, 3)
+        compiled(input_ids=ids, use_cache=False)
+        assert counter.frame_count == 2  # gate × norm has a gate of its own
+    assert _shared(RANKED) != _shared(SHARED[0])
+    assert [router.budget.tau.data_ptr() for router in routers(model)] == places  # filled in place
+    dense = Setting((1.0, 1.0), "dense", None, 4)
+    assert _shared(dense) not in {_shared(SHARED[0]), _shared(Setting((1.0, 1.0), "threshold", 0.2, 4))}
+    put(model, dense, 3)
+    assert {r.selection for r in routers(model)} == {Dense()}
+
+
+def test_a_model_that_does_not_compile_is_timed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        def call(**_: Any) -> None:
+            raise RuntimeError("no compiler found\nmore")
+
+        return call
+
+    model: Any = SimpleNamespace()
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.warns(
+        UserWarning, match="speed is that of the eager model, it does not compile: no compiler found$"
+    ):
+        assert _compiled(model, torch.zeros(1, 1)) == (model, "eager, CUDA graph")
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: lambda **_: None)
+    assert _compiled(model, torch.zeros(1, 1))[1] == "compiled, CUDA graph"

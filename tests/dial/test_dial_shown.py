@@ -140,7 +140,7 @@ def test_the_left_panel_has_every_point_and_three_families(axes: tuple[Any, Any]
 
 def test_the_right_panel_has_the_points_that_were_timed_with_their_intervals(axes: tuple[Any, Any]) -> None:
     _, right = axes
-    assert right.get_title() == "The same against measured prefill, CPU (bars: middle 80 %)"
+    assert right.get_title() == "The same against measured prefill, CPU, eager (bars: middle 80 %)"
     assert right.get_xlabel() == "tokens/s"
     *lines, ring = right.lines
     timed = [UNIFORM[0], UNIFORM[2], PER_LAYER[0], PER_LAYER[1], UNIFORM[2], *TOP_K, RULES[0], RULES[2]]
@@ -246,7 +246,10 @@ def test_the_tables_of_the_terminal() -> None:
     assert open_bound.rows == [(*row, "∞ for some tokens", "4,000")]
     assert lines[3] == "Asked:  at most 1.5 experts per token"
     assert lines[4] == "Chosen: per layer: per layer 1.5"
-    assert lines[6] == "        2.00 times the trained speed (middle 80 %: 1.50 to 2.50), 12,000 tokens/s"
+    assert (
+        lines[6]
+        == "        2.00 times the trained speed (middle 80 %: 1.50 to 2.50), 12,000 tokens/s (eager)"
+    )
     assert "lower loss at 1 of 2 points" in str(lines[7])
     assert "at most 0.5000 ± 0.1000 nats per token, at 1.60 experts" in str(lines[7])
     assert str(lines[8]).startswith("        k per layer: lower loss at 1 of 1 points")

@@ -19,10 +19,12 @@ def draw(result: Result, path: Path) -> Path:
     with two_panels(path) as (left, right):
         _experts(left, body)
         _speed(right, body)
+        assert body.chosen.speed is not None  # the chosen setting is always timed
         machine = "GPU" if result.loaded.model.device.type == "cuda" else "CPU"
         left.set(title="Perplexity against experts per token (lines: frontiers)", xlabel="experts per token")
         left.set_ylabel("perplexity, calibration text")
-        right.set_title(f"The same against measured prefill, {machine} (bars: middle 80 %)")
+        how = body.chosen.speed.how
+        right.set_title(f"The same against measured prefill, {machine}, {how} (bars: middle 80 %)")
         right.set_xlabel("tokens/s")
         low, high = _range(body)
         for ax in (left, right):

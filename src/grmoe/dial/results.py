@@ -117,8 +117,6 @@ class DialResults:
     """What the rules beside τ and α gain over one α for all."""
     expert_norms: list[list[float]] | None = None
     """With them the curve chooses experts by gate × norm: `expert_norms` of config.json."""
-    timing: str = "eager"
-    """How speeds were measured."""
 
     @property
     def families(self) -> dict[str, list[PointResult]]:

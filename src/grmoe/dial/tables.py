@@ -40,7 +40,8 @@ def _summary(body: DialResults) -> Iterator[str]:
     assert chosen.speed is not None  # the chosen setting is always timed
     yield (
         f"        {chosen.speed.relative:.2f} times the trained speed "
-        f"(middle 80 %: {span(chosen.speed.relative_interval)}), {chosen.speed.tokens_per_second:,.0f} tokens/s"
+        f"(middle 80 %: {span(chosen.speed.relative_interval)}), {chosen.speed.tokens_per_second:,.0f} tokens/s "
+        f"({chosen.speed.how})"
     )
     yield f"        {gain_line(body.per_layer_gains)}"
     for rule, gained in body.rule_gains.items():
