@@ -80,6 +80,12 @@ def test_flops_are_those_pytorch_counts(config: Callable[..., GrmoeConfig]) -> N
     assert counter.get_total_flops() == 11 * (linear + pairs) + 2 * 11 * 4
 
 
+def test_flops_follow_the_experts_computed(config: Callable[..., GrmoeConfig]) -> None:
+    one, two = (count(config(num_experts_per_tok=k), context=11) for k in (1, 2))
+    assert one.train_flops_at(2) == two.train_flops > one.train_flops
+    assert two.train_flops_at(1.5) == (one.train_flops + two.train_flops) / 2
+
+
 def test_nothing_is_allocated() -> None:
     model = meta_model(preset("2.7b"))
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grmoe.routing import (
+    Elastic,
     ExpertChoiceRouter,
     GrassmannRouter,
     HashRouter,
@@ -21,6 +23,9 @@ from grmoe.routing import (
     SwitchRouter,
     VMFRouter,
     load_balancing_loss,
+    set_draw,
+    set_elastic,
+    step_key,
 )
 
 F64 = torch.float64
@@ -100,6 +105,24 @@ def test_softmax_losses() -> None:
     assert z_only(x).aux_loss.item() == pytest.approx(0.3 * z, abs=1e-12)
     (gradient,) = torch.autograd.grad(routing.aux_loss, router.weight)
     assert float(gradient.abs().max()) > 0
+
+
+@pytest.mark.parametrize("rule", ["mass", "count"])
+def test_the_load_loss_counts_the_full_budget(rule: Any) -> None:
+    """With random budgets the loss and its gradient are those of the same gate without them."""
+    x = tokens(3, 5)
+    found = []
+    for elastic in (None, Elastic("token", rule)):
+        router = SoftmaxRouter(D, N, top_k=3, load_loss=0.7, generator=rng()).double().train()
+        set_elastic(router, elastic)
+        set_draw(router, step_key(0, 0))
+        routing = router(x)
+        (gradient,) = torch.autograd.grad(routing.aux_loss, router.weight)
+        found.append((routing.selected.sum(), routing.aux_loss.detach(), gradient))
+    (full, *wanted), (drawn, *ours) = found
+    assert drawn < full
+    for a, b in zip(ours, wanted, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_load_balancing_loss() -> None:

@@ -12,8 +12,8 @@ from small_model import CURVE, EOS, make_model, offline
 
 from grmoe.routing import ROUTERS, LayerNumbers, Routing, build_router
 from grmoe.routing.selection import NO_LIMIT, Dense, Mass, Selection, Threshold, TopK
-from grmoe.serve.batching import MAX_TIES, BatchGenerator, Sequence, can_batch, set_numbers
-from grmoe.serve.near_ties import MARGIN, clear_experts
+from grmoe.serve.batching import MAX_TIES, BatchGenerator, Sequence, can_batch, set_numbers, why_not_batch
+from grmoe.serve.near_ties import MARGIN, choosing_gate, clear_experts
 from grmoe.serve.sampling import Sampling, TokenSampler
 
 ALPHAS = (0.5, 1.0, 3.0)
@@ -107,9 +107,50 @@ def test_four_budgets_at_once_equal_generate() -> None:
     assert other != expected[:4]  # otherwise nothing was shown about budgets
 
 
-def test_weights_apart_from_the_choice_are_computed_alone() -> None:
-    assert not can_batch(make_model(weight_alpha=1.0))
-    assert not can_batch(make_model(budget_curve=CURVE, expert_norms=[[1.0] * 4] * 2))
+@pytest.mark.parametrize("selection", ["topk", "mass"])
+def test_weights_with_an_alpha_of_their_own_are_batched(selection: str) -> None:
+    model = make_model(weight_alpha=[1.0, 2.0], selection=selection, budget_curve=CURVE)
+    asked = crowd(6, 8)
+    for i, ask in enumerate(asked):
+        ask.budget = (1.25, None)[i % 2]
+    expected = [offline(model, a.prompt, a.alpha, a.tokens, budget=a.budget) for a in asked]
+    generator = BatchGenerator(model, together=can_batch(model))
+    assert generator.together
+    assert together(generator, asked) == expected
+    plain = make_model(selection=selection, budget_curve=CURVE)
+    other = [offline(plain, a.prompt, a.alpha, a.tokens, budget=a.budget) for a in asked[:4]]
+    assert other != expected[:4]  # otherwise nothing was shown about weight_alpha
+
+
+@pytest.mark.parametrize("name", ["grassmann", "softmax", "vmf"])
+def test_the_gate_that_chose_follows_from_that_of_the_weights(name: str) -> None:
+    torch.manual_seed(0)
+    options = {"rank": 4} if name == "grassmann" else {}
+    router = build_router(name, 16, 4, selection=TopK(2), **options).eval()
+    router.log_prior.uniform_()
+    x = torch.randn(3, 5, 16)
+    numbers = [LayerNumbers(NO_LIMIT, alpha, 2) for alpha in ALPHAS]
+    set_numbers([router], [(n,) for n in numbers])
+    chose = router(x).probs
+    assert torch.equal(choosing_gate(router, router(x)), chose)
+    router.budget.set_weight_alpha(0.7)
+    routing = router(x)
+    torch.testing.assert_close(choosing_gate(router, routing), chose, rtol=1e-5, atol=1e-6)
+    assert (routing.probs - chose).abs().max() > 0.01
+    assert clear_experts(router, routing).all()
+    router.budget.set_weight_alpha(0.0)
+    assert not clear_experts(router, router(x)).any()  # uniform weights say nothing about the choice
+    router.budget.set_weight_alpha(1.0)
+    router.alpha_value = torch.tensor(1e-5)
+    assert not clear_experts(router, router(x)).any()  # the choice is nearly a tie, the weights are not
+
+
+def test_a_choice_that_cannot_be_seen_is_computed_alone() -> None:
+    likelihood = {"router_options": {"dial": "likelihood"}}
+    assert can_batch(make_model(**likelihood))
+    assert "weight_alpha with the dial 'likelihood'" in why_not_batch(
+        make_model(weight_alpha=1.0, **likelihood)
+    )
 
 
 @pytest.mark.parametrize("batched", [True, False])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import httpx
@@ -99,26 +101,57 @@ def test_concurrent_clients_at_their_own_alpha(client: httpx.Client) -> None:
         assert list(pool.map(ask, range(24))) == expected
 
 
-def test_concurrent_clients_at_their_own_budget(client: httpx.Client) -> None:
-    """Four budgets and α at once; every answer is the offline one."""
+def test_32_clients_at_four_budgets(folder: Path) -> None:
+    """They arrive at different times and share batches. Every answer is the offline one at its own budget."""
+    service = make_service(options(folder, concurrency=32))
+    generator = service.engine.generator
+    batches: list[list[float | None]] = []
+    step = generator._step_together
+
+    def noted() -> None:
+        batches.append([sequence.budget for sequence in generator.batch])
+        step()
+
+    generator._step_together = noted  # type: ignore[method-assign]
+    clients, budgets = range(32), (1.0, 1.25, 1.5, 2.0)
+    draw = random.Random(0)
+    prompts = [[draw.randrange(256) for _ in range(draw.randint(1, 40))] for _ in clients]
+    delays = [draw.uniform(0, 0.1) for _ in clients]
+    # The earlier a client arrives, the longer is its answer, so that all of them run at the same time.
+    lengths = [44 - sorted(delays).index(delay) for delay in delays]
+    together = threading.Barrier(len(clients))
+
+    def ask(i: int) -> tuple[list[int], dict[str, Any]]:
+        body = GREEDY | {"prompt": prompts[i], "max_tokens": lengths[i], "budget": budgets[i % 4]}
+        together.wait()
+        time.sleep(delays[i])
+        if i % 8 < 4:
+            whole = client.post("/v1/completions", json=body).json()
+            return whole["choices"][0]["token_ids"], whole["usage"]
+        *pieces, last = events(client, "/v1/completions", body | {"stream_options": {"include_usage": True}})
+        return [token for piece in pieces for token in piece["choices"][0]["token_ids"]], last["usage"]
+
+    with running(service) as client, ThreadPoolExecutor(len(clients)) as pool:
+        answers = list(pool.map(ask, clients))
+        metrics = client.get("/metrics").text
     model = make_model(budget_curve=CURVE)
-    settings: list[dict[str, float]] = [{"budget": b} for b in (1.0, 1.5, 2.2, 3.0)] + [{"alpha": 4.0}]
-    prompts = [[(5 * i + j) % 256 for j in range(1 + i % 7)] for i in range(15)]
+    different = 0
+    for i, (tokens, usage) in enumerate(answers):
+        assert usage["budget"] == budgets[i % 4]
+        assert tokens == offline(model, prompts[i], 1.0, lengths[i], budget=budgets[i % 4])
+        if i < 8:
+            different += tokens != offline(model, prompts[i], 1.0, lengths[i], budget=budgets[i % 4 - 1])
+    assert different > 3  # otherwise nothing was shown about budgets
+    assert max(map(len, batches)) > 16
+    assert sum(set(batch) == set(budgets) for batch in batches) > 8
+    experts = [[usage["experts_per_token"] for _, usage in answers[i::4]] for i in range(4)]
+    assert experts[0] == [1.0] * 8
+    assert [fmean(each) for each in experts] == sorted(fmean(each) for each in experts)
+    for budget in budgets:
+        assert f'grmoe_requests_total{{budget="{budget:g}",outcome=' in metrics
 
-    def ask(i: int) -> dict[str, Any]:
-        body = GREEDY | {"prompt": prompts[i], "max_tokens": 10 + i} | settings[i % 5]
-        found: dict[str, Any] = client.post("/v1/completions", json=body).json()
-        return found
 
-    with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(ask, range(15)))
-    for i, answer in enumerate(answers):
-        budget = settings[i % 5].get("budget")
-        assert answer["usage"]["budget"] == budget
-        assert answer["choices"][0]["token_ids"] == offline(model, prompts[i], 4.0, 10 + i, budget=budget)
-    assert answers[0]["usage"]["experts_per_token"] == 1.0
-    assert answers[3]["usage"]["experts_per_token"] == 3.0
-    assert 'grmoe_requests_total{budget="1.5",outcome=' in client.get("/metrics").text
+def test_budgets_that_are_refused(client: httpx.Client) -> None:
     for body, message in (
         ({"budget": 4}, "budget must be from 1 to 3 experts per token, the calibrated range, got 4"),
         ({"budget": 1.5, "alpha": 1}, "give alpha or budget, not both"),

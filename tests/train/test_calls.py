@@ -277,6 +277,7 @@ def test_when_a_model_is_compiled_and_how(
         ("mesh", None, plain, "default"),
         (None, 4, plain, "default"),
         (None, None, distilled, "default"),  # two passes per step, as with micro-batches
+        (None, None, off | {"distill": 1.0}, "reduce-overhead"),  # nothing to distill
     ]
     models = [build_router("grassmann", 8, 4, rank=2, selection=TopK(2)) for _ in cases]
     zeros = torch.zeros
@@ -295,7 +296,7 @@ def test_when_a_model_is_compiled_and_how(
         # Routers know before the first pass how budgets are drawn, and what the prior counts.
         draws = {"off": None, "sequence": Elastic("sequence", "count"), "token": Elastic("token", "mass")}
         assert model.budget.elastic == draws[trainer.config.elastic.unit]
-        assert model.budget.balances == ("computed" if elastic is off else "candidates")
+        assert model.budget.balances == ("computed" if trainer.config.elastic.unit == "off" else "candidates")
         expected = device == "cuda" if asked is None else asked
         assert trainer.forward == ("compiled" if expected else model)
         assert compiled == (

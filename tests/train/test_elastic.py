@@ -19,7 +19,7 @@ from grmoe.parallel.world import World
 from grmoe.routing import routers
 from grmoe.routing.selection import TopK
 from grmoe.runs.config import ElasticConfig, TrainConfig
-from grmoe.runs.folder import CONFIG, saved_config
+from grmoe.runs.folder import CONFIG, read_log, saved_config
 from grmoe.runs.open import open_model
 from grmoe.train.loop import train
 from grmoe.train.nonfinite import find_nonfinite
@@ -179,6 +179,44 @@ def test_only_the_drawn_pass_is_logged_and_counted(settings: Settings) -> None:
     for name in ("tokens", "load", "entropy", "experts_per_token"):
         assert getattr(ours, name) == getattr(theirs, name)
     assert 1 < ours.experts_per_token < 2
+
+
+@pytest.mark.parametrize(
+    ("elastic", "counts"),
+    [
+        ({"unit": "off", "distill": 1.0}, {1}),
+        ({}, {1}),
+        ({"distill": 1.0}, {2}),
+        ({"distill": 1.0, "full_share": 0.5}, {1, 2}),
+    ],
+    ids=str,
+)
+def test_logged_flops_are_those_computed(
+    settings: Settings, elastic: dict[str, Any], counts: set[int]
+) -> None:
+    """Six for each weight of an expert that computes a token, in every pass; the rest is the same in each."""
+    config = settings(model=MODEL, steps=5, log={"every": 2}, elastic=elastic)
+    trainer = process(config)
+    seen = watch(trainer)
+    per_step = []
+    for step in range(config.steps):
+        one_step(trainer, step)
+        passes = [torch.cat(layer) for layer in seen]
+        per_step.append((float(torch.stack(passes).double().mean(0).sum()), len(passes[0]) / trainer.rows))
+        for layer in seen:
+            layer.clear()
+    assert {passes for _, passes in per_step} == counts
+    cost = trainer.cost
+    weights = cost.experts / trainer.model.config.num_experts
+    train(config)
+    lines = [line for line in read_log(Path(config.out)) if line["kind"] == "train"]
+    assert [line["step"] for line in lines] == [2, 4, 5]
+    for line, window in zip(lines, (per_step[0:2], per_step[2:4], per_step[4:5]), strict=True):
+        tokens = len(window) * trainer.tokens_per_step
+        computed = sum(experts for experts, _ in window) / tokens
+        passes = sum(count for _, count in window) / len(window)
+        rest = cost.train_flops - 6 * 2 * weights
+        assert line["flops_per_token"] == pytest.approx(passes * rest + 6 * computed * weights)
 
 
 # -------------------------------------------------------------------------------------- choices, and older runs

@@ -38,9 +38,9 @@ def test_lines_have_what_people_watch(settings: Settings, capsys: pytest.Capture
     lines = read_log(Path(config.out))
     assert [(x["kind"], x["step"]) for x in lines] == [("train", 2), ("train", 4), ("validation", 4)]
     wanted = (
-        "loss", "router_loss", "overlap", "norm", "lr", "alpha", "tokens_per_second", "mfu", "memory_gb", "entropy",
-        "load_cv", "min_load", "collapsed_layers", "collapsed_layers_paper", "leading_cv", "leading_min_load",
-        "experts_per_token", "max_overlap", "seconds_left",
+        "loss", "router_loss", "overlap", "norm", "lr", "alpha", "tokens_per_second", "flops_per_token", "mfu",
+        "memory_gb", "entropy", "load_cv", "min_load", "collapsed_layers", "collapsed_layers_paper", "leading_cv",
+        "leading_min_load", "experts_per_token", "max_overlap", "seconds_left",
     )  # fmt: skip
     assert all(key in lines[0] for key in wanted)
     assert sum(lines[0]["layers"][0]["load"]) == pytest.approx(lines[0]["experts_per_token"], abs=1e-9)

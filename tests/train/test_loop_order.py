@@ -201,23 +201,26 @@ def test_a_bad_step_saves_the_last_good_one(settings: Settings, monkeypatch: pyt
 
 
 def test_a_line_of_the_log_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module, "routing_line", lambda metrics: {"entropy": metrics})
+    asked: list[Any] = []
+    monkeypatch.setattr(loop_module, "routing_line", lambda metrics: {"experts_per_token": metrics})
+    monkeypatch.setattr(loop_module, "flops_per_token", lambda *given: asked.append(given) or 1e3)
     monkeypatch.setattr(loop_module, "_memory_gb", lambda device: 1.5)
     groups = [{"kind": "weights", "lr": 0.1}, {"kind": "kappa", "lr": 0.5}]
     trainer: Any = SimpleNamespace(
         config=SimpleNamespace(steps=10), world=World(0, 4, 0, CPU, None), tokens_per_step=100, peak_flops=1e6,
-        flops_per_token=1e3, optimizers=[SimpleNamespace(param_groups=groups)],
-        model=SimpleNamespace(alpha=[2.0], routing_metrics=lambda: "all layers"),
+        optimizers=[SimpleNamespace(param_groups=groups)],
+        model=SimpleNamespace(alpha=[2.0], routing_metrics=lambda: "as counted"),
     )  # fmt: skip
-    clock: Any = SimpleNamespace(rate=lambda: 50.0)
+    clock: Any = SimpleNamespace(rate=lambda: 50.0, tokens=300)
     result = StepResult(loss=1.0, router_loss=0.25, divergence=0.5, overlap=0.125, norm=3.0)
     line = _train_line(trainer, 4, result, clock)
     assert line == {
         "kind": "train", "step": 4, "tokens": 400, "loss": 1.0, "router_loss": 0.25, "divergence": 0.5,
         "overlap": 0.125, "norm": 3.0, "lr": 0.1, "kappa_lr": 0.5, "frames_lr": None, "alpha": [2.0],
-        "tokens_per_second": 50.0, "mfu": 50 * 1e3 / 4e6, "memory_gb": 1.5,
-        "seconds_left": 6 * 100 / 50, "entropy": "all layers",
+        "tokens_per_second": 50.0, "flops_per_token": 1e3, "mfu": 50 * 1e3 / 4e6, "memory_gb": 1.5,
+        "seconds_left": 6 * 100 / 50, "experts_per_token": "as counted",
     }  # fmt: skip
+    assert asked == [(trainer, range(1, 4), "as counted")]  # the three steps since the last line
     trainer.peak_flops = None
     assert _train_line(trainer, 4, result, clock)["mfu"] is None
 

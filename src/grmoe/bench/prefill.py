@@ -110,8 +110,7 @@ def flops_per_token(shape: ModelShape, experts: float) -> float:
     config.num_experts_per_tok = MAX_EXPERTS
     cost = count(config, shape.length)
     head = 2 * config.vocab_size * config.hidden_size
-    routed = 2 * cost.experts / config.num_experts
-    return cost.forward_flops - head * (1 - 1 / shape.length) - routed * (MAX_EXPERTS - experts)
+    return cost.train_flops_at(experts) / 3 - head * (1 - 1 / shape.length)
 
 
 def compare(shape: ModelShape, rows: list[Row]) -> Result:

@@ -230,6 +230,8 @@ def _too_large(shape: ModelShape, contenders: int, device: torch.device) -> bool
 
 def _value(loss: object) -> float:
     assert isinstance(loss, Tensor)
+    if torch.cuda.is_available():  # a copy to the host may be under way
+        torch.cuda.synchronize()
     return float(loss)
 
 

@@ -71,6 +71,7 @@ _add(bench.layer, "layer", _bench)
 _add(bench.dial, "dial", _bench)
 _add(bench.train_step, "train-step", _bench)
 _add(bench.train_model, "train-model", _bench)
+_add(bench.elastic, "elastic", _bench)
 _add(bench.prefill, "prefill", _bench)
 app.add_typer(_bench, name="bench")
 

@@ -187,6 +187,55 @@ def train_model(
         _finish(plan, partial(bench.run, steps=steps, apart=apart))
 
 
+def elastic(
+    preset: Preset = None,
+    batch: Batch = None,
+    length: Length = None,
+    unit: Annotated[
+        str, typer.Option(help="token, sequence, layer or step: what gets a budget of its own.")
+    ] = "token",
+    rule: Annotated[str, typer.Option(help="mass or count: what is random.")] = "mass",
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compiled/--eager", help="As the trainer does on a GPU (there with CUDA graphs), or not."
+        ),
+    ] = True,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps per turn.")] = 10,
+    dtype: Dtype = None,
+    device: Device = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 10,
+    out: Out = Path("runs/bench/elastic"),
+) -> None:
+    """Measure what random budgets cost in training, and count what a turned budget compiles and captures.
+
+    Example: [bold]grmoe bench elastic --preset 350m --batch 16 --length 1024[/]
+    """
+    with shell("lm", "studies"):
+        import torch
+
+        from grmoe.bench import elastic as bench
+        from grmoe.bench.models import ModelShape
+        from grmoe.bench.run import Plan, find_dtype
+        from grmoe.config import from_dict
+        from grmoe.hardware import peak_flops, use_device
+        from grmoe.runs.config import ElasticConfig
+
+        where = use_device(device)
+        precision = find_dtype(dtype, where)
+        drawn = from_dict(ElasticConfig, {"unit": unit, "rule": rule})
+        peak = peak_flops(where) if precision == torch.bfloat16 else None
+        plan = Plan(
+            benchmark=bench.benchmark(drawn, compiled, peak),
+            shapes=[ModelShape.on(where, preset, batch, length)],
+            device=where,
+            dtype=precision,
+            rounds=rounds,
+            out=out,
+        )
+        _finish(plan, partial(bench.run, steps=steps, elastic=drawn, compiled=compiled))
+
+
 def prefill(
     preset: Preset = None,
     batch: Batch = None,

@@ -36,10 +36,16 @@ class Cost:
     """Products with weights, attention over a causal context, and Soft MoE's mixing."""
     train_flops: float
     """Three times `forward_flops`, because the backward computes two products for each."""
+    train_flops_per_expert: float
+    """What one more routed expert per token in every MoE layer adds to `train_flops`."""
     train_flops_6n: int
     """The usual 6·N, N the weights in products: no attention over positions, no mixing."""
     weight_bytes: int
     """Bytes of the weights in bf16, with routers in fp32."""
+
+    def train_flops_at(self, experts_per_token: float) -> float:
+        """`train_flops` where this many routed experts are computed per token, the mean over MoE layers."""
+        return self.train_flops + self.train_flops_per_expert * (experts_per_token - self.experts_per_token)
 
     @property
     def router_share(self) -> float:
@@ -91,6 +97,7 @@ def count(config: GrmoeConfig, context: int | None = None) -> Cost:
         context=context,
         forward_flops=forward,
         train_flops=3 * forward,
+        train_flops_per_expert=6 * experts / config.num_experts,
         train_flops_6n=6 * multiplied,
         weight_bytes=2 * (total - router) + 4 * router,
     )

@@ -19,7 +19,9 @@ class SoftmaxRouter(LinearRouter):
 
     noise: standard deviation of Gaussian noise on the logits while training.
     z_loss: coefficient of the mean squared log-sum-exp (ST-MoE).
-    load_loss: coefficient of the Switch load-balancing loss.
+    load_loss: coefficient of the Switch load-balancing loss. It counts the experts of the full budget, also
+        with random budgets, like the balanced prior ("candidates"). The loss evens out where the gate sends tokens. The
+        drawn experts are a random part of that, mostly the leading ones, and their shares change with every draw.
     balance: learn b from the load instead (auxiliary-loss-free balancing).
     """
 
@@ -59,7 +61,10 @@ class SoftmaxRouter(LinearRouter):
             squares = torch.logsumexp(routing.logits, -1).square()
             loss = loss + self.z_loss * _mean_over_tokens(squares.flatten())
         if self.load_loss:
-            loss = loss + self.load_loss * load_balancing_loss(routing.probs, routing.selected)
+            wanted = routing.selected
+            if self.budget.draws(self.training):
+                wanted = self.budget.select(routing.probs, training=False)
+            loss = loss + self.load_loss * load_balancing_loss(routing.probs, wanted)
         return loss
 
 

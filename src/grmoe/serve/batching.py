@@ -68,15 +68,22 @@ class Sequence:
 
 
 def can_batch(model: GrmoeForCausalLM) -> bool:
-    """Whether a sequence's routing is independent of the rest of the batch. With a capacity it is not.
+    """Whether sequences can share a batch."""
+    return not why_not_batch(model)
 
-    Where the weights have an α of their own or norms rank the experts, a routing does not hold the gates that chose, so
-    near ties do not show.
+
+def why_not_batch(model: GrmoeForCausalLM) -> str:
+    """Why sequences cannot share a batch; empty where they can.
+
+    A sequence's routing must be independent of the rest of the batch. With a capacity it is not. It must also show near
+    ties: where the weights have an α of their own, it does so only if α multiplies all of the gate (`choosing_gate`).
     """
-    if any(router.budget.weighs_apart or router.budget.ranks_apart for router in routers(model)):
-        return False
-    kinds = {type(router) for router in routers(model)}
-    return all(kind.select is Router.select and kind.route is Router.route for kind in kinds)
+    found = routers(model)
+    if any(type(r).select is not Router.select or type(r).route is not Router.route for r in found):
+        return f"router {model.config.router!r} routes sequences of a batch together"
+    if any(r.budget.weighs_apart and getattr(r, "dial", "posterior") != "posterior" for r in found):
+        return "weight_alpha with the dial 'likelihood' hides near ties"
+    return ""
 
 
 class BatchGenerator:

@@ -24,10 +24,21 @@ def clear_experts(router: Router, routing: Routing) -> Tensor:
     Two things can change a selection. The order of the last kept and the first dropped expert: their gap tells. A
     threshold on a probability or a sum of them: selecting again with slightly larger and smaller gates tells.
     """
-    probs, selected = routing.probs, routing.selected
+    probs, selected = choosing_gate(router, routing), routing.selected
     last_kept = torch.where(selected, probs, torch.inf).amin(-1)
     first_dropped = torch.where(selected, -torch.inf, probs).amax(-1)
     clear = last_kept - first_dropped > MARGIN
     for factor in (1 - MARGIN, 1 + MARGIN):
         clear &= (router.select(probs * factor) == selected).all(-1)
     return clear.flatten(1).all(-1)
+
+
+def choosing_gate(router: Router, routing: Routing) -> Tensor:
+    """The gate that chose the experts. A routing holds the gate of the weights, which may have an α of their own.
+
+    ℓ = α·score, so the logits of the choice are those of the weights times α / weight_alpha, up to rounding. With
+    weight_alpha = 0 the result is NaN, so that no choice is clear.
+    """
+    if not router.budget.weighs_apart:
+        return routing.probs
+    return torch.softmax(router.alpha_value / router.budget.weight_alpha * routing.logits, -1)

@@ -15,7 +15,7 @@ from grmoe.checks import require
 from grmoe.runs.folder import CONFIG
 from grmoe.runs.open import open_model
 from grmoe.serve.app import Service, build, log, show_alphas
-from grmoe.serve.batching import BatchGenerator, can_batch
+from grmoe.serve.batching import BatchGenerator, why_not_batch
 from grmoe.serve.engine import Engine
 from grmoe.serve.options import Options
 
@@ -41,17 +41,10 @@ def make_service(options: Options) -> Service:
         f"{folder} must be a folder of `grmoe export`: it holds no model.safetensors",
     )
     loaded = open_model(folder, alpha=options.alpha, dtype=DTYPES[options.dtype], budget=options.budget)
-    batchable = can_batch(loaded.model)
-    if options.together and not batchable:
-        router = loaded.model.config.router
-        apart = (
-            "routes sequences of a batch together"
-            if loaded.model.config.weight_alpha is None
-            else "has weight_alpha"
-        )
-        raise ValueError(f"router {router!r} {apart}: leave out --together")
+    alone = why_not_batch(loaded.model)
+    require(not (options.together and alone), f"{alone}: leave out --together")
     together = loaded.model.dtype == torch.float32 if options.together is None else options.together
-    generator = BatchGenerator(loaded.model, together and batchable)
+    generator = BatchGenerator(loaded.model, together and not alone)
     engine = Engine(generator, concurrency=options.concurrency, queue=options.queue)
     loaded.tokenizer("warm")  # builds the tokenizer's lazy state before threads share it
     return Service(name=folder.resolve().name, engine=engine, tokenizer=loaded.tokenizer, options=options)

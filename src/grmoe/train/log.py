@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from grmoe.config import to_dict
 from grmoe.hardware import device_name
-from grmoe.model.count import count, short
+from grmoe.model.count import short
 from grmoe.routing import RoutingMetrics
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import LOG, first_start
@@ -202,7 +202,7 @@ def routing_line(layers: list[RoutingMetrics]) -> dict[str, Any]:
 def describe_start(trainer: Trainer, first_step: int) -> str:
     """What is trained, where, and where it is saved. Shown at once: the first step may take minutes."""
     config, world = trainer.config, trainer.world
-    cost = count(trainer.model.config, trainer.length)
+    cost = trainer.cost
     device = device_name(world.device)
     processes = f"{world.size} × " if world.size > 1 else ""
     precision = "bf16 with fp32 weights" if uses_bf16(config, world) else "fp32"

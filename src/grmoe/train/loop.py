@@ -20,6 +20,7 @@ from grmoe.runs.lock import lock_folder
 from grmoe.runs.state import gather, restore
 from grmoe.train.interrupt import Clock, Signals
 from grmoe.train.log import Logger, open_logger, routing_line
+from grmoe.train.passes import flops_per_token
 from grmoe.train.schedule import rates
 from grmoe.train.setup import Trainer, build_trainer
 from grmoe.train.step import InFlightStep, NonFiniteError, StepResult, resolve, train_step
@@ -160,7 +161,9 @@ def _nonfinite_message(config: TrainConfig, error: NonFiniteError, kept: Checkpo
 
 def _train_line(trainer: Trainer, step: int, result: StepResult, clock: Clock) -> dict[str, Any]:
     rate, now = clock.rate(), rates(trainer.optimizers)
-    peak = trainer.peak_flops
+    routing = routing_line(trainer.model.routing_metrics())
+    steps = range(step - clock.tokens // trainer.tokens_per_step, step)  # since the last line
+    flops, peak = flops_per_token(trainer, steps, routing["experts_per_token"]), trainer.peak_flops
     return {
         "kind": "train",
         "step": step,
@@ -171,10 +174,11 @@ def _train_line(trainer: Trainer, step: int, result: StepResult, clock: Clock) -
         "frames_lr": now.get("frames"),
         "alpha": trainer.model.alpha,
         "tokens_per_second": rate,
-        "mfu": None if peak is None else rate * trainer.flops_per_token / (peak * trainer.world.size),
+        "flops_per_token": flops,
+        "mfu": None if peak is None else rate * flops / (peak * trainer.world.size),
         "memory_gb": _memory_gb(trainer.world.device),
         "seconds_left": (trainer.config.steps - step) * trainer.tokens_per_step / rate,
-        **routing_line(trainer.model.routing_metrics()),
+        **routing,
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from grmoe.routing import FULL, set_alpha, set_draw, step_key, uncounted
+from grmoe.runs.config import TrainConfig
 from grmoe.train.objective import LossParts, loss_parts, model_loss
 from grmoe.train.schedule import alphas_at
 from grmoe.train.setup import Trainer
@@ -30,9 +31,8 @@ def forward_passes(
     config, model, world = trainer.config, trainer.model, trainer.world
     if config.alpha.schedule != "constant":
         set_alpha(model, alphas_at(config, model.config.alphas, step))
-    key = step_key(config.seed, step, config.elastic.full_share) if config.elastic.on else FULL
-    # A step with the full budget has nothing to learn from itself.
-    distills = config.elastic.distill > 0 and key != FULL
+    key = _key(config, step)
+    distills = computes_twice(config, step)
     micro_batches = batch_BS.split(trainer.micro_rows)
     count = len(micro_batches)
     for number, rows_BS in enumerate(micro_batches):
@@ -49,3 +49,24 @@ def forward_passes(
         output = trainer.run(forward, rows_BS, **({"teacher": teacher} if distills else {}))
         loss = model_loss(output, config.elastic.distill) / count
         yield loss, loss_parts(output, count), number == count - 1
+
+
+def computes_twice(config: TrainConfig, step: int) -> bool:
+    """Whether a step distills. One with the full budget has nothing to learn from itself."""
+    return config.elastic.distill > 0 and _key(config, step) != FULL
+
+
+def _key(config: TrainConfig, step: int) -> int:
+    """What the budgets of a step are drawn from."""
+    return step_key(config.seed, step, config.elastic.full_share) if config.elastic.on else FULL
+
+
+def flops_per_token(trainer: Trainer, steps: range, experts_per_token: float) -> float:
+    """FLOPs that the forward and backward passes of these steps needed, per token of text.
+
+    experts_per_token: what the routers counted in these steps, the mean over layers. They do not count the first pass
+    of a step that distills: it has the full budget (an upper bound with "mass"). Arithmetic done twice to save memory,
+    for instance by activation checkpointing, does not count.
+    """
+    twice = sum(computes_twice(trainer.config, step) for step in steps) / len(steps)
+    return trainer.cost.train_flops_at(experts_per_token) + twice * trainer.cost.train_flops

@@ -14,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 from grmoe.checks import require
 from grmoe.data import TokenDataset
 from grmoe.hardware import peak_flops
-from grmoe.model import GrmoeForCausalLM, count
+from grmoe.model import Cost, GrmoeConfig, GrmoeForCausalLM, count
 from grmoe.optim import GrassmannAdam, split_parameters
 from grmoe.parallel.build import build_model
 from grmoe.parallel.shard import split_by_mesh
@@ -45,7 +45,8 @@ class Trainer:
     """Sequences of this process per step."""
     micro_rows: int
     """Sequences per micro-batch."""
-    flops_per_token: float
+    cost: Cost
+    """Of the model at this length and its full budget."""
     peak_flops: float | None
     """Of this process's device; None if unknown."""
     guards_on_device: bool
@@ -92,10 +93,22 @@ def build_trainer(config: TrainConfig, world: World) -> Trainer:
         length <= model_config.max_position_embeddings,
         f"data.sequence_length must be at most the model's {model_config.max_position_embeddings}, got {length}",
     )
-    rows, micro_rows = _divide_batch(config, world)
+    rows, _ = _divide_batch(config, world)
     # Raises now, and not after minutes of building, if the data is too short for one batch.
     data.batches(rows, length, config.seed, world.rank, world.size)
+    return assemble_trainer(config, world, model_config, length, data, validation)
 
+
+def assemble_trainer(
+    config: TrainConfig,
+    world: World,
+    model_config: GrmoeConfig,
+    length: int,
+    data: TokenDataset,
+    validation: TokenDataset,
+) -> Trainer:
+    """Build the model and all that trains it. `config` is resolved."""
+    rows, micro_rows = _divide_batch(config, world)
     torch.manual_seed(config.seed)
     model = build_model(model_config, world, bf16=uses_bf16(config, world)).train()
     if config.alpha.schedule == "learned":
@@ -113,7 +126,8 @@ def build_trainer(config: TrainConfig, world: World) -> Trainer:
     if cuda if config.compile is None else config.compile:
         # CUDA graphs, because launching kernel by kernel keeps the host busy longer than the device. Graphs own the
         # memory of gradients, so gradients cannot accumulate between two of them. FSDP's hooks rule graphs out.
-        graphs = cuda and world.mesh is None and rows == micro_rows and not elastic.distill
+        one_pass = rows == micro_rows and not (elastic.on and elastic.distill)
+        graphs = cuda and world.mesh is None and one_pass
         mode = "reduce-overhead" if graphs else "default"
         forward = torch.compile(model, dynamic=False, mode=mode)
     return Trainer(
@@ -127,7 +141,7 @@ def build_trainer(config: TrainConfig, world: World) -> Trainer:
         length=length,
         rows=rows,
         micro_rows=micro_rows,
-        flops_per_token=count(model_config, length).train_flops,
+        cost=count(model_config, length),
         peak_flops=peak_flops(world.device),
         guards_on_device=cuda and world.mesh is None,
         found_inf=torch.zeros((), device=world.device),
