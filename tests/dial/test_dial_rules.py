@@ -64,7 +64,7 @@ def test_gate_times_norm_in_a_model(loaded: LoadedModel, text: Text) -> None:
         assert torch.equal(routing.weights, kept)  # weights stay those of the gate
     assert measure(model, text).experts_per_token == 1.0
     apply(model, k_per_layer((1.0, 1.0), (1, 2)))  # by the gate again
-    assert model.config.expert_norms is None
+    assert not model.config.biased
     apply(model, top_k((1.0, 1.0), 2))
     assert torch.equal(measure(model, text).losses_W, before.losses_W)
 
@@ -76,7 +76,7 @@ def test_a_wrong_rule_changes_nothing(loaded: LoadedModel) -> None:
             (1.0, 1.0), "topk", None, 2, caps=(1, 2, 2)
         ): r"budget_curve\[0\].cap must be one number or 2",
         Setting((1.0, 1.0), "topk", None, 9, caps=(1, 9)): "must be at most 4 experts, got 9",
-        top_k((1.0, 1.0), 1, NORMS[:1]): "expert_norms must be 2 lists of 4 numbers",
+        top_k((1.0, 1.0), 1, NORMS[:1]): r"budget_curve\[0\].bias must be 2 lists of 4 numbers",
     }
     before = config.to_dict()
     for setting, message in wrong.items():
@@ -255,8 +255,8 @@ def test_a_model_of_a_rule_keeps_its_word(
     save(result, tmp_path, write=True)
     loaded = open_model(tmp_path / "model")
     model, chosen = loaded.model, result.body.chosen
-    assert (model.config.expert_norms is not None) == (rule == "gate × norm")
-    assert model.config.expert_norms == result.body.expert_norms
+    assert model.config.biased  # even loads
+    assert ("rank" in chosen.setting) == (rule == "gate × norm")
     assert current(model.config) == top_k((1.0, 1.0), 2)  # the trained setting stays
     text = read_windows(None, open_model(run), 32, 512)
     assert measure(model, text).loss == chosen.loss
@@ -269,4 +269,4 @@ def test_a_model_of_a_rule_keeps_its_word(
     model.set_budget(None)
     assert measure(model, text).loss == result.body.trained.loss
     card = (tmp_path / "model" / "README.md").read_text()
-    assert ("by gate × mean output norm" in card) == (rule == "gate × norm")
+    assert "by the gate and a bias" in card

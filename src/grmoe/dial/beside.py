@@ -27,6 +27,8 @@ class BudgetRow:
     loss: float
     """Nats per token."""
     perplexity: float
+    load_cv: float
+    """Mean over MoE layers."""
     increase: Increase
     """Of perplexity, relative to the same model as it was trained."""
 
@@ -114,5 +116,6 @@ def _row(name: str, budget: float, measured: Measurement, base: Measurement) -> 
         experts_per_token=measured.experts_per_token,
         loss=measured.loss,
         perplexity=measured.perplexity,
+        load_cv=measured.load_cv,
         increase=increase(measured, base),
     )

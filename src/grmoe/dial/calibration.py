@@ -10,8 +10,9 @@ from typing import Any
 from grmoe import checks
 from grmoe.dial.beside import check_tokens, measure_budgets, round_budgets, short_names
 from grmoe.dial.certify import certify
-from grmoe.dial.curve import build_curve, chosen_budget, use_curve
+from grmoe.dial.curve import MAX_POINTS, build_curve, chosen_budget, use_curve
 from grmoe.dial.frontier import dial_points, frontier, gains, rule_points, top_k_points, uniform_points
+from grmoe.dial.level import Levels
 from grmoe.dial.meter import RULES, Meter, Point
 from grmoe.dial.results import (
     AlphaRow,
@@ -26,19 +27,20 @@ from grmoe.dial.saved import Book, Saved
 from grmoe.dial.search import ALPHAS, expected, search
 from grmoe.dial.setting import apply, check_router, mass
 from grmoe.dial.speed import ROUNDS, Speed, time_points
-from grmoe.dial.target import REFINEMENTS, Target, choose, refine
+from grmoe.dial.target import REFINEMENTS, Target, choose, meets, refine
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM
 from grmoe.probe.losses import increase
 from grmoe.probe.windows import Text, read_texts
 from grmoe.runs.open import open_model
 from grmoe.terminal import Progress, Steps, note, silent
 
+_TRIES = 3  # settings that are levelled before one is chosen with an uneven load
 _TABLE_TAU = 0.9  # of the α table, where the chosen setting has no τ
 _MAX_TIMED, _MAX_RULE = 16, 3  # frontier points that are timed, and those of a rule beside τ and α
 # Figures of a `Measurement` that the results keep.
 _FIGURES = (
     "loss", "perplexity", "experts_per_token", "layer_experts", "entropy", "effective_experts_entropy",
-    "effective_experts_inverse",
+    "effective_experts_inverse", "load_cv", "min_load",
 )  # fmt: skip
 
 
@@ -84,7 +86,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     timings = 2 if target.kind == "throughput" else 1  # a speed has to be measured before it can be asked for
     check_tokens(beside, text, plan.text, plan.length, plan.tokens)
     total = (
-        expected(len(model.config.moe_layers), cap) + REFINEMENTS + 2 * len(others)
+        expected(len(model.config.moe_layers), cap) + REFINEMENTS + MAX_POINTS + 2 * len(others)
         + len(round_budgets(cap)) * (1 + len(beside)) + len(beside)
     )  # fmt: skip
     step = Steps(progress, total + timings * (ROUNDS + 1))
@@ -95,7 +97,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
         note(f"{saved.found} of about {total} measurements were made before ({saved.path})")
 
     meter = Meter(model, text, step, book)
-    trained = meter.trained
+    trained, levels = meter.trained, Levels(model, text)
     sensitivities = search(meter, cap, target.value if target.kind == "experts" else None)
     refine(target, meter)
     points = list(meter.points.values())
@@ -104,6 +106,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     by_speed = target.kind == "throughput"
     speeds = time_points(model, text, to_time, trained, step=step) if by_speed else {}
     chosen = choose(target, points, trained, lambda p: speeds[p].relative if p in speeds else None)
+    chosen = _even(meter, levels, target, chosen)
     rows = _alpha_rows(meter, chosen, cap)
     contenders = [*([] if by_speed else to_time), chosen, *rows.values()]
     row_speeds = time_points(model, text, contenders, trained, step=step)
@@ -114,11 +117,17 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
         _check(model, target, trained, chosen, other, step, kept)
         for other, kept in zip(others, checked_books, strict=True)
     ]
-    curve = build_curve(meter.points.values(), trained, chosen, cap, model.config.num_experts)
+    curve = build_curve(
+        measured,
+        trained,
+        chosen,
+        cap,
+        model.config.num_experts,
+        lambda p: meter.measure(levels(p.setting), p.family),
+    )
     budget = chosen_budget(curve, chosen)
     apply(model, trained.setting)
-    norms = chosen.setting.norm_lists
-    use_curve(model, curve, None, norms)
+    use_curve(model, curve, None)
     own, *names = short_names(m.path for m in (loaded, *beside))
     budgets = measure_budgets(own, loaded, trained.measured, text, cap, step, book)
     for name, other, kept in zip(names, beside, beside_books, strict=True):
@@ -134,7 +143,6 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
         table=[AlphaRow(alpha=a, **describe(p) | {"speed": row_speeds[p]}) for a, p in rows.items()],
         per_layer_gains=gains(measured),
         rule_gains={rule: gains(measured, rule) for rule in RULES},
-        expert_norms=norms,
         sensitivities=[SensitivityResult(s.base.setting.fields, s.layers) for s in sensitivities],
         certificates=certify(model, text),
         checks=checked,
@@ -152,6 +160,22 @@ def _cap(asked: int | None, config: GrmoeConfig) -> int:
     limit = config.num_experts
     checks.require(1 <= asked <= limit, f"cap must be from 1 to {limit}, the number of experts, got {asked}")
     return asked
+
+
+def _even(meter: Meter, levels: Levels, target: Target, chosen: Point) -> Point:
+    """The chosen point with an even load, or a neighbour where that breaks the target; else the point as it is."""
+    points = list(meter.points.values())
+    for _ in range(_TRIES):
+        nearest = (
+            chosen if target.kind == "throughput" else choose(target, points, meter.trained, lambda p: None)
+        )
+        if nearest is meter.trained:
+            break
+        levelled = meter.measure(levels(nearest.setting), nearest.family)
+        if target.kind == "throughput" or meets(target, levelled, meter.trained, lambda p: None):
+            return levelled
+        points.remove(nearest)
+    return chosen
 
 
 def _points_to_time(points: list[Point], trained: Point) -> list[Point]:

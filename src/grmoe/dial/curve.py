@@ -7,20 +7,27 @@ of that rule. It goes from one expert per token to all that the cap allows, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from grmoe.dial.meter import Point
 from grmoe.dial.setting import mass
 from grmoe.model import GrmoeForCausalLM
 
-_MAX_POINTS = 12
+MAX_POINTS = 12
 
 
 def build_curve(
-    points: Iterable[Point], trained: Point, chosen: Point, cap: int, num_experts: int
+    points: Iterable[Point],
+    trained: Point,
+    chosen: Point,
+    cap: int,
+    num_experts: int,
+    level: Callable[[Point], Point] = lambda point: point,
 ) -> list[dict[str, Any]]:
     """Points in the words of config.json, strictly ascending in experts per token.
+
+    level: measures a point again with an even load. The trained setting stays as it is: training made its load even.
 
     A point stays where its loss is above that of a point with fewer experts: without it, budgets in between would get
     another number of experts than asked for. The losses beside the points show where the curve turns up.
@@ -31,8 +38,13 @@ def build_curve(
     )  # a mass setting is rounded
     family = [p for p in (*points, trained) if p.setting.alphas in alphas]
     if chosen.setting.caps is not None:
-        return [_point(p, p.setting.point) for p in _nested(family, chosen)]
-    family = [p for p in family if p.setting.caps is None and p.setting.norms == chosen.setting.norms]
+        levelled = [p if p in (trained, chosen) else level(p) for p in _nested(family, chosen)]
+        return _ascending(levelled, chosen, lambda p: _point(p, p.setting.point))
+    family = [
+        p
+        for p in family
+        if p.setting.caps is None and p.setting.level is None and p.setting.norms == chosen.setting.norms
+    ]
     found = {p: c for p in family if (c := _curve_point(p, cap, num_experts)) and c["cap"] == cap}
     top = max(p.experts_per_token for p in found)
     end = None if chosen.setting.norms else _curve_point(trained, cap, num_experts)
@@ -46,7 +58,19 @@ def build_curve(
         by_experts.setdefault(found[p]["experts_per_token"], p)
     ascending = [by_experts[count] for count in sorted(by_experts)]
     forced = {ascending[0], ascending[-1], *({chosen} & set(ascending))}
-    return [found[p] for p in _thinned(ascending, forced)]
+    levelled = [p if p in (trained, chosen) else level(p) for p in _thinned(ascending, forced)]
+    return _ascending(levelled, chosen, lambda p: found.get(p) or _curve_point(p, cap, num_experts) or {})
+
+
+def _ascending(
+    points: list[Point], chosen: Point, describe: Callable[[Point], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Levelled points may have traded places, or share a number of experts: then one of them stays."""
+    found: dict[float, dict[str, Any]] = {}
+    for p in sorted(points, key=lambda p: p is not chosen):
+        point = describe(p)
+        found.setdefault(point["experts_per_token"], point)
+    return [found[count] for count in sorted(found)]
 
 
 def _curve_point(point: Point, cap: int, num_experts: int) -> dict[str, Any] | None:
@@ -89,22 +113,17 @@ def _nested(points: Iterable[Point], chosen: Point) -> list[Point]:
 
 
 def _thinned(points: list[Point], forced: set[Point]) -> list[Point]:
-    """At most `_MAX_POINTS`, evenly among those that are not forced."""
+    """At most `MAX_POINTS`, evenly among those that are not forced."""
     free = [p for p in points if p not in forced]
-    room = _MAX_POINTS - len(forced)
+    room = MAX_POINTS - len(forced)
     if len(free) > room:
         free = [free[(2 * i + 1) * len(free) // (2 * room)] for i in range(room)]
     return [p for p in points if p in forced or p in free]
 
 
-def use_curve(
-    model: GrmoeForCausalLM,
-    curve: list[dict[str, Any]] | None,
-    budget: float | None,
-    norms: list[list[float]] | None = None,
-) -> None:
-    """Give a model a curve, or None, and set the budget. norms: the curve chooses experts by gate × norm."""
-    model.config.budget, model.config.budget_curve, model.config.expert_norms = None, curve, norms
+def use_curve(model: GrmoeForCausalLM, curve: list[dict[str, Any]] | None, budget: float | None) -> None:
+    """Give a model a curve, or None, and set the budget."""
+    model.config.budget, model.config.budget_curve = None, curve
     model.set_budget(budget)
 
 

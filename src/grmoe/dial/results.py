@@ -39,6 +39,10 @@ class PointResult:
     """exp(H)."""
     effective_experts_inverse: float
     """1/Σg²."""
+    load_cv: float
+    """Standard deviation of the experts' loads over their mean."""
+    min_load: float
+    """Smallest load over experts and layers, as a share of the fair load."""
     speed: Speed | None
     """None where it was not timed."""
     on_frontier: bool
@@ -115,8 +119,6 @@ class DialResults:
     """This model at round budgets, then the models it was compared with."""
     rule_gains: dict[Family, list[Gain]] = field(default_factory=dict)
     """What the rules beside τ and α gain over one α for all."""
-    expert_norms: list[list[float]] | None = None
-    """With them the curve chooses experts by gate × norm: `expert_norms` of config.json."""
 
     @property
     def families(self) -> dict[str, list[PointResult]]:

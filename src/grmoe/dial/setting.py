@@ -1,11 +1,12 @@
 """A setting of the dial: α of each layer, and the rule that selects experts. Parameters are not part of it.
 
-Two rules have no field of their own in config.json: a cap per layer, and experts chosen by gate × norm. They are a
+Some rules have no field of their own in config.json: a cap per layer, and a bias for the choice of experts. They are a
 budget, on a curve of one point.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from grmoe import checks
 from grmoe.model import GrmoeForCausalLM
 from grmoe.model.configuration_grmoe import OWN_CHOICE, GrmoeConfig
 
-_RULE = ("budget_curve", "expert_norms")
+_RULE = ("budget_curve",)
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Setting:
     sharper, so fewer experts reach τ. α also sets the weights of the selected experts.
 
     caps: with rule "topk", the number of experts of each layer, where layers differ. `cap` is the largest.
-    norms: mean output norm of each expert in each layer. Experts are then chosen by gate × norm (`Budget.set_norms`).
+    norms: mean output norm of each expert in each layer. Experts are then chosen by gate × norm.
+    level: bias of each expert in each layer that evens out the load (`grmoe.dial.level`).
     """
 
     alphas: tuple[float, ...]
@@ -34,12 +36,13 @@ class Setting:
     cap: int
     caps: tuple[int, ...] | None = None
     norms: tuple[tuple[float, ...], ...] | None = None
+    level: tuple[tuple[float, ...], ...] | None = None
 
     @property
     def fields(self) -> dict[str, Any]:
         """The same in the words of config.json, where a point of `budget_curve` has the caps of layers.
 
-        rank: only said. The norms are the same for all settings of a calibration.
+        rank, load: only said. The bias itself is in `point`.
         """
         return {
             "alpha": self.alphas[0] if self.uniform else list(self.alphas),
@@ -48,17 +51,29 @@ class Setting:
             "num_experts_per_tok": self.cap,
             **({"cap": list(self.caps)} if self.caps else {}),
             **({"rank": "gate × norm"} if self.norms else {}),
+            **({"load": "even"} if self.level else {}),
         }
 
     @property
     def point(self) -> dict[str, Any]:
         """As a point of the curve of budgets, without its number of experts. Not for a threshold."""
         tau = 1.0 if self.tau is None else self.tau
-        return {"tau": tau, "alpha": self.fields["alpha"], "cap": list(self.caps) if self.caps else self.cap}
+        cap = list(self.caps) if self.caps else self.cap
+        biased = {} if self.bias is None else {"bias": self.bias}
+        return {"tau": tau, "alpha": self.fields["alpha"], "cap": cap, **biased}
 
     @property
-    def norm_lists(self) -> list[list[float]] | None:
-        return None if self.norms is None else [list(layer) for layer in self.norms]
+    def bias(self) -> list[list[float]] | None:
+        """Of the choice, for each layer and expert: log n of the norms, and what evens out the load."""
+        if self.norms is None and self.level is None:
+            return None
+        shape = self.norms or self.level or ()
+        norms = self.norms or [[1.0] * len(layer) for layer in shape]
+        level = self.level or [[0.0] * len(layer) for layer in shape]
+        return [
+            [round(math.log(n) + b, 4) for n, b in zip(*pair, strict=True)]
+            for pair in zip(norms, level, strict=True)
+        ]
 
     @property
     def uniform(self) -> bool:
@@ -68,9 +83,9 @@ class Setting:
     def __str__(self) -> str:
         numbers = ", ".join(f"{a:.3g}" for a in self.alphas)
         alpha = f"{self.alphas[0]:.3g}" if self.uniform else f"[{numbers}]"
-        by = ", by gate × norm" if self.norms else ""
+        by = (", by gate × norm" if self.norms else "") + (", even load" if self.level else "")
         if self.caps is not None:
-            return f"α {alpha}, top-[{', '.join(map(str, self.caps))}]"
+            return f"α {alpha}, top-[{', '.join(map(str, self.caps))}]{by}"
         if self.selection == "topk":
             return f"α {alpha}, top-{self.cap}{by}"
         if self.tau is None:
@@ -108,7 +123,7 @@ def current(config: GrmoeConfig) -> Setting:
 def apply(model: GrmoeForCausalLM, setting: Setting) -> None:
     """Put a setting into a model and its configuration, or raise and change nothing. Ends a budget.
 
-    A cap per layer and gate × norm replace the curve of budgets by one point. The next setting removes that.
+    A cap per layer and a bias replace the curve of budgets by one point. The next setting removes that.
     """
     config = model.config
     check_router(config)
@@ -134,16 +149,15 @@ def check_router(config: GrmoeConfig) -> None:
 
 
 def _write(config: GrmoeConfig, setting: Setting) -> None:
-    if setting.caps is None and setting.norms is None:
+    if setting.caps is None and setting.bias is None:
         if len(config.budget_curve or ()) == 1:  # no calibration: an earlier setting left it
-            config.budget_curve = config.expert_norms = None
+            config.budget_curve = None
         for name, value in setting.fields.items():
             setattr(config, name, value)
         config.budget = None
         return
     count = float(setting.cap)  # any number, because the curve has one point
     config.budget_curve = [{"experts_per_token": count, **setting.point}]
-    config.expert_norms = setting.norm_lists
     config.budget = count
 
 

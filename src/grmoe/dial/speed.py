@@ -97,7 +97,7 @@ def _by_rank(setting: Setting) -> bool:
 
 def _shared(setting: Setting) -> tuple[str, bool]:
     """Settings with the same answer share a graph. Gate × norm has a gate of its own."""
-    return "by rank" if _by_rank(setting) else str(setting), setting.norms is not None
+    return "by rank" if _by_rank(setting) else str(setting), setting.bias is not None
 
 
 def _compiled(model: GrmoeForCausalLM, ids: Tensor) -> tuple[Callable[..., object], str]:

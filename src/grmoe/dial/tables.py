@@ -37,6 +37,10 @@ def _summary(body: DialResults) -> Iterator[str]:
         f"        {chosen.experts_per_token:.3f} experts per token (trained {trained.experts_per_token:.3f}), "
         f"perplexity {chosen.perplexity:.3f} (trained {trained.perplexity:.3f}): {chosen.increase}"
     )
+    yield (
+        f"        load: CV {chosen.load_cv:.3f} (trained {trained.load_cv:.3f}), the least used expert gets "
+        f"{chosen.min_load:.2f} of a fair share (trained {trained.min_load:.2f})"
+    )
     assert chosen.speed is not None  # the chosen setting is always timed
     yield (
         f"        {chosen.speed.relative:.2f} times the trained speed "

@@ -104,16 +104,29 @@ def _dial(scores_BN, prior_N, alpha, POSTERIOR: tl.constexpr):
 
 
 @triton.jit
+def _bias(bias_ptr, token, expert, num_tokens, length, num_experts: tl.constexpr, PER_ROW: tl.constexpr):
+    """The bias of the choice as (1, N), or as (BT, N) where each sequence has its own."""
+    real_N = expert < num_experts
+    if PER_ROW:
+        place = (token // length)[:, None] * num_experts + expert[None, :]
+        inside = (token < num_tokens)[:, None] & real_N[None, :]
+        bias = tl.load(bias_ptr + place, mask=inside, other=0.0)
+    else:
+        bias = tl.load(bias_ptr + expert, mask=real_N, other=0.0)[None, :]
+    return bias
+
+
+@triton.jit
 def finish_gate(
     sums_BN, norm_B, token, expert, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget,
     logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, length, layer,
     num_experts: tl.constexpr, SQUARE: tl.constexpr, DIAGONAL: tl.constexpr, POSTERIOR: tl.constexpr,
     MODE: tl.constexpr, MAX_EXPERTS: tl.constexpr, RENORMALIZE: tl.constexpr,
-    PER_ROW: tl.constexpr, APART: tl.constexpr, ELASTIC: tl.constexpr, UNIT: tl.constexpr,
+    PER_ROW: tl.constexpr, APART: tl.constexpr, BIASED: tl.constexpr, ELASTIC: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """From the sums over directions and ‖x‖² to everything the gate returns, for a tile of tokens.
 
-    budget: pointers to τ, cap, the key of a draw and its first row.
+    budget: pointers to τ, cap, the bias of the choice, the key of a draw and its first row.
     """
     real_N = expert < num_experts
     prior_N = tl.load(prior_ptr + expert, mask=real_N, other=0.0)
@@ -127,11 +140,15 @@ def finish_gate(
             scores_BN = scores_BN * kappa_N[None, :]
     logits_BN = _dial(scores_BN, prior_N, alpha_BN, POSTERIOR)
     probs_BN = softmax_BN(tl.where(real_N[None, :], logits_BN, float("-inf")))
-    tau_ptr, cap_ptr, key_ptr, first_row_ptr = budget
+    tau_ptr, cap_ptr, bias_ptr, key_ptr, first_row_ptr = budget
     tau_B, cap_B = budget_B(
         token, num_tokens, tau_ptr, cap_ptr, key_ptr, first_row_ptr, length, layer, PER_ROW, ELASTIC, UNIT
     )
-    chosen_BN = select_BN(probs_BN, expert, real_N, tau_B, cap_B, MODE, MAX_EXPERTS)
+    ranks_BN = probs_BN
+    if BIASED:
+        bias_BN = _bias(bias_ptr, token, expert, num_tokens, length, num_experts, PER_ROW)
+        ranks_BN = softmax_BN(tl.where(real_N[None, :], logits_BN + bias_BN, float("-inf")))
+    chosen_BN = select_BN(ranks_BN, expert, real_N, tau_B, cap_B, MODE, MAX_EXPERTS)
     if APART:
         alpha_BN = _alpha(weight_alpha_ptr, token, num_tokens, length, PER_ROW)
         logits_BN = _dial(scores_BN, prior_N, alpha_BN, POSTERIOR)
@@ -159,6 +176,7 @@ def gate_kernel(
     weight_alpha_ptr,
     tau_ptr,
     cap_ptr,
+    bias_ptr,
     key_ptr,
     first_row_ptr,
     logits_ptr,
@@ -183,6 +201,7 @@ def gate_kernel(
     RENORMALIZE: tl.constexpr,
     PER_ROW: tl.constexpr,
     APART: tl.constexpr,
+    BIASED: tl.constexpr,
     ELASTIC: tl.constexpr,
     UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -234,9 +253,10 @@ def gate_kernel(
         )
     finish_gate(
         sums_BN, norm_B, token, expert, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr,
-        (tau_ptr, cap_ptr, key_ptr, first_row_ptr),
+        (tau_ptr, cap_ptr, bias_ptr, key_ptr, first_row_ptr),
         logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, length, layer,
-        num_experts, SQUARE, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS, RENORMALIZE, PER_ROW, APART, ELASTIC, UNIT,
+        num_experts, SQUARE, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS, RENORMALIZE, PER_ROW, APART, BIASED, ELASTIC,
+        UNIT,
     )  # fmt: skip
     if first == 0:
         tl.store(aux_ptr, 0.0)

@@ -129,10 +129,8 @@ class GrmoeConfig(PreTrainedConfig):
     Setting `alpha` or the selection afterwards ends the budget."""
     budget_curve: list[dict[str, Any]] | None = None
     """What `grmoe dial` calibrated: points with `experts_per_token`, `tau`, `alpha`, `cap` and `loss`, fewest experts
-    first. τ, α and cap are one number, or a list with one per MoE layer."""
-    expert_norms: list[list[float]] | None = None
-    """Mean output norm of each expert, one list per MoE layer. With it, every budget chooses experts by gate × norm and
-    weighs them by the gate. `grmoe dial` writes it where that rule is the best. Default: by the gate alone."""
+    first. τ, α and cap are one number, or a list with one per MoE layer. A point may have a `bias` too: for each MoE
+    layer a list with one number per expert, added to the logits for the choice alone."""
     shared_experts: int = 0
     """Experts of the same width that compute every token."""
     output_router_logits: bool = False
@@ -196,9 +194,9 @@ class GrmoeConfig(PreTrainedConfig):
         )
 
     @property
-    def layer_norms(self) -> list[list[float]] | list[None]:
-        """`expert_norms` of each MoE layer."""
-        return [None] * len(self.moe_layers) if self.expert_norms is None else self.expert_norms
+    def biased(self) -> bool:
+        """Whether budgets choose experts with a bias (`grmoe.routing.curve`)."""
+        return any("bias" in point for point in self.budget_curve or ())
 
     def _by_layer(self, value: float | list[float]) -> list[float]:
         return [float(v) for v in value] if isinstance(value, list) else [float(value)] * len(self.moe_layers)
@@ -243,8 +241,7 @@ class GrmoeConfig(PreTrainedConfig):
         if budget is not None:
             self._check_budget(budget, policy)
             if self.budget_curve is not None:
-                found = curve_numbers(self.budget_curve, budget, len(self.moe_layers))
-                return [n._replace(by_norm=self.expert_norms is not None) for n in found]
+                return curve_numbers(self.budget_curve, budget, len(self.moe_layers))
         assert self.num_experts_per_tok is not None  # resolved in __post_init__
         tau, cap = policy_numbers(policy or TopK(self.num_experts_per_tok), self.num_experts)
         return [LayerNumbers(tau, alpha, cap) for alpha in self.alphas]
@@ -293,21 +290,8 @@ class GrmoeConfig(PreTrainedConfig):
         self._check_selection()
         if self.budget_curve is not None:
             check_curve(self.budget_curve, found, self.num_experts)
-        if self.expert_norms is not None:
-            self._check_norms(self.expert_norms)
         if self.budget is not None:
             self.layer_numbers(self.budget)
-
-    def _check_norms(self, norms: list[list[float]]) -> None:
-        layers, N = len(self.moe_layers), self.num_experts
-        ok = isinstance(norms, list) and [len(layer) for layer in norms] == [N] * layers
-        checks.require(ok, f"expert_norms must be {layers} lists of {N} numbers, got {norms!r}")
-        for layer in norms:
-            for value in layer:
-                checks.finite("expert_norms", value, above=0)
-        checks.require(
-            self.budget_curve is not None, "expert_norms must come with a budget_curve, which uses them"
-        )
 
     def _check_budget(self, budget: float, policy: Selection | None) -> None:
         checks.finite("budget", budget, above=0)

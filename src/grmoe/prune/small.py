@@ -33,7 +33,7 @@ def small_config(config: GrmoeConfig, experts: int) -> GrmoeConfig:
     """The configuration with fewer experts, and everything that depends on their number."""
     small = copy.deepcopy(config)
     small.num_experts = experts
-    small.budget = small.budget_curve = small.expert_norms = None  # of the experts they were measured with
+    small.budget = small.budget_curve = None  # a curve belongs to the experts it was calibrated with
     if config.selection == "dense":
         small.num_experts_per_tok = experts
     elif config.selection == "threshold":

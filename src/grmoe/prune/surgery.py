@@ -72,7 +72,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     loaded = open_model(plan.model, plan.checkpoint, dtype="served")
     model, config = loaded.model, loaded.model.config
     check_router(config)
-    config.budget = config.budget_curve = config.expert_norms = None  # of the experts they were measured with
+    config.budget = config.budget_curve = None  # a curve belongs to the experts it was calibrated with
     model.set_budget(None)
     goal = _fewest_experts(config) if plan.experts is None else _check_experts(plan.experts, config)
     # All text is read before anything is measured: a wrong file name should not cost minutes.

@@ -46,7 +46,7 @@ def model_facts(loaded: LoadedModel) -> dict[str, Any]:
 def _drawable(config: GrmoeConfig) -> list[dict[str, Any]] | None:
     """The curve of budgets, if the page can follow it: one cap for all layers, and experts ranked by the gate."""
     curve = config.budget_curve or []
-    other = config.expert_norms is not None or any(isinstance(p["cap"], list) for p in curve)
+    other = any(isinstance(p["cap"], list) for p in curve)
     return None if other else config.budget_curve
 
 

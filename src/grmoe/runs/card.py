@@ -114,8 +114,9 @@ def _values(values: Iterable[float]) -> str:
     return ", ".join(f"{v:.4g}" for v in (every if len(set(every)) > 1 else every[:1]))
 
 
-_RANK = """
-A budget chooses experts by gate × mean output norm (`expert_norms` in config.json) and weighs them by the gate.
+_BIAS = """
+A budget chooses experts by the gate and a bias (`bias` of its point in config.json), which evens out the load of the
+experts. It weighs them by the gate alone.
 """
 
 
@@ -138,7 +139,7 @@ def _budgets(config: GrmoeConfig) -> str:
 retrained. `model.set_budget(None)` is the trained setting again. Measured with `grmoe dial` on its calibration text:
 
 {table.markdown()}
-{_RANK if config.expert_norms is not None else ""}"""
+{_BIAS if config.biased else ""}"""
 
 
 def _training(loaded: LoadedModel, checkpoint: Checkpoint) -> str:

@@ -106,7 +106,7 @@ def _open_run(run: Path, which: str) -> LoadedModel:
         router.keep_alpha()
     if learned:
         model.set_alpha(model.alpha)
-    model.config.budget_curve, model.config.expert_norms = _calibrated(run, checkpoint.step)
+    model.config.budget_curve = _calibrated(run, checkpoint.step)
     model.set_budget(None)  # makes room for the largest budget of the curve
     try:
         data, why = _held_out(config, checkpoint), ""
@@ -124,16 +124,16 @@ def _open_run(run: Path, which: str) -> LoadedModel:
     )
 
 
-def _calibrated(run: Path, step: int) -> tuple[list[dict[str, Any]] | None, list[list[float]] | None]:
-    """The curve of budgets that `grmoe dial` measured at this step, and the norms of the experts if it uses them; None
-    where there is nothing that can be read."""
+def _calibrated(run: Path, step: int) -> list[dict[str, Any]] | None:
+    """The curve of budgets that `grmoe dial` measured at this step; None where there is nothing that can be read."""
     try:
         results = find_results(run, "dial")
     except ResultsError:
-        return None, None
+        return None
     if results is None or results.step != step or not results.body.get("curve"):
-        return None, None
-    return results.body["curve"], results.body.get("expert_norms")
+        return None
+    curve: list[dict[str, Any]] = results.body["curve"]
+    return curve
 
 
 def _open_export(folder: Path) -> LoadedModel:

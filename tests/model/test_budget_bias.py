@@ -1,4 +1,4 @@
-"""`expert_norms` of a configuration: budgets choose experts by gate × norm, the trained setting does not."""
+"""`bias` of the curve's points: budgets choose experts by gate and bias, the trained setting does not."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ CURVE: list[dict[str, Any]] = [
 ]
 
 
-def norms_of(model: GrmoeForCausalLM) -> list[list[float]]:
+def biased(model: GrmoeForCausalLM) -> list[dict[str, Any]]:
     sizes = len(model.config.moe_layers), model.config.num_experts
-    return torch.linspace(0.05, 9.0, sizes[0] * sizes[1]).view(sizes).tolist()
+    bias = torch.linspace(-3.0, 3.0, sizes[0] * sizes[1]).view(sizes)
+    return [CURVE[0] | {"bias": bias.tolist()}, CURVE[1] | {"bias": (0.5 * bias).tolist()}]
 
 
 @pytest.fixture
 def model(build: Build) -> GrmoeForCausalLM:
-    return build(budget_curve=CURVE, expert_norms=norms_of(build()))
+    return build(budget_curve=biased(build()))
 
 
-def test_a_budget_ranks_by_norm_and_the_trained_setting_does_not(
+def test_a_budget_has_a_bias_and_the_trained_setting_has_none(
     model: GrmoeForCausalLM, build: Build, ids: torch.Tensor
 ) -> None:
     plain = build(budget_curve=CURVE)
@@ -39,7 +40,9 @@ def test_a_budget_ranks_by_norm_and_the_trained_setting_does_not(
     for budget in (1.0, 1.4, 2.0):
         model.set_budget(budget)
         plain.set_budget(budget)
-        assert [float(r.budget.by_norm) for r in routers(model)] == [1.0, 1.0]
+        share = 1.5 - 0.5 * budget  # linear between the points
+        for router, full in zip(routers(model), biased(model)[0]["bias"], strict=True):
+            torch.testing.assert_close(router.budget.bias, share * torch.tensor(full))
         assert not torch.equal(model(ids).logits, plain(ids).logits)
     model.set_budget(None)
     plain.set_budget(None)
@@ -50,11 +53,11 @@ def test_saved_and_loaded(model: GrmoeForCausalLM, ids: torch.Tensor, tmp_path: 
     model.set_budget(1.4)
     model.save_pretrained(tmp_path)
     again = GrmoeForCausalLM.from_pretrained(tmp_path)
-    assert again.config.expert_norms == model.config.expert_norms
+    assert again.config.budget_curve == model.config.budget_curve
     torch.testing.assert_close(again(ids).logits, model(ids).logits)
     for mine, other in zip(routers(model), routers(again), strict=True):
-        assert torch.equal(mine.budget.log_norm_N, other.budget.log_norm_N)
-        assert float(other.budget.by_norm) == 1.0
+        assert other.budget.biased
+        assert torch.equal(mine.budget.bias, other.budget.bias)
 
 
 def test_turning_the_budget_compiles_nothing_again(model: GrmoeForCausalLM, ids: torch.Tensor) -> None:
@@ -70,18 +73,15 @@ def test_turning_the_budget_compiles_nothing_again(model: GrmoeForCausalLM, ids:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("bias", "message"),
     [
-        ({"expert_norms": [[1.0] * 4] * 2}, "expert_norms must come with a budget_curve"),
-        ({"expert_norms": [[1.0] * 3] * 2}, r"expert_norms must be 2 lists of 4 numbers"),
-        ({"expert_norms": [[1.0] * 4]}, r"expert_norms must be 2 lists of 4 numbers"),
-        (
-            {"expert_norms": [[1.0] * 4, [1.0, 0.0, 1.0, 1.0]]},
-            "expert_norms must be a finite number > 0, got 0",
-        ),
+        ([[1.0] * 3] * 2, r"budget_curve\[0\].bias must be 2 lists of 4 numbers"),
+        ([[1.0] * 4], r"budget_curve\[0\].bias must be 2 lists of 4 numbers"),
+        (1.0, r"budget_curve\[0\].bias must be 2 lists of 4 numbers"),
+        ([[1.0] * 4, [1.0, float("nan"), 1.0, 1.0]], r"budget_curve\[0\].bias must be a finite number"),
     ],
 )
-def test_what_is_wrong_is_said(fields: dict[str, Any], message: str) -> None:
+def test_what_is_wrong_is_said(bias: Any, message: str) -> None:
     sizes = {"num_hidden_layers": 2, "moe_every": 1, "num_experts": 4}
     with pytest.raises(ValueError, match=message):
-        GrmoeConfig(**sizes, **fields)
+        GrmoeConfig(**sizes, budget_curve=[CURVE[0] | {"bias": bias}, CURVE[1]])
