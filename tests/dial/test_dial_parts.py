@@ -19,6 +19,7 @@ from grmoe.dial.setting import Setting, apply, k_per_layer, mass, top_k
 from grmoe.dial.speed import _compiled, _shared, _speed, put, time_points
 from grmoe.probe.gates import AffineGate
 from grmoe.probe.losses import Measurement
+from grmoe.probe.routing import layer_inputs
 from grmoe.probe.timing import Times
 from grmoe.probe.windows import Text
 from grmoe.routing import Dense, TopK, routers
@@ -164,22 +165,25 @@ def test_settings_share_one_compiled_model_and_compute_what_they_compute_alone(
 ) -> None:
     """With room for the largest. In a graph, then, nothing is fixed that differs."""
     torch.compiler.reset()
-    model, ids = loaded.model, text.first(64).inputs_WS.contiguous()
+    model = loaded.model
+    router = routers(model)[1].eval()
+    x = layer_inputs(model, text.first(64).inputs_WS)[1]
     counter = CompileCounter()
-    compiled = torch.compile(model.model, backend=counter, fullgraph=True)
+    compiled = torch.compile(router, backend=counter, fullgraph=True)
     places = [router.budget.tau.data_ptr() for router in routers(model)]
     with torch.no_grad():
         for setting in (*SHARED, *reversed(SHARED)):
             apply(model, setting)
-            alone = model.model(input_ids=ids, use_cache=False).last_hidden_state
+            alone = router(x)
             put(model, setting, 3)
             assert {r.selection for r in routers(model)} == {TopK(3)}
-            together = compiled(input_ids=ids, use_cache=False).last_hidden_state
-            torch.testing.assert_close(together, alone)
+            together = compiled(x)
+            assert torch.equal(together.selected, alone.selected)
+            torch.testing.assert_close(together.weights, alone.weights)
         assert counter.frame_count == 1
         assert len({_shared(setting) for setting in SHARED}) == 1
         put(model, RANKED, 3)
-        compiled(input_ids=ids, use_cache=False)
+        compiled(x)
         assert counter.frame_count == 2  # gate × norm has a gate of its own
     assert _shared(RANKED) != _shared(SHARED[0])
     assert [router.budget.tau.data_ptr() for router in routers(model)] == places  # filled in place

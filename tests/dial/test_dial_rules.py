@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from grmoe.dial.rules import expected_rules, lowered, search_rules
 from grmoe.dial.search import Sensitivity, between
 from grmoe.dial.setting import Setting, k_per_layer
 from grmoe.dial.speed import Speed
-from grmoe.dial.target import family
+from grmoe.dial.target import choose, family
 from grmoe.probe.losses import measure
 from grmoe.probe.routing import layer_inputs, moe_layers, recorded
 from grmoe.probe.windows import Text, read_windows
@@ -172,15 +173,13 @@ def test_norms_against_a_loop(loaded: LoadedModel, text: Text) -> None:
     found = expert_norms(loaded.model, text)
     inputs = layer_inputs(loaded.model, text.inputs_WS)
     for layer, x_TD, norms in zip(moe_layers(loaded.model), inputs, found, strict=True):
-        with layer.router.uncounted(), torch.no_grad():
-            gate_TN = layer.router(x_TD).probs
         sums = [0.0] * 4
-        for t, x_D in enumerate(x_TD[:].detach()):
+        for x_D in x_TD.detach():
             for e in range(4):
                 gate, up = (layer.experts.up[e].detach() @ x_D).chunk(2)
                 y_D = layer.experts.down_proj[e].detach() @ (torch.nn.functional.silu(gate) * up)
-                sums[e] += float(gate_TN[t, e] * y_D.norm())
-        means = [s / float(gate_TN[:, e].sum()) for e, s in enumerate(sums)]
+                sums[e] += float(y_D.norm())
+        means = [s / len(x_TD) for s in sums]
         assert norms == pytest.approx([m / (sum(means) / 4) for m in means], rel=1e-3)
         assert max(norms) / min(norms) > 1.05
 
@@ -270,3 +269,26 @@ def test_a_model_of_a_rule_keeps_its_word(
     assert measure(model, text).loss == result.body.trained.loss
     card = (tmp_path / "model" / "README.md").read_text()
     assert "by the gate and a bias" in card
+
+
+def test_gate_times_norm_wins_only_beyond_noise() -> None:
+    def at(experts: float, loss: float, norms: Any = None) -> Point:
+        return Point(mass((1.0, experts), 0.5, 2, norms), "uniform", measured(experts, loss))
+
+    trained, plain = at(2.0, 1.0), at(1.5, 1.1)
+    noise_W = torch.tensor([0.2, -0.2] * 4, dtype=torch.float64)
+    noisy = replace(measured(1.5, 1.09), losses_W=1.09 + noise_W)
+    ranked = Point(mass((1.0, 1.5), 0.5, 2, NORMS), "gate × norm", noisy)
+    clear = at(1.5, 1.09, NORMS)
+    few, fewer = at(1.48, 1.1, NORMS), at(1.46, 1.1, NORMS)
+    for target, candidate, wins in (
+        (Target("experts", 1.6), ranked, False),
+        (Target("experts", 1.6), clear, True),
+        (Target("perplexity", 0.2), few, False),
+        (Target("perplexity", 0.2), fewer, True),
+    ):
+        chosen = choose(target, [trained, plain, candidate], trained, lambda _: None)
+        assert chosen is (candidate if wins else plain)
+    assert (
+        choose(Target("experts", 1.6), [trained, ranked], trained, lambda _: None) is ranked
+    )  # nothing else

@@ -52,8 +52,8 @@ def dial(
     """Choose how sparse a trained model is: the cheapest setting that meets a target, with certificates.
 
     Each token gets the fewest experts that reach probability τ, at most as many as in training. The command compares
-    one α for all layers, one α per layer, and top-k, all on the same text. Nothing is retrained. Interrupted, the same
-    command goes on with what it had measured.
+    one α for all layers, one α per layer, top-k with one k or a k per layer, and experts by gate × output norm, all on
+    the same text. Nothing is retrained. Interrupted, the same command goes on with what it had measured.
 
     Example: [bold]grmoe dial runs/first --max-ppl-increase 1% --check wikitext.txt --write[/]
     """

@@ -17,10 +17,9 @@ TOKENS = 2048
 
 
 def expert_norms(model: GrmoeForCausalLM, text: Text) -> Norms:
-    """n_e = Σ_t g_te‖f_e(x_t)‖ / Σ_t g_te of each layer at the model's present setting, four digits.
+    """n_e = mean over all tokens of ‖f_e(x)‖, for each layer at the model's present setting. Four digits.
 
-    Weighted by the gate, because an expert was not trained on tokens that never reach it. Only ratios of a layer's
-    norms matter, so their mean is scaled to one.
+    Only ratios within a layer matter, so the mean over its experts is scaled to one.
     """
     inputs = layer_inputs(model, text.first(TOKENS).inputs_WS)
     return tuple(_norms(layer, x_TD) for layer, x_TD in zip(moe_layers(model), inputs, strict=True))
@@ -28,12 +27,10 @@ def expert_norms(model: GrmoeForCausalLM, text: Text) -> Norms:
 
 @torch.no_grad()
 def _norms(layer: MoE, x_TD: torch.Tensor) -> tuple[float, ...]:
-    with layer.router.uncounted():
-        gate_TN = layer.router(x_TD).probs.double()
     experts, found = layer.experts, []
     for e in range(layer.router.num_experts):
         y_TD = experts.activate(x_TD @ experts.up[e].T) @ experts.down_proj[e].T
-        found.append(gate_TN[:, e] @ y_TD.double().norm(dim=-1) / gate_TN[:, e].sum())
+        found.append(y_TD.double().norm(dim=-1).mean())
     norm_N = torch.stack(found)
     scaled = (norm_N / norm_N.mean()).clamp(min=1e-6)  # an expert that gives nothing still has a logarithm
     return tuple(float(f"{n:.4g}") for n in scaled.tolist())

@@ -13,6 +13,7 @@ from grmoe.dial.search import between
 from grmoe.dial.setting import Setting
 from grmoe.probe.losses import increase
 
+_CLEARLY = 0.02  # share of the experts that gate × norm must save to win
 REFINEMENTS = 6  # settings tried between the chosen point and those just beyond the target
 
 RelativeSpeed = Callable[[Point], float | None]
@@ -60,15 +61,25 @@ def meets(target: Target, point: Point, trained: Point, speed: RelativeSpeed) ->
 def choose(target: Target, points: Iterable[Point], trained: Point, speed: RelativeSpeed) -> Point:
     """The best point within the target, or an error that names the nearest one.
 
+    Gate × norm wins only beyond noise: the simpler rule is preferred.
+
     speed: relative to the trained setting; None for a point that was not timed.
     """
     measured = list(points)
     allowed = [p for p in measured if meets(target, p, trained, speed)]
     if not allowed:
         raise ValueError(f"no setting reaches {target}: {_nearest(target, measured, speed)}")
-    if target.kind == "perplexity":
-        return min(allowed, key=lambda p: (p.experts_per_token, p.loss))
-    return min(allowed, key=lambda p: (p.loss, p.experts_per_token))
+    fewest = target.kind == "perplexity"
+
+    def order(point: Point) -> tuple[float, float]:
+        pair = point.loss, point.experts_per_token
+        return pair[::-1] if fewest else pair
+
+    best = min(allowed, key=order)
+    plain = min((p for p in allowed if p.setting.norms is None), key=order, default=best)
+    if fewest:
+        return best if best.experts_per_token < (1 - _CLEARLY) * plain.experts_per_token else plain
+    return best if increase(best.measured, plain.measured).high < 0 else plain
 
 
 def _nearest(target: Target, points: list[Point], speed: RelativeSpeed) -> str:

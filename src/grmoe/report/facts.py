@@ -44,7 +44,7 @@ def model_facts(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def _drawable(config: GrmoeConfig) -> list[dict[str, Any]] | None:
-    """The curve of budgets, if the page can follow it: one cap for all layers, and experts ranked by the gate."""
+    """The curve of budgets, if the page can follow it: one cap for all layers."""
     curve = config.budget_curve or []
     other = any(isinstance(p["cap"], list) for p in curve)
     return None if other else config.budget_curve
