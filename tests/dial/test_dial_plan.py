@@ -207,7 +207,8 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
         "read_texts": lambda sources, *_: texts[: len(sources)],
         "Meter": lambda *_: meter, "search": fake_search, "time_points": fake_times, "certify": lambda *_: [],
         "apply": lambda _, setting: applied.append(setting), "Steps": NotingSteps,
-        "use_curve": lambda _, curve, budget, norms=None: used.append((curve, budget)),
+        "use_curve": lambda _, curve, budget: used.append((curve, budget)),
+        "Levels": lambda *_: SimpleNamespace(measure=lambda _, p: p, within=lambda *given: given[-1]),
         "_check": lambda m, t, trained, chosen, text, step, book: text.name,
         "Saved": lambda folder: SimpleNamespace(found=0, book=lambda *_: None),
     }  # fmt: skip
@@ -216,10 +217,10 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
     plan = calibration.Plan(model="m", target=target, checks=("a", "b"), beside=("b",))
     body = calibration.run(plan).body
     assert searched == [(3, 2.0 if target.kind == "experts" else None)]
-    # 6 refinements, timing in passes of 9 rounds and a warm-up, two measurements per check; the budgets 3, 2.25, 1.5
-    # and 1 of two models, and the other one as trained.
+    # 6 refinements, 12 points of the curve, timing in passes of 9 rounds and a warm-up, two measurements per check; the
+    # budgets 3, 2.25, 1.5 and 1 of two models, and the other one as trained.
     passes = 2 if target.kind == "throughput" else 1
-    assert totals == [expected(2, 3) + 6 + 10 * passes + 2 * 2 + 2 * 4 + 1]
+    assert totals == [expected(2, 3) + 6 + 12 + 10 * passes + 2 * 2 + 2 * 4 + 1]
     assert body.checks == ["a", "b"]
     assert (body.calibration.text, body.calibration.tokens, body.calibration.windows) == ("own", 128, 8)
     # The trained setting stays; the chosen one is a budget.

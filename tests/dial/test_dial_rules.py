@@ -12,7 +12,7 @@ import pytest
 import torch
 from made_up import NotingGates, SmoothMeter, measured
 
-from grmoe.dial import Plan, Target, apply, calibration, current, mass, save, top_k
+from grmoe.dial import Plan, Target, apply, calibration, current, level, mass, save, top_k
 from grmoe.dial.curve import build_curve, chosen_budget
 from grmoe.dial.gates import Gates
 from grmoe.dial.meter import Family, Meter, Point
@@ -250,6 +250,7 @@ def test_a_model_of_a_rule_keeps_its_word(
 
     monkeypatch.setattr(calibration, "time_points", timed)
     monkeypatch.setattr(calibration, "choose", pick)
+    monkeypatch.setattr(level, "MAX_COST", 1.0)
     result = calibration.run(Plan(model=run, target=Target("perplexity", 1.0), tokens=512))
     save(result, tmp_path, write=True)
     loaded = open_model(tmp_path / "model")

@@ -30,7 +30,7 @@ def shown(experts: float, perplexity: float, family: Family = "uniform", **chang
         "family": family, "name": f"{family} {experts:g}", "loss": 1.0, "perplexity": perplexity,
         "setting": {"selection": "topk" if family == "top-k" else "mass", "selection_tau": 0.5},
         "increase": Increase(0.0, 0.0, 0.0), "experts_per_token": experts, "layer_experts": (experts,), "entropy": 1.0,
-        "effective_experts_entropy": 2.0, "effective_experts_inverse": 1.5,
+        "effective_experts_entropy": 2.0, "effective_experts_inverse": 1.5, "load_cv": 0.1, "min_load": 0.9,
         "speed": Speed(1e3 * perplexity, (1e3 * perplexity - 100, 1e3 * perplexity + 100), 2.0, (1.5, 2.5)),
         "on_frontier": False, "on_uniform_frontier": False,
     }  # fmt: skip
@@ -173,7 +173,7 @@ def test_the_limit_asked_for_and_other_models_are_in_the_picture(
     assert figure._limit(asked) == 1.5 * asked.trained.perplexity
     assert figure._range(asked)[1] == max(23.0, 1.5 * asked.trained.perplexity)
     assert figure._limit(body()) is None  # a number of experts was asked for
-    figures: dict[str, Any] = {"loss": 1.0, "increase": asked.trained.increase}
+    figures: dict[str, Any] = {"loss": 1.0, "load_cv": 0.1, "increase": asked.trained.increase}
     rows = [
         BudgetRow(model=m, budget=b, experts_per_token=b, perplexity=p, **figures)
         for m, b, p in (("own", 2.0, 11.0), ("own", 1.0, 12.0), ("other", 2.0, 5.0))
@@ -246,14 +246,17 @@ def test_the_tables_of_the_terminal() -> None:
     assert open_bound.rows == [(*row, "∞ for some tokens", "4,000")]
     assert lines[3] == "Asked:  at most 1.5 experts per token"
     assert lines[4] == "Chosen: per layer: per layer 1.5"
+    assert lines[6] == (
+        "        load: CV 0.100 (trained 0.100), the least used expert gets 0.90 of a fair share (trained 0.90)"
+    )
     assert (
-        lines[6]
+        lines[7]
         == "        2.00 times the trained speed (middle 80 %: 1.50 to 2.50), 12,000 tokens/s (eager)"
     )
-    assert "lower loss at 1 of 2 points" in str(lines[7])
-    assert "at most 0.5000 ± 0.1000 nats per token, at 1.60 experts" in str(lines[7])
-    assert str(lines[8]).startswith("        k per layer: lower loss at 1 of 1 points")
-    assert lines[9] == "        gate × norm: no gain over one α for all beyond noise"
+    assert "lower loss at 1 of 2 points" in str(lines[8])
+    assert "at most 0.5000 ± 0.1000 nats per token, at 1.60 experts" in str(lines[8])
+    assert str(lines[9]).startswith("        k per layer: lower loss at 1 of 1 points")
+    assert lines[10] == "        gate × norm: no gain over one α for all beyond noise"
 
 
 def test_a_gain_within_its_error_is_noise() -> None:

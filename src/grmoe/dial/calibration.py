@@ -27,14 +27,13 @@ from grmoe.dial.saved import Book, Saved
 from grmoe.dial.search import ALPHAS, expected, search
 from grmoe.dial.setting import apply, check_router, mass
 from grmoe.dial.speed import ROUNDS, Speed, time_points
-from grmoe.dial.target import REFINEMENTS, Target, choose, meets, refine
+from grmoe.dial.target import REFINEMENTS, Target, choose, refine
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM
 from grmoe.probe.losses import increase
 from grmoe.probe.windows import Text, read_texts
 from grmoe.runs.open import open_model
 from grmoe.terminal import Progress, Steps, note, silent
 
-_TRIES = 3  # settings that are levelled before one is chosen with an uneven load
 _TABLE_TAU = 0.9  # of the α table, where the chosen setting has no τ
 _MAX_TIMED, _MAX_RULE = 16, 3  # frontier points that are timed, and those of a rule beside τ and α
 # Figures of a `Measurement` that the results keep.
@@ -106,13 +105,13 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     by_speed = target.kind == "throughput"
     speeds = time_points(model, text, to_time, trained, step=step) if by_speed else {}
     chosen = choose(target, points, trained, lambda p: speeds[p].relative if p in speeds else None)
-    chosen = _even(meter, levels, target, chosen)
+    chosen = levels.within(target, meter, chosen)
     rows = _alpha_rows(meter, chosen, cap)
     contenders = [*([] if by_speed else to_time), chosen, *rows.values()]
     row_speeds = time_points(model, text, contenders, trained, step=step)
 
     measured = sorted(meter.points.values(), key=lambda p: p.experts_per_token)
-    describe = _Describer(measured, trained, speeds or row_speeds)
+    describe = _Describer(measured, trained, row_speeds | speeds)
     checked = [
         _check(model, target, trained, chosen, other, step, kept)
         for other, kept in zip(others, checked_books, strict=True)
@@ -123,7 +122,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
         chosen,
         cap,
         model.config.num_experts,
-        lambda p: meter.measure(levels(p.setting), p.family),
+        lambda p: levels.measure(meter, p),
     )
     budget = chosen_budget(curve, chosen)
     apply(model, trained.setting)
@@ -160,22 +159,6 @@ def _cap(asked: int | None, config: GrmoeConfig) -> int:
     limit = config.num_experts
     checks.require(1 <= asked <= limit, f"cap must be from 1 to {limit}, the number of experts, got {asked}")
     return asked
-
-
-def _even(meter: Meter, levels: Levels, target: Target, chosen: Point) -> Point:
-    """The chosen point with an even load, or a neighbour where that breaks the target; else the point as it is."""
-    points = list(meter.points.values())
-    for _ in range(_TRIES):
-        nearest = (
-            chosen if target.kind == "throughput" else choose(target, points, meter.trained, lambda p: None)
-        )
-        if nearest is meter.trained:
-            break
-        levelled = meter.measure(levels(nearest.setting), nearest.family)
-        if target.kind == "throughput" or meets(target, levelled, meter.trained, lambda p: None):
-            return levelled
-        points.remove(nearest)
-    return chosen
 
 
 def _points_to_time(points: list[Point], trained: Point) -> list[Point]:

@@ -134,11 +134,7 @@ def _forward(
     pointers = (
         *(prior if log_kappa is None else log_kappa.contiguous(), prior.contiguous()),
         *(alpha, alpha if weight_alpha is None else weight_alpha, tau, cap),
-        *(
-            cap if bias is None else bias,
-            cap if key is None else key,
-            cap if first_row is None else first_row,
-        ),
+        *(cap if given is None else given for given in (bias, key, first_row)),
         *(logits, probs, weights, selected.view(torch.uint8), norm, zero),
         *(T, energy_scale, length, layer),
     )
@@ -390,27 +386,14 @@ def gate(
         below `tau`. ABOVE takes those with probability at least `tau`, and the largest.
     max_experts: the largest possible cap.
     bias: (N,), added to the logits for the choice alone: experts are ranked by softmax(ℓ + bias).
-    alpha, weight_alpha, tau, cap: all 0-d, or all (T / length,): one number per sequence; bias is then (T / length, N).
-        No gradient then.
+    alpha, weight_alpha, tau, cap: all 0-d. Or one number per sequence, (T / length,); bias (T / length, N). No gradient
     key, first_row, layer, elastic, unit: how budgets are drawn, as in `grmoe.routing.elastic`.
     packed: `pack(matrix, x.dtype, square)`, if the caller knows that the matrix has not changed since.
     """
     if log_kappa is None and not posterior:
         raise ValueError("posterior must be True for a linear gate: its dial multiplies all of its logits")
-    numbers = (
-        alpha,
-        weight_alpha,
-        tau,
-        cap,
-        bias,
-        key,
-        first_row,
-        energy_scale,
-        posterior,
-        mode,
-        max_experts,
-    )
-    more = (renormalize, length, layer, elastic, unit)
+    numbers = (alpha, weight_alpha, tau, cap, bias, key, first_row, energy_scale, posterior, mode)
+    more = (max_experts, renormalize, length, layer, elastic, unit)
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _Gate.apply(
         x_TD, matrix, log_kappa, prior_N, packed, *numbers, *more
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from grmoe.kernels.select import budget_B, grad_logits_BN, select_BN, softmax_BN, weigh_BN
+from grmoe.kernels.select import alpha_B1, bias_BN, budget_B, grad_logits_BN, select_BN, softmax_BN, weigh_BN
 
 ZERO_TOKEN = tl.constexpr(1e-12)  # as in grmoe.routing.grassmann
 
@@ -85,35 +85,12 @@ def _sum_directions(
 
 
 @triton.jit
-def _alpha(alpha_ptr, token, num_tokens, length, PER_ROW: tl.constexpr):
-    """α as a scalar, or as (BT, 1) where each sequence has its own."""
-    if PER_ROW:
-        alpha = tl.load(alpha_ptr + token // length, mask=token < num_tokens, other=1.0)[:, None]
-    else:
-        alpha = tl.load(alpha_ptr)
-    return alpha
-
-
-@triton.jit
 def _dial(scores_BN, prior_N, alpha, POSTERIOR: tl.constexpr):
     if POSTERIOR:
         logits_BN = alpha * (scores_BN + prior_N[None, :])
     else:
         logits_BN = alpha * scores_BN + prior_N[None, :]
     return logits_BN
-
-
-@triton.jit
-def _bias(bias_ptr, token, expert, num_tokens, length, num_experts: tl.constexpr, PER_ROW: tl.constexpr):
-    """The bias of the choice as (1, N), or as (BT, N) where each sequence has its own."""
-    real_N = expert < num_experts
-    if PER_ROW:
-        place = (token // length)[:, None] * num_experts + expert[None, :]
-        inside = (token < num_tokens)[:, None] & real_N[None, :]
-        bias = tl.load(bias_ptr + place, mask=inside, other=0.0)
-    else:
-        bias = tl.load(bias_ptr + expert, mask=real_N, other=0.0)[None, :]
-    return bias
 
 
 @triton.jit
@@ -130,7 +107,7 @@ def finish_gate(
     """
     real_N = expert < num_experts
     prior_N = tl.load(prior_ptr + expert, mask=real_N, other=0.0)
-    alpha_BN = _alpha(alpha_ptr, token, num_tokens, length, PER_ROW)
+    alpha_BN = alpha_B1(alpha_ptr, token, num_tokens, length, PER_ROW)
     scores_BN = sums_BN
     if SQUARE:
         norm_B = tl.maximum(norm_B, ZERO_TOKEN)
@@ -146,11 +123,11 @@ def finish_gate(
     )
     ranks_BN = probs_BN
     if BIASED:
-        bias_BN = _bias(bias_ptr, token, expert, num_tokens, length, num_experts, PER_ROW)
-        ranks_BN = softmax_BN(tl.where(real_N[None, :], logits_BN + bias_BN, float("-inf")))
+        biased_BN = logits_BN + bias_BN(bias_ptr, token, expert, num_tokens, length, num_experts, PER_ROW)
+        ranks_BN = softmax_BN(tl.where(real_N[None, :], biased_BN, float("-inf")))
     chosen_BN = select_BN(ranks_BN, expert, real_N, tau_B, cap_B, MODE, MAX_EXPERTS)
     if APART:
-        alpha_BN = _alpha(weight_alpha_ptr, token, num_tokens, length, PER_ROW)
+        alpha_BN = alpha_B1(weight_alpha_ptr, token, num_tokens, length, PER_ROW)
         logits_BN = _dial(scores_BN, prior_N, alpha_BN, POSTERIOR)
         probs_BN = softmax_BN(tl.where(real_N[None, :], logits_BN, float("-inf")))
     weights_BN = weigh_BN(probs_BN, chosen_BN, RENORMALIZE)
