@@ -141,7 +141,7 @@ def test_losses_between_points() -> None:
         ({"experts_per_token": float("nan")}, r"experts_per_token must be a finite number"),
         (
             {"extra": 1},
-            r"budget_curve\[1\] must have the keys experts_per_token, tau, alpha, cap \(and loss\)",
+            r"budget_curve\[1\] must have the keys experts_per_token, tau, alpha, cap \(and loss, bias\)",
         ),
     ],
 )
