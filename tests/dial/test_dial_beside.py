@@ -86,7 +86,12 @@ def test_a_dialled_model_is_measured_along_its_own_curve(compared: tuple[Path, s
 
 
 def row(model: str, budget: float, perplexity: float, change: float) -> BudgetRow:
-    figures: dict[str, Any] = {"experts_per_token": budget + 0.01, "loss": 1.0, "perplexity": perplexity}
+    figures: dict[str, Any] = {
+        "experts_per_token": budget + 0.01,
+        "loss": 1.0,
+        "perplexity": perplexity,
+        "load_cv": 0.1,
+    }
     return BudgetRow(model=model, budget=budget, **figures, increase=Increase(change, 0.0, 0.0))
 
 

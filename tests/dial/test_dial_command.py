@@ -158,6 +158,8 @@ def test_the_model_in_the_result_has_the_chosen_setting(run: Path, tmp_path: Pat
         "top-k",
         "uniform",
         "per layer",
+        "k per layer",
+        "gate × norm",
         "speed",
         "budgets",
     }

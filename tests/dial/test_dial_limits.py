@@ -150,7 +150,7 @@ def test_defaults_of_the_dial() -> None:
     rest = {name: value for name, value in vars(plan).items() if name not in ("model", "target")}
     assert rest == {
         "text": None, "checks": (), "tokens": None, "length": None, "cap": None, "checkpoint": "best",
-        "beside": (),
+        "beside": (), "folder": None,
     }  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def test_how_much_text_each_stage_reads(monkeypatch: pytest.MonkeyPatch) -> None
     sizes: list[int] = []
     monkeypatch.setattr(speed, "Timer", lambda device: None)
     monkeypatch.setattr(speed, "apply", lambda model, setting: None)
-    monkeypatch.setattr(speed, "_speed", lambda times, trained, tokens: sizes.append(tokens))
+    monkeypatch.setattr(speed, "_speed", lambda times, trained, tokens, how: sizes.append(tokens))
     monkeypatch.setattr(speed, "warmed_up", lambda run, device: run)
     for device in ("cpu", "meta"):
         fake: Any = SimpleNamespace(device=torch.device(device), reset_routing_metrics=lambda: None)

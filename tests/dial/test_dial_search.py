@@ -45,7 +45,14 @@ def test_the_frontier_is_the_lower_envelope(pairs: list[tuple[float, float]]) ->
 
 def test_per_layer_is_nowhere_above_uniform(searched: Searched) -> None:
     points = list(searched[0].points.values())
-    assert {p.family for p in points} == {"trained", "top-k", "uniform", "per layer"}
+    assert {p.family for p in points} == {
+        "trained",
+        "top-k",
+        "uniform",
+        "per layer",
+        "k per layer",
+        "gate × norm",
+    }
     envelope = frontier(dial_points(points))
     for base in frontier(uniform_points(points)):
         best = best_within(envelope, base.experts_per_token)

@@ -30,7 +30,7 @@ def shown(experts: float, perplexity: float, family: Family = "uniform", **chang
         "family": family, "name": f"{family} {experts:g}", "loss": 1.0, "perplexity": perplexity,
         "setting": {"selection": "topk" if family == "top-k" else "mass", "selection_tau": 0.5},
         "increase": Increase(0.0, 0.0, 0.0), "experts_per_token": experts, "layer_experts": (experts,), "entropy": 1.0,
-        "effective_experts_entropy": 2.0, "effective_experts_inverse": 1.5,
+        "effective_experts_entropy": 2.0, "effective_experts_inverse": 1.5, "load_cv": 0.1, "min_load": 0.9,
         "speed": Speed(1e3 * perplexity, (1e3 * perplexity - 100, 1e3 * perplexity + 100), 2.0, (1.5, 2.5)),
         "on_frontier": False, "on_uniform_frontier": False,
     }  # fmt: skip
@@ -48,7 +48,12 @@ PER_LAYER = [
     shown(1.7, 15.0, "per layer"),
 ]
 TOP_K = [shown(1.0, 40.0, "top-k"), shown(2.0, 9.5, "trained", setting={"selection": "topk"})]
-POINTS = sorted([*UNIFORM, *PER_LAYER, *TOP_K], key=lambda p: p.experts_per_token)
+RULES = [
+    shown(1.5, 13.0, "k per layer", on_rule_frontier=True, best=True, setting={"selection": "topk"}),
+    shown(1.5, 17.0, "k per layer", setting={"selection": "topk"}),
+    shown(1.3, 18.0, "gate × norm", on_rule_frontier=True),
+]
+POINTS = sorted([*UNIFORM, *PER_LAYER, *TOP_K, *RULES], key=lambda p: p.experts_per_token)
 SETTING = {"selection_tau": 0.37, "num_experts_per_tok": 2}
 
 
@@ -111,6 +116,10 @@ def test_the_left_panel_has_every_point_and_three_families(axes: tuple[Any, Any]
     assert left.get_title() == "Perplexity against experts per token (lines: frontiers)"
     assert (left.get_xlabel(), left.get_ylabel()) == ("experts per token", "perplexity, calibration text")
     uniform, per_layer, *families, ring = left.lines
+    *families, k_per_layer, by_norm = families
+    assert [curve(k_per_layer), curve(by_norm)] == [pairs(RULES[:1]), pairs(RULES[2:])]
+    assert [line.get_linewidth() > 0 for line in (k_per_layer, by_norm)] == [False, True]
+    assert [line.get_color() for line in (k_per_layer, by_norm)] == list(COLORS[3:5])
     assert [curve(uniform), curve(per_layer)] == [pairs(UNIFORM), pairs(PER_LAYER)]
     assert {uniform.get_marker(), per_layer.get_marker()} == {"."}
     assert [curve(line) for line in families] == [
@@ -124,22 +133,25 @@ def test_the_left_panel_has_every_point_and_three_families(axes: tuple[Any, Any]
     assert curve(ring) == ([1.5], [12.0])
     assert (ring.get_markerfacecolor(), ring.get_markeredgecolor()) == ("none", INK)
     names = [text.get_text() for text in left.get_legend().get_texts()]
-    assert names == ["one α for all", "one α per layer allowed", "top-k", "chosen"]
+    rules = ["k per layer", "gate × norm"]
+    assert names == ["one α for all", "one α per layer allowed", "top-k", *rules, "chosen"]
     assert not left.get_legend().get_frame_on()
 
 
 def test_the_right_panel_has_the_points_that_were_timed_with_their_intervals(axes: tuple[Any, Any]) -> None:
     _, right = axes
-    assert right.get_title() == "The same against measured prefill, CPU (bars: middle 80 %)"
+    assert right.get_title() == "The same against measured prefill, CPU, eager (bars: middle 80 %)"
     assert right.get_xlabel() == "tokens/s"
     *lines, ring = right.lines
-    timed = [UNIFORM[0], UNIFORM[2], PER_LAYER[0], PER_LAYER[1], UNIFORM[2], *TOP_K]
+    timed = [UNIFORM[0], UNIFORM[2], PER_LAYER[0], PER_LAYER[1], UNIFORM[2], *TOP_K, RULES[0], RULES[2]]
     wanted = []
     for p in timed:
         speed, y = 1e3 * p.perplexity, p.perplexity
         wanted += [([speed - 100, speed + 100], [y, y]), ([speed], [y])]
     assert [curve(line) for line in lines] == wanted
-    assert [line.get_color() for line in lines] == [COLORS[0]] * 4 + [COLORS[1]] * 6 + [COLORS[2]] * 4
+    assert [line.get_color() for line in lines] == [
+        COLORS[i] for i in (0, 0, 1, 1, 1, 2, 2, 3, 4) for _ in range(2)
+    ]
     assert curve(ring) == ([12e3], [12.0])
 
 
@@ -161,7 +173,7 @@ def test_the_limit_asked_for_and_other_models_are_in_the_picture(
     assert figure._limit(asked) == 1.5 * asked.trained.perplexity
     assert figure._range(asked)[1] == max(23.0, 1.5 * asked.trained.perplexity)
     assert figure._limit(body()) is None  # a number of experts was asked for
-    figures: dict[str, Any] = {"loss": 1.0, "increase": asked.trained.increase}
+    figures: dict[str, Any] = {"loss": 1.0, "load_cv": 0.1, "increase": asked.trained.increase}
     rows = [
         BudgetRow(model=m, budget=b, experts_per_token=b, perplexity=p, **figures)
         for m, b, p in (("own", 2.0, 11.0), ("own", 1.0, 12.0), ("other", 2.0, 5.0))
@@ -205,7 +217,9 @@ def test_the_card_names_the_text_and_what_was_asked() -> None:
 
 
 def test_the_tables_of_the_terminal() -> None:
-    lines = list(tables.show(result(per_layer_gains=[Gain(1.2, 0.0, 0.1), Gain(1.6, 0.5, 0.1)])))
+    gained = {"k per layer": [Gain(1.2, 0.3, 0.1)], "gate × norm": [Gain(1.2, 0.0, 0.1)]}
+    layers = [Gain(1.2, 0.0, 0.1), Gain(1.6, 0.5, 0.1)]
+    lines = list(tables.show(result(per_layer_gains=layers, rule_gains=gained)))
     frontiers, alphas, certificates = lines[:3]
     assert isinstance(frontiers, tables.Table)
     assert isinstance(alphas, tables.Table)
@@ -213,8 +227,10 @@ def test_the_tables_of_the_terminal() -> None:
     # One section per family. The point without a speed is left out. The arrow marks the chosen setting.
     names = [[row[0] for row in section] for section in frontiers.sections if section]
     each = "one α per layer allowed"
-    assert names == [["one α for all"] * 2, [each, f"{each} ←", each], ["top-k"] * 2]
-    assert frontiers.rows[0][1:] == ("uniform 1.2", "1.200", "20.000", "+0.00 %", "2.00 (1.50 to 2.50)")
+    rules = [["k per layer"], ["gate × norm"]]
+    assert names == [["one α for all"] * 2, [each, f"{each} ←", each], ["top-k"] * 2, *rules]
+    assert frontiers.rows[0][1:] == ("uniform 1.2", "1.200", "20.000", "+0.00 %", "2.00 (1.50 to 2.50)", "")
+    assert [row[0] for row in frontiers.rows if row[-1] == "*"] == ["k per layer"]
     assert (frontiers.left, alphas.left, certificates.left) == (2, 1, 1)
     assert alphas.title == "One α for all layers, mass 0.37, cap 2"
     assert alphas.rows == [
@@ -230,9 +246,17 @@ def test_the_tables_of_the_terminal() -> None:
     assert open_bound.rows == [(*row, "∞ for some tokens", "4,000")]
     assert lines[3] == "Asked:  at most 1.5 experts per token"
     assert lines[4] == "Chosen: per layer: per layer 1.5"
-    assert lines[6] == "        2.00 times the trained speed (middle 80 %: 1.50 to 2.50), 12,000 tokens/s"
-    assert "lower loss at 1 of 2 points" in str(lines[7])
-    assert "at most 0.5000 ± 0.1000 nats per token, at 1.60 experts" in str(lines[7])
+    assert lines[6] == (
+        "        load: CV 0.100 (trained 0.100), the least used expert gets 0.90 of a fair share (trained 0.90)"
+    )
+    assert (
+        lines[7]
+        == "        2.00 times the trained speed (middle 80 %: 1.50 to 2.50), 12,000 tokens/s (eager)"
+    )
+    assert "lower loss at 1 of 2 points" in str(lines[8])
+    assert "at most 0.5000 ± 0.1000 nats per token, at 1.60 experts" in str(lines[8])
+    assert str(lines[9]).startswith("        k per layer: lower loss at 1 of 1 points")
+    assert lines[10] == "        gate × norm: no gain over one α for all beyond noise"
 
 
 def test_a_gain_within_its_error_is_noise() -> None:

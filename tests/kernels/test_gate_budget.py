@@ -198,3 +198,28 @@ def test_a_compiled_gate_follows_its_budget_without_recompiling() -> None:
                 torch.testing.assert_close(ours, plain)
             seen.add(int(results[0][0].sum()))
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize("selection", [TopK(2), Mass(0.7, cap=3), Mass(0.5, renormalize=True)])
+@pytest.mark.parametrize("kind", ["grassmann", "softmax"])
+def test_a_bias_for_the_choice(kind: str, selection: Any) -> None:
+    router, x = make(kind, selection=selection), tokens(B, S)
+    by_gate = both(router, x)[1]
+    router.budget.biased = True
+    bias = torch.linspace(-1.5, 1.5, N).tolist()
+    router.budget.set_bias(bias)
+    fused, plain = both(router, x)
+    assert_same(fused, plain)
+    assert torch.equal(plain.probs, by_gate.probs)
+    assert not torch.equal(plain.selected, by_gate.selected)
+    router.budget.set_weight_alpha(0.5)
+    assert_same(*both(router, x))
+    router.budget.set_weight_alpha(None)
+    # One bias per sequence, with or without other numbers per sequence.
+    rows = torch.tensor([bias, [0.0] * N, bias[::-1], bias, [0.0] * N])
+    router.budget.bias = rows.unsqueeze(1)
+    with torch.no_grad():
+        mixed, plain_mixed = both(router, x)
+    assert_same(mixed, plain_mixed)
+    assert torch.equal(mixed.selected[0], fused.selected[0])
+    assert torch.equal(mixed.selected[1], by_gate.selected[1])

@@ -63,8 +63,9 @@ def test_an_exported_folder_loads_without_grmoe(
     assert {p.name for p in written} == {
         "config.json", "configuration_grmoe.py", "modeling_grmoe.py", "grmoe_routing.py",
     }  # fmt: skip
+    bias = [[1.0 + e for e in range(model.config.num_experts)]] * 2
     model.config.budget_curve = [
-        {"experts_per_token": 1.0, "tau": 0.2, "alpha": 1.0, "cap": 3},
+        {"experts_per_token": 1.0, "tau": 0.2, "alpha": 1.0, "cap": 3, "bias": bias},
         {"experts_per_token": 3.0, "tau": 1.0, "alpha": [1.0, 2.0], "cap": 3},
     ]
     model.set_budget(1.5)

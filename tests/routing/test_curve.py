@@ -104,6 +104,16 @@ def test_static_experts_turn_one_layer_after_another() -> None:
     assert curve_room(static) == 4
 
 
+def test_layers_that_gain_more_than_others_do_not_pass_the_budget() -> None:
+    steep = [point(1.0, 1.0, cap=1), point(8 / 3, 1.0, cap=[5, 2, 1])]
+    caps = {b: [n.cap for n in curve_numbers(steep, b, LAYERS)] for b in (1.0, 2.0, 2.3, 2.4, 2.6, 8 / 3)}
+    assert caps == {
+        1.0: [1, 1, 1], 2.0: [1, 1, 1], 2.3: [1, 1, 1], 2.4: [5, 1, 1], 2.6: [5, 1, 1], 8 / 3: [5, 2, 1],
+    }  # fmt: skip
+    for budget, found in caps.items():
+        assert sum(found) / 3 <= budget + 1e-9
+
+
 @pytest.mark.parametrize("budget", [0.5, 0.999, 2.001, 8])
 def test_outside_the_range_is_an_error_with_the_range(budget: float) -> None:
     message = f"budget must be from 1 to 2 experts per token, the calibrated range, got {budget:g}"
@@ -131,7 +141,7 @@ def test_losses_between_points() -> None:
         ({"experts_per_token": float("nan")}, r"experts_per_token must be a finite number"),
         (
             {"extra": 1},
-            r"budget_curve\[1\] must have the keys experts_per_token, tau, alpha, cap \(and loss\)",
+            r"budget_curve\[1\] must have the keys experts_per_token, tau, alpha, cap \(and loss, bias\)",
         ),
     ],
 )

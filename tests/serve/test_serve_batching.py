@@ -122,6 +122,20 @@ def test_weights_with_an_alpha_of_their_own_are_batched(selection: str) -> None:
     assert other != expected[:4]  # otherwise nothing was shown about weight_alpha
 
 
+def test_budgets_with_a_bias_are_batched() -> None:
+    bias = [[1.0, -1.0, 0.5, 0.0], [-0.5, 0.5, 1.5, -1.5]]
+    model = make_model(budget_curve=[CURVE[0] | {"bias": bias}, *CURVE[1:]])
+    asked = crowd(6, 8)
+    for i, ask in enumerate(asked):
+        ask.budget = (1.0, 1.25, None)[i % 3]
+    expected = [offline(model, a.prompt, a.alpha, a.tokens, budget=a.budget) for a in asked]
+    generator = BatchGenerator(model, together=can_batch(model))
+    assert generator.together
+    assert together(generator, asked) == expected
+    plain = make_model(budget_curve=CURVE)
+    assert [offline(plain, a.prompt, a.alpha, a.tokens, budget=a.budget) for a in asked] != expected
+
+
 @pytest.mark.parametrize("name", ["grassmann", "softmax", "vmf"])
 def test_the_gate_that_chose_follows_from_that_of_the_weights(name: str) -> None:
     torch.manual_seed(0)
@@ -133,6 +147,14 @@ def test_the_gate_that_chose_follows_from_that_of_the_weights(name: str) -> None
     set_numbers([router], [(n,) for n in numbers])
     chose = router(x).probs
     assert torch.equal(choosing_gate(router, router(x)), chose)
+    router.budget.biased = True
+    router.budget.set_bias([3.0, -1.0, 0.5, 0.0])
+    ranked = choosing_gate(router, router(x))
+    assert torch.equal(
+        ranked.topk(2).indices.sort().values, router(x).selected.nonzero()[:, -1].view(3, 5, 2)
+    )
+    assert (ranked - chose).abs().max() > 0.01
+    router.budget.biased = False
     router.budget.set_weight_alpha(0.7)
     routing = router(x)
     torch.testing.assert_close(choosing_gate(router, routing), chose, rtol=1e-5, atol=1e-6)
@@ -201,7 +223,7 @@ def test_one_budget_for_each_sequence(name: str) -> None:
     for row, n in enumerate(numbers):
         set_numbers([router], [(n,)])
         assert router.alpha_value.ndim == router.budget.tau.ndim == router.budget.cap.ndim == 0
-        assert (router.tau, router.alpha, router.cap) == n
+        assert (router.tau, router.alpha, router.cap) == n[:3]
         alone = router(x)  # the same shape: not a test of rounding
         for name_ in ("logits", "probs", "weights", "selected"):
             assert torch.equal(getattr(mixed, name_)[row], getattr(alone, name_)[row])

@@ -52,20 +52,21 @@ def dial(
     """Choose how sparse a trained model is: the cheapest setting that meets a target, with certificates.
 
     Each token gets the fewest experts that reach probability τ, at most as many as in training. The command compares
-    one α for all layers, one α per layer, and top-k, all on the same text. Nothing is retrained.
+    one α for all layers, one α per layer, top-k with one k or a k per layer, and experts by gate × output norm, all on
+    the same text. Nothing is retrained. Interrupted, the same command goes on with what it had measured.
 
     Example: [bold]grmoe dial runs/first --max-ppl-increase 1% --check wikitext.txt --write[/]
     """
-    with shell("lm", "studies"):
+    with shell("lm", "studies", continues=True):
         from grmoe.dial import Plan, run, save, show
         from grmoe.runs.export import check_place
         from grmoe.runs.results import check_results, results_folder
 
+        out = out or results_folder(model, "dial")
         plan = Plan(
             model=model, target=_target(target_experts, max_ppl_increase, throughput), text=text, checks=check or [],
-            tokens=tokens, length=length, cap=cap, checkpoint=checkpoint, beside=beside or [],
+            tokens=tokens, length=length, cap=cap, checkpoint=checkpoint, beside=beside or [], folder=out,
         )  # fmt: skip
-        out = out or results_folder(model, "dial")
         if write:
             check_place(model, out / "model")
             check_results(model, "dial")

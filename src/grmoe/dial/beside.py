@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from grmoe.dial.saved import Book
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.losses import Increase, Measurement, increase, measure
 from grmoe.probe.windows import Text, read_texts
@@ -26,6 +27,8 @@ class BudgetRow:
     loss: float
     """Nats per token."""
     perplexity: float
+    load_cv: float
+    """Mean over MoE layers."""
     increase: Increase
     """Of perplexity, relative to the same model as it was trained."""
 
@@ -66,15 +69,24 @@ def measure_budgets(
     text: Text,
     cap: int | None = None,
     step: Callable[[str], None] = lambda _: None,
+    book: Book | None = None,
 ) -> list[BudgetRow]:
     """The model at every round budget of its curve; without a curve, as it was trained. It is left as trained.
 
     name: what the rows call it.
     trained: what was measured at the trained setting; None: measure it now.
+    book: what was measured before, and where new measurements go.
     """
-    model = loaded.model
+    model, book = loaded.model, book or Book()
+
+    def at(budget: float | None) -> Measurement:
+        model.set_budget(budget)
+        return book.take(
+            (model.config.router_policy(budget), model.config.numbers), lambda: measure(model, text)
+        )
+
     model.set_budget(None)
-    base = measure(model, text) if trained is None else trained
+    base = at(None) if trained is None else trained
     if trained is None:
         step("beside")
     budgets = _within(model, cap)
@@ -82,8 +94,7 @@ def measure_budgets(
         return [_row(name, base.experts_per_token, base, base)]
     rows = []
     for budget in budgets:
-        model.set_budget(budget)
-        rows.append(_row(name, budget, measure(model, text), base))
+        rows.append(_row(name, budget, at(budget), base))
         step("budgets")
     model.set_budget(None)
     return rows
@@ -105,5 +116,6 @@ def _row(name: str, budget: float, measured: Measurement, base: Measurement) -> 
         experts_per_token=measured.experts_per_token,
         loss=measured.loss,
         perplexity=measured.perplexity,
+        load_cv=measured.load_cv,
         increase=increase(measured, base),
     )

@@ -10,9 +10,10 @@ from typing import Any
 from grmoe import checks
 from grmoe.dial.beside import check_tokens, measure_budgets, round_budgets, short_names
 from grmoe.dial.certify import certify
-from grmoe.dial.curve import build_curve, chosen_budget, use_curve
-from grmoe.dial.frontier import dial_points, frontier, gains, top_k_points, uniform_points
-from grmoe.dial.meter import Meter, Point
+from grmoe.dial.curve import MAX_POINTS, build_curve, chosen_budget, use_curve
+from grmoe.dial.frontier import dial_points, frontier, gains, rule_points, top_k_points, uniform_points
+from grmoe.dial.level import Levels
+from grmoe.dial.meter import RULES, Meter, Point
 from grmoe.dial.results import (
     AlphaRow,
     Calibration,
@@ -22,6 +23,7 @@ from grmoe.dial.results import (
     Result,
     SensitivityResult,
 )
+from grmoe.dial.saved import Book, Saved
 from grmoe.dial.search import ALPHAS, expected, search
 from grmoe.dial.setting import apply, check_router, mass
 from grmoe.dial.speed import ROUNDS, Speed, time_points
@@ -30,14 +32,14 @@ from grmoe.model import GrmoeConfig, GrmoeForCausalLM
 from grmoe.probe.losses import increase
 from grmoe.probe.windows import Text, read_texts
 from grmoe.runs.open import open_model
-from grmoe.terminal import Progress, Steps, silent
+from grmoe.terminal import Progress, Steps, note, silent
 
 _TABLE_TAU = 0.9  # of the α table, where the chosen setting has no τ
-_MAX_TIMED = 16  # frontier points that are timed
+_MAX_TIMED, _MAX_RULE = 16, 3  # frontier points that are timed, and those of a rule beside τ and α
 # Figures of a `Measurement` that the results keep.
 _FIGURES = (
     "loss", "perplexity", "experts_per_token", "layer_experts", "entropy", "effective_experts_entropy",
-    "effective_experts_inverse",
+    "effective_experts_inverse", "load_cv", "min_load",
 )  # fmt: skip
 
 
@@ -62,6 +64,9 @@ class Plan:
     """Of a run: "best", "last" or a step."""
     beside: Sequence[str | Path] = ()
     """Other models to compare with: along their own curves, or as trained."""
+    folder: Path | None = None
+    """Where measurements are kept as they are made. The same plan takes them up after an interruption, and `save`
+    removes them. Default: nowhere."""
 
 
 def run(plan: Plan, progress: Progress = silent) -> Result:
@@ -80,13 +85,18 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     timings = 2 if target.kind == "throughput" else 1  # a speed has to be measured before it can be asked for
     check_tokens(beside, text, plan.text, plan.length, plan.tokens)
     total = (
-        expected(len(model.config.moe_layers), cap) + REFINEMENTS + timings * (ROUNDS + 1) + 2 * len(others)
+        expected(len(model.config.moe_layers), cap) + REFINEMENTS + MAX_POINTS + 2 * len(others)
         + len(round_budgets(cap)) * (1 + len(beside)) + len(beside)
     )  # fmt: skip
-    step = Steps(progress, total)
+    step = Steps(progress, total + timings * (ROUNDS + 1))
+    saved = Saved(plan.folder)
+    book, *checked_books = (saved.book(loaded, t) for t in (text, *others))
+    beside_books = [saved.book(other, text) for other in beside]
+    if saved.found:
+        note(f"{saved.found} of about {total} measurements were made before ({saved.path})")
 
-    meter = Meter(model, text, step)
-    trained = meter.trained
+    meter = Meter(model, text, step, book)
+    trained, levels = meter.trained, Levels(model, text)
     sensitivities = search(meter, cap, target.value if target.kind == "experts" else None)
     refine(target, meter)
     points = list(meter.points.values())
@@ -95,21 +105,32 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     by_speed = target.kind == "throughput"
     speeds = time_points(model, text, to_time, trained, step=step) if by_speed else {}
     chosen = choose(target, points, trained, lambda p: speeds[p].relative if p in speeds else None)
+    chosen = levels.within(target, meter, chosen)
     rows = _alpha_rows(meter, chosen, cap)
     contenders = [*([] if by_speed else to_time), chosen, *rows.values()]
     row_speeds = time_points(model, text, contenders, trained, step=step)
 
     measured = sorted(meter.points.values(), key=lambda p: p.experts_per_token)
-    describe = _Describer(measured, trained, speeds or row_speeds)
-    checked = [_check(model, target, trained, chosen, other, step) for other in others]
-    curve = build_curve(meter.points.values(), trained, chosen, cap, model.config.num_experts)
+    describe = _Describer(measured, trained, row_speeds | speeds)
+    checked = [
+        _check(model, target, trained, chosen, other, step, kept)
+        for other, kept in zip(others, checked_books, strict=True)
+    ]
+    curve = build_curve(
+        measured,
+        trained,
+        chosen,
+        cap,
+        model.config.num_experts,
+        lambda p: levels.measure(meter, p),
+    )
     budget = chosen_budget(curve, chosen)
     apply(model, trained.setting)
     use_curve(model, curve, None)
     own, *names = short_names(m.path for m in (loaded, *beside))
-    budgets = measure_budgets(own, loaded, trained.measured, text, cap, step)
-    for name, other in zip(names, beside, strict=True):
-        budgets += measure_budgets(name, other, None, text, step=step)
+    budgets = measure_budgets(own, loaded, trained.measured, text, cap, step, book)
+    for name, other, kept in zip(names, beside, beside_books, strict=True):
+        budgets += measure_budgets(name, other, None, text, step=step, book=kept)
     model.set_budget(budget)
     body = DialResults(
         target=target,
@@ -120,6 +141,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
         points=[PointResult(**describe(p)) for p in measured],
         table=[AlphaRow(alpha=a, **describe(p) | {"speed": row_speeds[p]}) for a, p in rows.items()],
         per_layer_gains=gains(measured),
+        rule_gains={rule: gains(measured, rule) for rule in RULES},
         sensitivities=[SensitivityResult(s.base.setting.fields, s.layers) for s in sensitivities],
         certificates=certify(model, text),
         checks=checked,
@@ -142,10 +164,16 @@ def _cap(asked: int | None, config: GrmoeConfig) -> int:
 def _points_to_time(points: list[Point], trained: Point) -> list[Point]:
     """The frontiers, thinned evenly, and every top-k."""
     best = dict.fromkeys([*frontier(dial_points(points)), *frontier(uniform_points(points))])
-    ordered = sorted(best, key=lambda p: p.experts_per_token)
-    if len(ordered) > _MAX_TIMED:
-        ordered = [ordered[i * (len(ordered) - 1) // (_MAX_TIMED - 1)] for i in range(_MAX_TIMED)]
-    return [*ordered, *top_k_points(points, trained)]
+    ordered = _thinned(sorted(best, key=lambda p: p.experts_per_token), _MAX_TIMED)
+    rules = (_thinned(frontier(rule_points(points, rule)), _MAX_RULE) for rule in RULES)
+    return [*ordered, *top_k_points(points, trained), *(p for found in rules for p in found)]
+
+
+def _thinned(points: list[Point], most: int) -> list[Point]:
+    """At most this many, evenly, with both ends."""
+    if len(points) <= most:
+        return points
+    return [points[i * (len(points) - 1) // (most - 1)] for i in range(most)]
 
 
 def _alpha_rows(meter: Meter, chosen: Point, cap: int) -> dict[float, Point]:
@@ -162,10 +190,11 @@ def _check(
     chosen: Point,
     text: Text,
     step: Callable[[str], None],
+    book: Book | None = None,
 ) -> Check:
     """Measure both settings on another text."""
     apply(model, trained.setting)
-    meter = Meter(model, text, step)
+    meter = Meter(model, text, step, book)
     base = meter.trained.measured
     measured = meter.measure(chosen.setting, chosen.family).measured
     change = increase(measured, base)
@@ -188,6 +217,8 @@ class _Describer:
         self.trained, self.speeds = trained, speeds
         self.best = frontier(dial_points(points))
         self.best_uniform = frontier(uniform_points(points))
+        self.best_of_rule = [p for rule in RULES for p in frontier(rule_points(points, rule))]
+        self.best_of_all = frontier(points)
 
     def __call__(self, point: Point) -> dict[str, Any]:
         measured = point.measured
@@ -200,4 +231,6 @@ class _Describer:
             "speed": self.speeds.get(point),
             "on_frontier": point in self.best,
             "on_uniform_frontier": point in self.best_uniform,
+            "on_rule_frontier": point in self.best_of_rule,
+            "best": point in self.best_of_all,
         }

@@ -1,25 +1,33 @@
 """From measured points to the curve that `model.set_budget` follows (`grmoe.routing.curve`).
 
-The curve varies τ at the trained α, because turning α also changes the weights of the experts that are kept. It goes
-from one expert per token to all that the cap allows, and it has the chosen setting as a point.
+A curve has one rule, because no setting lies between two rules. Usually it varies τ at the trained α, because turning α
+also changes the weights of the experts that are kept. Where a k per layer or gate × norm was chosen, the curve is made
+of that rule. It goes from one expert per token to all that the cap allows, and has the chosen setting as a point.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from grmoe.dial.meter import Point
 from grmoe.dial.setting import mass
 from grmoe.model import GrmoeForCausalLM
 
-_MAX_POINTS = 12
+MAX_POINTS = 12
 
 
 def build_curve(
-    points: Iterable[Point], trained: Point, chosen: Point, cap: int, num_experts: int
+    points: Iterable[Point],
+    trained: Point,
+    chosen: Point,
+    cap: int,
+    num_experts: int,
+    level: Callable[[Point], Point] = lambda point: point,
 ) -> list[dict[str, Any]]:
     """Points in the words of config.json, strictly ascending in experts per token.
+
+    level: measures a point again with an even load. The trained setting stays as it is: training made its load even.
 
     A point stays where its loss is above that of a point with fewer experts: without it, budgets in between would get
     another number of experts than asked for. The losses beside the points show where the curve turns up.
@@ -29,9 +37,18 @@ def build_curve(
         mass(trained.setting.alphas, 1.0, cap).alphas,
     )  # a mass setting is rounded
     family = [p for p in (*points, trained) if p.setting.alphas in alphas]
+    if chosen.setting.caps is not None:
+        levelled = [p if p in (trained, chosen) else level(p) for p in _nested(family, chosen)]
+        return _ascending(levelled, chosen, lambda p: _point(p, p.setting.point))
+    family = [
+        p
+        for p in family
+        if p.setting.caps is None and p.setting.level is None and p.setting.norms == chosen.setting.norms
+    ]
     found = {p: c for p in family if (c := _curve_point(p, cap, num_experts)) and c["cap"] == cap}
     top = max(p.experts_per_token for p in found)
-    if trained.experts_per_token > top and (end := _curve_point(trained, cap, num_experts)):
+    end = None if chosen.setting.norms else _curve_point(trained, cap, num_experts)
+    if trained.experts_per_token > top and end:
         found[trained] = end
     picked = _curve_point(chosen, cap, num_experts)
     if picked is not None:
@@ -41,7 +58,19 @@ def build_curve(
         by_experts.setdefault(found[p]["experts_per_token"], p)
     ascending = [by_experts[count] for count in sorted(by_experts)]
     forced = {ascending[0], ascending[-1], *({chosen} & set(ascending))}
-    return [found[p] for p in _thinned(ascending, forced)]
+    levelled = [p if p in (trained, chosen) else level(p) for p in _thinned(ascending, forced)]
+    return _ascending(levelled, chosen, lambda p: found.get(p) or _curve_point(p, cap, num_experts) or {})
+
+
+def _ascending(
+    points: list[Point], chosen: Point, describe: Callable[[Point], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Levelled points may have traded places, or share a number of experts: then one of them stays."""
+    found: dict[float, dict[str, Any]] = {}
+    for p in sorted(points, key=lambda p: p is not chosen):
+        point = describe(p)
+        found.setdefault(point["experts_per_token"], point)
+    return [found[count] for count in sorted(found)]
 
 
 def _curve_point(point: Point, cap: int, num_experts: int) -> dict[str, Any] | None:
@@ -49,24 +78,44 @@ def _curve_point(point: Point, cap: int, num_experts: int) -> dict[str, Any] | N
     setting = point.setting
     if setting.selection == "threshold":
         return None
-    tau, most = setting.tau, setting.cap
-    if tau is None:
-        tau = 1.0
-        if most == 1 < cap:  # one expert always holds this much, so the rule joins with the points above it
-            tau, most = float(f"{0.9 / num_experts:.4g}"), cap
-    return {
-        "experts_per_token": round(point.experts_per_token, 4),
-        "tau": tau,
-        "alpha": setting.fields["alpha"],
-        "cap": most,
-        "loss": round(point.loss, 6),
-    }
+    numbers = setting.point
+    if setting.tau is None and setting.cap == 1 < cap:
+        # One expert always holds this much, so the rule joins with the points above it.
+        numbers |= {"tau": float(f"{0.9 / num_experts:.4g}"), "cap": cap}
+    return _point(point, numbers)
+
+
+def _point(point: Point, numbers: dict[str, Any]) -> dict[str, Any]:
+    count, loss = round(point.experts_per_token, 4), round(point.loss, 6)
+    return {"experts_per_token": count, **numbers, "loss": loss}
+
+
+def _nested(points: Iterable[Point], chosen: Point) -> list[Point]:
+    """Top-k settings from the fewest experts to the most. No layer loses an expert on the way up."""
+
+    def caps(point: Point) -> tuple[int, ...]:
+        return point.setting.caps or (point.setting.cap,) * len(point.setting.alphas)
+
+    def grow(candidates: list[Point], up: bool) -> list[Point]:
+        chain = [chosen]
+        for p in candidates:
+            fewer, more = (caps(chain[-1]), caps(p)) if up else (caps(p), caps(chain[-1]))
+            if fewer != more and all(a <= b for a, b in zip(fewer, more, strict=True)):
+                chain.append(p)
+        return chain[1:]
+
+    plain = [p for p in points if p.setting.selection == "topk" and p.setting.norms is None]
+    ordered = sorted(plain, key=lambda p: (sum(caps(p)), p.loss))
+    below = grow(sorted(plain, key=lambda p: (-sum(caps(p)), p.loss)), up=False)
+    return _thinned(
+        [*reversed(below), chosen, *(above := grow(ordered, up=True))], {chosen, *below[-1:], *above[-1:]}
+    )
 
 
 def _thinned(points: list[Point], forced: set[Point]) -> list[Point]:
-    """At most `_MAX_POINTS`, evenly among those that are not forced."""
+    """At most `MAX_POINTS`, evenly among those that are not forced."""
     free = [p for p in points if p not in forced]
-    room = _MAX_POINTS - len(forced)
+    room = MAX_POINTS - len(forced)
     if len(free) > room:
         free = [free[(2 * i + 1) * len(free) // (2 * room)] for i in range(room)]
     return [p for p in points if p in forced or p in free]

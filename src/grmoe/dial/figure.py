@@ -10,7 +10,7 @@ from grmoe.dial.results import DialResults, Result
 from grmoe.pictures import COLORS, GREY, INK, two_panels
 
 FIGURE = "pareto.png"
-MARKS = "os^"
+MARKS = "os^vP"
 
 
 def draw(result: Result, path: Path) -> Path:
@@ -19,10 +19,12 @@ def draw(result: Result, path: Path) -> Path:
     with two_panels(path) as (left, right):
         _experts(left, body)
         _speed(right, body)
+        assert body.chosen.speed is not None  # the chosen setting is always timed
         machine = "GPU" if result.loaded.model.device.type == "cuda" else "CPU"
         left.set(title="Perplexity against experts per token (lines: frontiers)", xlabel="experts per token")
         left.set_ylabel("perplexity, calibration text")
-        right.set_title(f"The same against measured prefill, {machine} (bars: middle 80 %)")
+        how = body.chosen.speed.how
+        right.set_title(f"The same against measured prefill, {machine}, {how} (bars: middle 80 %)")
         right.set_xlabel("tokens/s")
         low, high = _range(body)
         for ax in (left, right):
@@ -52,7 +54,7 @@ def _experts(ax: Any, body: DialResults) -> None:
         ax.plot(x, y, ".", color=color, ms=3, alpha=0.35)
     for (name, points), color, mark in zip(body.families.items(), COLORS, MARKS, strict=False):
         x, y = [p.experts_per_token for p in points], [p.perplexity for p in points]
-        width = 0 if name == "top-k" else 1.2  # there is nothing between two k
+        width = 0 if name in ("top-k", "k per layer") else 1.2  # there is nothing between two k
         ax.plot(x, y, mark + "-", color=color, ms=4, lw=width, label=name, drawstyle="steps-post")
     compared = _by_model(body) if len(_by_model(body)) > 1 else {}
     for (name, rows), color in zip(compared.items(), (INK, *COLORS[len(body.families) :]), strict=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from grmoe.dial.meter import Point
+from grmoe.dial.meter import Family, Point
 from grmoe.probe.losses import ONE_SIDED
 
 
@@ -25,7 +25,12 @@ def uniform_points(points: Iterable[Point]) -> list[Point]:
 
 def dial_points(points: Iterable[Point]) -> list[Point]:
     """One α per layer allowed. Uniform settings are included, so this frontier is never above the uniform one."""
-    return [p for p in points if p.family != "top-k"]
+    return [p for p in points if p.family in ("trained", "uniform", "per layer")]
+
+
+def rule_points(points: Iterable[Point], rule: Family) -> list[Point]:
+    """The points of one family."""
+    return [p for p in points if p.family == rule]
 
 
 def top_k_points(points: Iterable[Point], trained: Point) -> list[Point]:
@@ -41,7 +46,7 @@ def best_within(points: Iterable[Point], experts: float) -> Point | None:
 
 @dataclass(frozen=True)
 class Gain:
-    """How much one α per layer lowers the loss at a point of the uniform frontier, in nats per token."""
+    """How much another rule lowers the loss at a point of the uniform frontier, in nats per token."""
 
     experts_per_token: float
     gain: float
@@ -49,11 +54,13 @@ class Gain:
     """1.645 paired standard errors. A gain within its error is noise: settings were searched on this very text."""
 
 
-def gains(points: Iterable[Point]) -> list[Gain]:
-    """One gain per point of the uniform frontier, for no more experts. Never negative."""
-    measured = dial_points(points)
+def gains(points: Iterable[Point], rule: Family = "per layer") -> list[Gain]:
+    """What allowing a rule gains at each point of the uniform frontier, for no more experts. Never negative."""
+    every = list(points)
+    uniform = uniform_points(every)
+    measured = [*uniform, *rule_points(every, rule)]
     found = []
-    for base in frontier(uniform_points(measured)):
+    for base in frontier(uniform):
         best = best_within(measured, base.experts_per_token)
         assert best is not None  # at least the base itself
         gain_W = base.measured.losses_W - best.measured.losses_W

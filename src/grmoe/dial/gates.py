@@ -8,10 +8,12 @@ Legend: T tokens, K cap.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
+from grmoe.dial.setting import Norms
 from grmoe.model import GrmoeForCausalLM
-from grmoe.probe.gates import affine_gates
+from grmoe.probe.gates import AffineGate, affine_gates
 from grmoe.probe.windows import Text
 
 TOKENS = 2048  # gives the mean number of experts to about one percent
@@ -25,6 +27,15 @@ class Gates:
     def __init__(self, model: GrmoeForCausalLM, text: Text, cap: int) -> None:
         self.cap = cap
         self.layers = affine_gates(model, text.first(TOKENS).inputs_WS)
+
+    def times(self, norms: Norms) -> Gates:
+        """The same for experts chosen by gate × norm: softmax(ℓ + log n)."""
+        other = copy.copy(self)
+        other.layers = [
+            AffineGate(g.a_TN + g.a_TN.new_tensor(n).log(), g.b_TN)
+            for g, n in zip(self.layers, norms, strict=True)
+        ]
+        return other
 
     def experts(self, layer: int, alpha: float, tau: float) -> float:
         """Mean over tokens of 1 + #{j < cap : the j most probable experts hold less than τ}."""

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from grmoe.dial.saved import Book
 from grmoe.dial.setting import Setting, apply, current
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.losses import Measurement, measure
 from grmoe.probe.windows import Text
 
-Family = Literal["trained", "top-k", "uniform", "per layer"]
+Family = Literal["trained", "top-k", "uniform", "per layer", "k per layer", "gate × norm"]
+RULES: tuple[Family, ...] = ("k per layer", "gate × norm")  # beside τ and α
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +37,17 @@ class Meter:
     """Measures settings, each of them once. The first one is the setting the model has now."""
 
     def __init__(
-        self, model: GrmoeForCausalLM, text: Text, step: Callable[[str], None] = lambda stage: None
+        self,
+        model: GrmoeForCausalLM,
+        text: Text,
+        step: Callable[[str], None] = lambda stage: None,
+        book: Book | None = None,
     ) -> None:
-        """step: called after each measurement with what was measured."""
-        self.model, self.text, self.step = model, text, step
+        """step: called after each measurement with what was measured.
+
+        book: what an interrupted dial measured before, and where new measurements go.
+        """
+        self.model, self.text, self.step, self.book = model, text, step, book or Book()
         self.points: dict[Setting, Point] = {}
         self.trained = self.measure(current(model.config), "trained")
 
@@ -49,11 +58,14 @@ class Meter:
     def measure(self, setting: Setting, family: Family) -> Point:
         """The model stays at `setting` if it was not measured before."""
         if setting not in self.points:
-            apply(self.model, setting)
-            try:
-                measured = measure(self.model, self.text)
-            except ValueError as error:
-                raise ValueError(f"{error} ({setting})") from error
+            measured = self.book.take(setting, lambda: self._run(setting))
             self.points[setting] = Point(setting, family, measured)
             self.step(family)
         return self.points[setting]
+
+    def _run(self, setting: Setting) -> Measurement:
+        apply(self.model, setting)
+        try:
+            return measure(self.model, self.text)
+        except ValueError as error:
+            raise ValueError(f"{error} ({setting})") from error

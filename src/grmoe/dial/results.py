@@ -8,7 +8,7 @@ from typing import Any
 from grmoe.dial.beside import BudgetRow
 from grmoe.dial.certify import LayerCertificate
 from grmoe.dial.frontier import Gain
-from grmoe.dial.meter import Family
+from grmoe.dial.meter import RULES, Family
 from grmoe.dial.search import Option
 from grmoe.dial.speed import Speed
 from grmoe.dial.target import Target
@@ -39,12 +39,20 @@ class PointResult:
     """exp(H)."""
     effective_experts_inverse: float
     """1/Σg²."""
+    load_cv: float
+    """Standard deviation of the experts' loads over their mean."""
+    min_load: float
+    """Smallest load over experts and layers, as a share of the fair load."""
     speed: Speed | None
     """None where it was not timed."""
     on_frontier: bool
     """On the lower envelope of (experts per token, loss), one α per layer allowed."""
     on_uniform_frontier: bool
     """The same with one α for all layers."""
+    on_rule_frontier: bool = False
+    """The same within its own family, for the rules beside τ and α."""
+    best: bool = False
+    """No other setting of any rule has as few experts and a lower loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +117,18 @@ class DialResults:
     """The chosen setting as a budget. None: it is the trained setting, and no point of the curve."""
     budgets: list[BudgetRow] = field(default_factory=list)
     """This model at round budgets, then the models it was compared with."""
+    rule_gains: dict[Family, list[Gain]] = field(default_factory=dict)
+    """What the rules beside τ and α gain over one α for all."""
 
     @property
     def families(self) -> dict[str, list[PointResult]]:
-        """What is compared, fewest experts first: two frontiers, and top-k at the trained α."""
+        """What is compared, fewest experts first: frontiers of the rules, and top-k at the trained α."""
+        plain = [p for p in self.points if p.family in ("top-k", "trained")]
         return {
             "one α for all": [p for p in self.points if p.on_uniform_frontier],
             "one α per layer allowed": [p for p in self.points if p.on_frontier],
-            "top-k": [p for p in self.points if p.family != "uniform" and p.setting["selection"] == "topk"],
+            "top-k": [p for p in plain if p.setting["selection"] == "topk"],
+            **{rule: [p for p in self.points if p.family == rule and p.on_rule_frontier] for rule in RULES},
         }
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from grmoe.dial.figure import FIGURE, draw
 from grmoe.dial.results import Result
+from grmoe.dial.saved import FILE
 from grmoe.dial.tables import card_section
 from grmoe.runs.card import model_card
 from grmoe.runs.export import write_model
@@ -24,4 +25,5 @@ def save(result: Result, out: Path, write: bool = False) -> dict[str, Path]:
         folder = out / "model"
         card = model_card(loaded, folder.name, sections={"dial": section})
         places["Model"] = write_model(loaded, folder, card)
+    (out / FILE).unlink(missing_ok=True)  # all of it is in the results
     return places

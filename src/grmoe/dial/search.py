@@ -1,5 +1,5 @@
-"""Which settings to measure: top-k, a grid of one α for all layers, τ at the trained α, and one α per layer by measured
-sensitivity.
+"""Which settings to measure: top-k, a grid of one α for all layers, τ at the trained α, one α per layer by measured
+sensitivity, and two other rules (`grmoe.dial.rules`).
 
 Legend: L MoE layers, K cap (the most experts per token).
 """
@@ -14,6 +14,8 @@ from grmoe import checks
 from grmoe.dial.frontier import frontier
 from grmoe.dial.gates import Gates
 from grmoe.dial.meter import Meter, Point
+from grmoe.dial.norms import expert_norms
+from grmoe.dial.rules import expected_rules, search_rules
 from grmoe.dial.setting import Setting, mass, top_k
 
 ALPHAS = (0.5, 1.0, 2.0, 5.0)  # the paper's
@@ -46,7 +48,7 @@ class Sensitivity:
 def expected(layers: int, cap: int) -> int:
     """About how many settings `search` measures."""
     grid = len(ALPHAS) * (len(_GRID) + 1) + len(_MORE)
-    return 1 + min(cap, 8) + grid + _BASES * (layers * len(_LEVELS) + _COMBINED)
+    return 1 + min(cap, 8) + grid + _BASES * (layers * len(_LEVELS) + _COMBINED) + expected_rules(layers, cap)
 
 
 def search(meter: Meter, cap: int, experts: float | None = None) -> list[Sensitivity]:
@@ -59,7 +61,8 @@ def search(meter: Meter, cap: int, experts: float | None = None) -> list[Sensiti
         f"cap must be at least 2, got {cap}: with one expert per token there is nothing to choose. Give --cap 2.",
     )
     trained, L = meter.trained.setting, meter.layers
-    gates = Gates(meter.model, meter.text, cap)
+    # Both at the setting the model has now, the trained one.
+    gates, norms = Gates(meter.model, meter.text, cap), expert_norms(meter.model, meter.text)
     for k in _top_ks(cap):
         meter.measure(top_k(trained.alphas, k), "top-k")
     counts = [1 + share * (cap - 1) for share in _GRID] + ([experts] if experts else [])
@@ -71,6 +74,7 @@ def search(meter: Meter, cap: int, experts: float | None = None) -> list[Sensiti
     for share in _MORE if trained.uniform else (*_MORE, *_GRID):
         tau = gates.tau_for(trained.alphas, 1 + share * (cap - 1))
         meter.measure(mass(trained.alphas, tau, cap), "uniform" if trained.uniform else "per layer")
+    search_rules(meter, gates, norms, cap)
     if L == 1:
         return []
     found = []
@@ -146,14 +150,17 @@ def _prices(layers: Sequence[Sequence[Option]]) -> list[float]:
 def between(a: Setting, b: Setting, share: float) -> Setting | None:
     """A mass setting on the way from a to b: geometric in α, linear in τ. None if they cannot be joined.
 
-    Top-k is mass with τ = 1 at its cap. Top-1 is mass with a τ that one expert always reaches.
+    Top-k is mass with τ = 1 at its cap. Top-1 is mass with a τ that one expert always reaches. A k per layer has no
+    neighbours.
     """
+    if a.norms != b.norms or a.caps or b.caps:
+        return None
     cap = max(a.cap, b.cap)
     start, end = _tau(a, cap), _tau(b, cap)
     if start is None or end is None or any(x <= 0 for x in (*a.alphas, *b.alphas)):
         return None
     alphas = tuple(x ** (1 - share) * y**share for x, y in zip(a.alphas, b.alphas, strict=True))
-    return mass(alphas, (1 - share) * start + share * end, cap)
+    return mass(alphas, (1 - share) * start + share * end, cap, a.norms)
 
 
 def _tau(setting: Setting, cap: int) -> float | None:

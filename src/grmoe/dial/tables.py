@@ -37,12 +37,19 @@ def _summary(body: DialResults) -> Iterator[str]:
         f"        {chosen.experts_per_token:.3f} experts per token (trained {trained.experts_per_token:.3f}), "
         f"perplexity {chosen.perplexity:.3f} (trained {trained.perplexity:.3f}): {chosen.increase}"
     )
+    yield (
+        f"        load: CV {chosen.load_cv:.3f} (trained {trained.load_cv:.3f}), the least used expert gets "
+        f"{chosen.min_load:.2f} of a fair share (trained {trained.min_load:.2f})"
+    )
     assert chosen.speed is not None  # the chosen setting is always timed
     yield (
         f"        {chosen.speed.relative:.2f} times the trained speed "
-        f"(middle 80 %: {span(chosen.speed.relative_interval)}), {chosen.speed.tokens_per_second:,.0f} tokens/s"
+        f"(middle 80 %: {span(chosen.speed.relative_interval)}), {chosen.speed.tokens_per_second:,.0f} tokens/s "
+        f"({chosen.speed.how})"
     )
     yield f"        {gain_line(body.per_layer_gains)}"
+    for rule, gained in body.rule_gains.items():
+        yield f"        {gain_line(gained, rule)}"
     if body.curve:
         low, high = (body.curve[i]["experts_per_token"] for i in (0, -1))
         yield f"Budget: any from {low:g} to {high:g} experts per token ({len(body.curve)} points of the curve)"
@@ -50,14 +57,14 @@ def _summary(body: DialResults) -> Iterator[str]:
         yield f"Check:  {check_line(body.target, check)}"
 
 
-def gain_line(gains: Sequence[Gain]) -> str:
-    """Where one α per layer beats one α for all by more than noise, and the largest such gain."""
+def gain_line(gains: Sequence[Gain], rule: str = "one α per layer") -> str:
+    """Where a rule beats one α for all by more than noise, and the largest such gain."""
     better = [g for g in gains if g.gain > g.error]
     if not better:
-        return "one α per layer: no gain over one α for all beyond noise"
+        return f"{rule}: no gain over one α for all beyond noise"
     best = max(better, key=lambda g: g.gain)
     return (
-        f"one α per layer: lower loss at {len(better)} of {len(gains)} points of the uniform frontier, beyond noise; "
+        f"{rule}: lower loss at {len(better)} of {len(gains)} points of the uniform frontier, beyond noise; "
         f"at most {best.gain:.4f} ± {best.error:.4f} nats per token, at {best.experts_per_token:.2f} experts per token"
     )
 
@@ -77,9 +84,18 @@ def check_line(target: Target, check: Check) -> str:
 
 
 def _frontier_table(families: Mapping[str, Sequence[PointResult]], chosen: PointResult) -> Table:
-    """Points by family. An arrow marks the chosen one."""
-    headings = ["family", "setting", "experts per token", "perplexity", "increase", "relative throughput"]
-    table = Table("Frontiers on the calibration text", headings, left=2)
+    """Points by rule. An arrow marks the chosen one, a star those that no other rule beats."""
+    headings = [
+        "rule",
+        "setting",
+        "experts per token",
+        "perplexity",
+        "increase",
+        "relative throughput",
+        "best",
+    ]
+    title = "Frontiers on the calibration text (best: no rule has as few experts and a lower loss)"
+    table = Table(title, headings, left=2)
     for name, points in families.items():
         for p in points:
             table.add(
@@ -89,6 +105,7 @@ def _frontier_table(families: Mapping[str, Sequence[PointResult]], chosen: Point
                 f"{p.perplexity:.3f}",
                 percent(p.increase.value),
                 _relative(p.speed),
+                "*" if p.best else "",
             )
         table.end_section()
     return table

@@ -8,10 +8,12 @@ from typing import Literal
 
 from grmoe import checks
 from grmoe.dial.frontier import frontier
-from grmoe.dial.meter import Meter, Point
+from grmoe.dial.meter import Family, Meter, Point
 from grmoe.dial.search import between
+from grmoe.dial.setting import Setting
 from grmoe.probe.losses import increase
 
+_CLEARLY = 0.02  # share of the experts that gate × norm must save to win
 REFINEMENTS = 6  # settings tried between the chosen point and those just beyond the target
 
 RelativeSpeed = Callable[[Point], float | None]
@@ -59,15 +61,25 @@ def meets(target: Target, point: Point, trained: Point, speed: RelativeSpeed) ->
 def choose(target: Target, points: Iterable[Point], trained: Point, speed: RelativeSpeed) -> Point:
     """The best point within the target, or an error that names the nearest one.
 
+    Gate × norm wins only beyond noise: the simpler rule is preferred.
+
     speed: relative to the trained setting; None for a point that was not timed.
     """
     measured = list(points)
     allowed = [p for p in measured if meets(target, p, trained, speed)]
     if not allowed:
         raise ValueError(f"no setting reaches {target}: {_nearest(target, measured, speed)}")
-    if target.kind == "perplexity":
-        return min(allowed, key=lambda p: (p.experts_per_token, p.loss))
-    return min(allowed, key=lambda p: (p.loss, p.experts_per_token))
+    fewest = target.kind == "perplexity"
+
+    def order(point: Point) -> tuple[float, float]:
+        pair = point.loss, point.experts_per_token
+        return pair[::-1] if fewest else pair
+
+    best = min(allowed, key=order)
+    plain = min((p for p in allowed if p.setting.norms is None), key=order, default=best)
+    if fewest:
+        return best if best.experts_per_token < (1 - _CLEARLY) * plain.experts_per_token else plain
+    return best if increase(best.measured, plain.measured).high < 0 else plain
 
 
 def _nearest(target: Target, points: list[Point], speed: RelativeSpeed) -> str:
@@ -88,7 +100,12 @@ def refine(target: Target, meter: Meter) -> None:
         fresh = next((s for s in halfway if s is not None and s not in meter.points), None)
         if fresh is None:
             return
-        meter.measure(fresh, "uniform" if fresh.uniform else "per layer")
+        meter.measure(fresh, family(fresh))
+
+
+def family(setting: Setting) -> Family:
+    """Of a mass setting."""
+    return "gate × norm" if setting.norms else "uniform" if setting.uniform else "per layer"
 
 
 def _beyond(target: Target, chosen: Point, best: list[Point]) -> list[Point]:

@@ -106,6 +106,7 @@ def _forward(
     weight_alpha: Tensor | None,
     tau: Tensor,
     cap: Tensor,
+    bias: Tensor | None,
     key: Tensor | None,
     first_row: Tensor | None,
     energy_scale: float,
@@ -133,7 +134,7 @@ def _forward(
     pointers = (
         *(prior if log_kappa is None else log_kappa.contiguous(), prior.contiguous()),
         *(alpha, alpha if weight_alpha is None else weight_alpha, tau, cap),
-        *(cap if key is None else key, cap if first_row is None else first_row),
+        *(cap if given is None else given for given in (bias, key, first_row)),
         *(logits, probs, weights, selected.view(torch.uint8), norm, zero),
         *(T, energy_scale, length, layer),
     )
@@ -141,7 +142,7 @@ def _forward(
     shape = (D, K, p.columns, N)
     choice = (
         *(diagonal, posterior, mode, max_experts, renormalize),
-        *(alpha.ndim > 0, weight_alpha is not None, elastic, unit),
+        *(alpha.ndim > 0, weight_alpha is not None, bias is not None, elastic, unit),
     )
 
     def plain() -> None:
@@ -317,7 +318,7 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Tensor, log_kappa: Tensor | None, prior: Tensor,
                 packed: Tensor | None, *numbers: Any) -> tuple[Tensor, ...]:  # fmt: skip
-        # numbers: alpha, weight_alpha, tau, cap, key, first_row, energy_scale, posterior, mode, max_experts,
+        # numbers: alpha, weight_alpha, tau, cap, bias, key, first_row, energy_scale, posterior, mode, max_experts,
         # renormalize, length, layer, elastic, unit
         # An operator must not return its input, so it packs again, which takes a few microseconds.
         run: Any = _forward_op if torch.compiler.is_compiling() else partial(_forward, packed=packed)
@@ -329,13 +330,13 @@ class _Gate(torch.autograd.Function):
         # The choice has no gradient, so only the α of the weights matters.
         alpha = numbers[0] if numbers[1] is None else numbers[1]
         ctx.save_for_backward(x, matrix, log_kappa, alpha, probs, selected, norm, packed, prior)
-        ctx.options = (numbers[6], numbers[7], numbers[10])
+        ctx.options = (numbers[7], numbers[8], numbers[11])
         return logits, probs, weights, selected, zero
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logits: Any, grad_probs: Any, grad_weights: Any, *_: Any) -> tuple[Any, ...]:
-        nothing = (None,) * 20
+        nothing = (None,) * 21
         if grad_logits is None and grad_probs is None and grad_weights is None:
             return nothing
         run: Any = _backward_op if torch.compiler.is_compiling() else _backward
@@ -361,6 +362,7 @@ def gate(
     weight_alpha: Tensor | None = None,
     tau: Tensor,
     cap: Tensor,
+    bias: Tensor | None = None,
     key: Tensor | None = None,
     first_row: Tensor | None = None,
     energy_scale: float = 1.0,
@@ -383,14 +385,15 @@ def gate(
     mode: DENSE takes all experts. LARGEST takes the most probable ones, at most `cap` (int32), while the mass before is
         below `tau`. ABOVE takes those with probability at least `tau`, and the largest.
     max_experts: the largest possible cap.
-    alpha, weight_alpha, tau, cap: all 0-d, or all (T / length,): one number per sequence. No gradient then.
+    bias: (N,), added to the logits for the choice alone: experts are ranked by softmax(ℓ + bias).
+    alpha, weight_alpha, tau, cap: all 0-d. Or one number per sequence, (T / length,); bias (T / length, N). No gradient
     key, first_row, layer, elastic, unit: how budgets are drawn, as in `grmoe.routing.elastic`.
     packed: `pack(matrix, x.dtype, square)`, if the caller knows that the matrix has not changed since.
     """
     if log_kappa is None and not posterior:
         raise ValueError("posterior must be True for a linear gate: its dial multiplies all of its logits")
-    numbers = (alpha, weight_alpha, tau, cap, key, first_row, energy_scale, posterior, mode, max_experts)
-    more = (renormalize, length, layer, elastic, unit)
+    numbers = (alpha, weight_alpha, tau, cap, bias, key, first_row, energy_scale, posterior, mode)
+    more = (max_experts, renormalize, length, layer, elastic, unit)
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _Gate.apply(
         x_TD, matrix, log_kappa, prior_N, packed, *numbers, *more
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from grmoe.kernels.select import budget_B, grad_logits_BN, select_BN, softmax_BN, weigh_BN
+from grmoe.kernels.select import alpha_B1, bias_BN, budget_B, grad_logits_BN, select_BN, softmax_BN, weigh_BN
 
 ZERO_TOKEN = tl.constexpr(1e-12)  # as in grmoe.routing.grassmann
 
@@ -85,16 +85,6 @@ def _sum_directions(
 
 
 @triton.jit
-def _alpha(alpha_ptr, token, num_tokens, length, PER_ROW: tl.constexpr):
-    """α as a scalar, or as (BT, 1) where each sequence has its own."""
-    if PER_ROW:
-        alpha = tl.load(alpha_ptr + token // length, mask=token < num_tokens, other=1.0)[:, None]
-    else:
-        alpha = tl.load(alpha_ptr)
-    return alpha
-
-
-@triton.jit
 def _dial(scores_BN, prior_N, alpha, POSTERIOR: tl.constexpr):
     if POSTERIOR:
         logits_BN = alpha * (scores_BN + prior_N[None, :])
@@ -109,15 +99,15 @@ def finish_gate(
     logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, length, layer,
     num_experts: tl.constexpr, SQUARE: tl.constexpr, DIAGONAL: tl.constexpr, POSTERIOR: tl.constexpr,
     MODE: tl.constexpr, MAX_EXPERTS: tl.constexpr, RENORMALIZE: tl.constexpr,
-    PER_ROW: tl.constexpr, APART: tl.constexpr, ELASTIC: tl.constexpr, UNIT: tl.constexpr,
+    PER_ROW: tl.constexpr, APART: tl.constexpr, BIASED: tl.constexpr, ELASTIC: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """From the sums over directions and ‖x‖² to everything the gate returns, for a tile of tokens.
 
-    budget: pointers to τ, cap, the key of a draw and its first row.
+    budget: pointers to τ, cap, the bias of the choice, the key of a draw and its first row.
     """
     real_N = expert < num_experts
     prior_N = tl.load(prior_ptr + expert, mask=real_N, other=0.0)
-    alpha_BN = _alpha(alpha_ptr, token, num_tokens, length, PER_ROW)
+    alpha_BN = alpha_B1(alpha_ptr, token, num_tokens, length, PER_ROW)
     scores_BN = sums_BN
     if SQUARE:
         norm_B = tl.maximum(norm_B, ZERO_TOKEN)
@@ -127,13 +117,17 @@ def finish_gate(
             scores_BN = scores_BN * kappa_N[None, :]
     logits_BN = _dial(scores_BN, prior_N, alpha_BN, POSTERIOR)
     probs_BN = softmax_BN(tl.where(real_N[None, :], logits_BN, float("-inf")))
-    tau_ptr, cap_ptr, key_ptr, first_row_ptr = budget
+    tau_ptr, cap_ptr, bias_ptr, key_ptr, first_row_ptr = budget
     tau_B, cap_B = budget_B(
         token, num_tokens, tau_ptr, cap_ptr, key_ptr, first_row_ptr, length, layer, PER_ROW, ELASTIC, UNIT
     )
-    chosen_BN = select_BN(probs_BN, expert, real_N, tau_B, cap_B, MODE, MAX_EXPERTS)
+    ranks_BN = probs_BN
+    if BIASED:
+        biased_BN = logits_BN + bias_BN(bias_ptr, token, expert, num_tokens, length, num_experts, PER_ROW)
+        ranks_BN = softmax_BN(tl.where(real_N[None, :], biased_BN, float("-inf")))
+    chosen_BN = select_BN(ranks_BN, expert, real_N, tau_B, cap_B, MODE, MAX_EXPERTS)
     if APART:
-        alpha_BN = _alpha(weight_alpha_ptr, token, num_tokens, length, PER_ROW)
+        alpha_BN = alpha_B1(weight_alpha_ptr, token, num_tokens, length, PER_ROW)
         logits_BN = _dial(scores_BN, prior_N, alpha_BN, POSTERIOR)
         probs_BN = softmax_BN(tl.where(real_N[None, :], logits_BN, float("-inf")))
     weights_BN = weigh_BN(probs_BN, chosen_BN, RENORMALIZE)
@@ -159,6 +153,7 @@ def gate_kernel(
     weight_alpha_ptr,
     tau_ptr,
     cap_ptr,
+    bias_ptr,
     key_ptr,
     first_row_ptr,
     logits_ptr,
@@ -183,6 +178,7 @@ def gate_kernel(
     RENORMALIZE: tl.constexpr,
     PER_ROW: tl.constexpr,
     APART: tl.constexpr,
+    BIASED: tl.constexpr,
     ELASTIC: tl.constexpr,
     UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -234,9 +230,10 @@ def gate_kernel(
         )
     finish_gate(
         sums_BN, norm_B, token, expert, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr,
-        (tau_ptr, cap_ptr, key_ptr, first_row_ptr),
+        (tau_ptr, cap_ptr, bias_ptr, key_ptr, first_row_ptr),
         logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, length, layer,
-        num_experts, SQUARE, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS, RENORMALIZE, PER_ROW, APART, ELASTIC, UNIT,
+        num_experts, SQUARE, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS, RENORMALIZE, PER_ROW, APART, BIASED, ELASTIC,
+        UNIT,
     )  # fmt: skip
     if first == 0:
         tl.store(aux_ptr, 0.0)

@@ -57,8 +57,8 @@ def _multiply(
     num_tokens, energy_scale, length, layer,
     D: gl.constexpr, K: gl.constexpr, C: gl.constexpr, num_experts: gl.constexpr, DIAGONAL: gl.constexpr,
     POSTERIOR: gl.constexpr, MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr, RENORMALIZE: gl.constexpr,
-    PER_ROW: gl.constexpr, APART: gl.constexpr, ELASTIC: gl.constexpr, UNIT: gl.constexpr, NP: gl.constexpr,
-    BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
+    PER_ROW: gl.constexpr, APART: gl.constexpr, BIASED: gl.constexpr, ELASTIC: gl.constexpr, UNIT: gl.constexpr,
+    NP: gl.constexpr, BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Four warps: one half of the tile's tokens against all experts."""
     x_tiles, packed_tiles, full, empty = tiles
@@ -104,19 +104,20 @@ def _multiply(
     finish_gate(
         sums_BN, norm_B, token, expert, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget,
         logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, length, layer,
-        num_experts, True, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS, RENORMALIZE, PER_ROW, APART, ELASTIC, UNIT,
+        num_experts, True, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS, RENORMALIZE, PER_ROW, APART, BIASED, ELASTIC,
+        UNIT,
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "length", "layer"])
 def gate_kernel(
     x_desc, packed_desc,
-    log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, tau_ptr, cap_ptr, key_ptr, first_row_ptr,
+    log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, tau_ptr, cap_ptr, bias_ptr, key_ptr, first_row_ptr,
     logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, aux_ptr, num_tokens, energy_scale, length, layer,
     D: gl.constexpr, K: gl.constexpr, C: gl.constexpr, num_experts: gl.constexpr, DIAGONAL: gl.constexpr,
     POSTERIOR: gl.constexpr, MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr, RENORMALIZE: gl.constexpr,
-    PER_ROW: gl.constexpr, APART: gl.constexpr, ELASTIC: gl.constexpr, UNIT: gl.constexpr, NP: gl.constexpr,
-    BT: gl.constexpr, BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
+    PER_ROW: gl.constexpr, APART: gl.constexpr, BIASED: gl.constexpr, ELASTIC: gl.constexpr, UNIT: gl.constexpr,
+    NP: gl.constexpr, BT: gl.constexpr, BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program: BT = 128 tokens against all experts."""
     first = gl.program_id(0) * BT
@@ -129,7 +130,7 @@ def gate_kernel(
         mbarrier.init(empty.index(i), count=2)  # both halves must be done with a tile
     fence_async_shared()
     tiles = (x_tiles, packed_tiles, full, empty)
-    budget = (tau_ptr, cap_ptr, key_ptr, first_row_ptr)
+    budget = (tau_ptr, cap_ptr, bias_ptr, key_ptr, first_row_ptr)
     results = (logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr)
     # Registers: warps that multiply need 128 for sums alone; the one that fetches needs few.
     gl.warp_specialize(
@@ -137,12 +138,12 @@ def gate_kernel(
             (_multiply, (
                 0, tiles, first, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget, results,
                 num_tokens, energy_scale, length, layer, D, K, C, num_experts, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS,
-                RENORMALIZE, PER_ROW, APART, ELASTIC, UNIT, NP, BC, BD, STAGES,
+                RENORMALIZE, PER_ROW, APART, BIASED, ELASTIC, UNIT, NP, BC, BD, STAGES,
             )),
             (_multiply, (
                 1, tiles, first, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget, results,
                 num_tokens, energy_scale, length, layer, D, K, C, num_experts, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS,
-                RENORMALIZE, PER_ROW, APART, ELASTIC, UNIT, NP, BC, BD, STAGES,
+                RENORMALIZE, PER_ROW, APART, BIASED, ELASTIC, UNIT, NP, BC, BD, STAGES,
             )),
             (_fetch, (x_desc, packed_desc, tiles, first, D, C, BC, BD, STAGES)),
         ],

@@ -1,4 +1,4 @@
-"""Device functions on a tile of gates in registers: softmax, selection and their backward.
+"""Device functions on a tile of gates in registers: the budget's numbers, softmax, selection and their backward.
 
 Legend: B tokens of a tile, N experts padded to a power of two; columns past the real experts hold probability 0.
 """
@@ -60,6 +60,29 @@ def budget_B(
             fewer_B = 1 + tl.floor(u_B * cap_B.to(tl.float32)).to(tl.int32)
             cap_B = tl.where(key < 0, cap_B, tl.minimum(cap_B, fewer_B))
     return tau_B, cap_B
+
+
+@triton.jit
+def alpha_B1(alpha_ptr, token, num_tokens, length, PER_ROW: tl.constexpr):
+    """α as a scalar, or as (BT, 1) where each sequence has its own."""
+    if PER_ROW:
+        alpha = tl.load(alpha_ptr + token // length, mask=token < num_tokens, other=1.0)[:, None]
+    else:
+        alpha = tl.load(alpha_ptr)
+    return alpha
+
+
+@triton.jit
+def bias_BN(bias_ptr, token, expert, num_tokens, length, num_experts: tl.constexpr, PER_ROW: tl.constexpr):
+    """The bias of the choice as (1, N), or as (BT, N) where each sequence has its own."""
+    real_N = expert < num_experts
+    if PER_ROW:
+        place = (token // length)[:, None] * num_experts + expert[None, :]
+        inside = (token < num_tokens)[:, None] & real_N[None, :]
+        bias = tl.load(bias_ptr + place, mask=inside, other=0.0)
+    else:
+        bias = tl.load(bias_ptr + expert, mask=real_N, other=0.0)[None, :]
+    return bias
 
 
 @triton.jit

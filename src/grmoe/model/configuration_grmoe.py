@@ -129,7 +129,8 @@ class GrmoeConfig(PreTrainedConfig):
     Setting `alpha` or the selection afterwards ends the budget."""
     budget_curve: list[dict[str, Any]] | None = None
     """What `grmoe dial` calibrated: points with `experts_per_token`, `tau`, `alpha`, `cap` and `loss`, fewest experts
-    first. τ, α and cap are one number, or a list with one per MoE layer."""
+    first. τ, α and cap are one number, or a list with one per MoE layer. A point may have a `bias` too: for each MoE
+    layer a list with one number per expert, added to the logits for the choice alone."""
     shared_experts: int = 0
     """Experts of the same width that compute every token."""
     output_router_logits: bool = False
@@ -191,6 +192,11 @@ class GrmoeConfig(PreTrainedConfig):
         return (
             [None] * len(self.moe_layers) if self.weight_alpha is None else self._by_layer(self.weight_alpha)
         )
+
+    @property
+    def biased(self) -> bool:
+        """Whether budgets choose experts with a bias (`grmoe.routing.curve`)."""
+        return any("bias" in point for point in self.budget_curve or ())
 
     def _by_layer(self, value: float | list[float]) -> list[float]:
         return [float(v) for v in value] if isinstance(value, list) else [float(value)] * len(self.moe_layers)

@@ -175,8 +175,9 @@ def config_router(config: GrmoeConfig, number: int) -> Router:
     # α is stored in the configuration alone, because `from_pretrained(dir, alpha=2)` must have one answer.
     router.register_buffer("alpha_value", router.alpha_value, persistent=False)
     router.budget.layer = number
+    router.budget.biased = config.biased
     if selection is not None:
-        router.budget.set_numbers(numbers.tau, numbers.cap)
+        router.budget.set_numbers(numbers.tau, numbers.cap, numbers.bias)
     router.budget.set_weight_alpha(config.weight_alphas[number])
     # A router's constructor fills it, except on the meta device.
     for module in router.modules():
@@ -343,7 +344,9 @@ class GrmoePreTrainedModel(PreTrainedModel):
         self._use_config_numbers()
 
     def _use_config_numbers(self) -> None:
-        """τ, α and cap of every router as the configuration has them."""
+        """τ, α, cap and bias of every router as the configuration has them."""
+        for router in routers(self):
+            router.budget.biased = self.config.biased
         set_router_numbers(routers(self), config_policy(self.config), self.config.numbers)
 
     def routing_metrics(self) -> list[RoutingMetrics]:

@@ -16,7 +16,7 @@ function alphaOf(run, layer, state) {
 }
 
 // α of every layer and the selection at a budget, as `model.set_budget` has them: τ is linear and α geometric between
-// two points of the curve. A τ that differs by layer is shown as its mean.
+// two points of the curve, and so is the bias of the choice. A τ that differs by layer is shown as its mean.
 function atBudget(run, budget) {
   const { curve, moe_layers } = run.model;
   const each = (value) => (Array.isArray(value) ? value : moe_layers.map(() => value));
@@ -25,10 +25,15 @@ function atBudget(run, budget) {
   const share = a === b ? 0 : (budget - a.experts_per_token) / (b.experts_per_token - a.experts_per_token);
   const alphas = each(a.alpha).map((x, i) => x ** (1 - share) * each(b.alpha)[i] ** share);
   const tau = (1 - share) * mean(each(a.tau)) + share * mean(each(b.tau));
+  const zero = moe_layers.map(() => Array(run.model.experts).fill(0));
+  const [low, high] = [a.bias || zero, b.bias || zero];
+  const bias = a.bias || b.bias
+    ? low.map((layer, i) => layer.map((x, e) => (1 - share) * x + share * high[i][e]))
+    : null;
   const saved = alphas.every((x, i) => Math.abs(x - run.model.alphas[i]) < 1e-9);
   return {
     alpha: saved ? null : alphas,
-    selection: { kind: "mass", tau, k: Math.max(...each(a.cap), ...each(b.cap)) },
+    selection: { kind: "mass", tau, k: Math.max(...each(a.cap), ...each(b.cap)), bias },
   };
 }
 
@@ -36,6 +41,7 @@ function atBudget(run, budget) {
 function firstSelection(run) {
   const own = run.model.selection;
   if (!run.sample || !run.sample.dial) return own;
+  if (run.model.budget && run.model.curve) return atBudget(run, run.model.budget).selection;
   const chosen = run.dial && run.dial.chosen.setting;
   if (chosen && chosen.selection === "mass") {
     return { kind: "mass", tau: chosen.selection_tau, k: chosen.num_experts_per_tok };
@@ -205,4 +211,8 @@ function selectionControls(run, state) {
   return node;
 }
 
-const selectionOf = (run, state) => state.selection || firstSelection(run);
+// Of one layer, or of all of them without the bias of a budget, which differs by layer.
+function selectionOf(run, state, layer) {
+  const { bias, ...selection } = state.selection || firstSelection(run);
+  return bias && has(layer) ? { ...selection, bias: bias[layer] } : selection;
+}

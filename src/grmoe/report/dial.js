@@ -21,7 +21,7 @@ function dialView(run, state) {
     nodes: [el("p", {}, intro), controls, total, over, holder].filter(has),
     update() {
       const selection = selectionOf(run, state);
-      stats = gates.map((g, i) => gateStats(g, alphaOf(run, i, state), selection));
+      stats = gates.map((g, i) => gateStats(g, alphaOf(run, i, state), selectionOf(run, state, i)));
       controls.update();
       const means = (key) => mean(stats.map((s) => s[key]));
       const own = selection.kind === "own"; // then the gates do not tell which experts compute a token

@@ -37,10 +37,17 @@ def model_facts(loaded: LoadedModel) -> dict[str, Any]:
         "active": cost.active,
         "alphas": [numbers.alpha for numbers in config.numbers],
         "budget": config.budget,
-        "curve": config.budget_curve,
+        "curve": _drawable(config),
         "selection": _selection(config),
         "step": loaded.step,
     }
+
+
+def _drawable(config: GrmoeConfig) -> list[dict[str, Any]] | None:
+    """The curve of budgets, if the page can follow it: one cap for all layers."""
+    curve = config.budget_curve or []
+    other = any(isinstance(p["cap"], list) for p in curve)
+    return None if other else config.budget_curve
 
 
 def _selection(config: GrmoeConfig) -> dict[str, Any]:
@@ -49,7 +56,7 @@ def _selection(config: GrmoeConfig) -> dict[str, Any]:
     "own": by a rule that looks at all tokens, such as Expert Choice. Gates alone do not tell which experts compute.
     """
     if config.budget is not None:
-        taus, _, caps = zip(*config.numbers, strict=True)
+        taus, _, caps, _ = zip(*config.numbers, strict=True)
         return {"kind": "mass", "tau": min(1.0, fmean(taus)), "k": max(caps)}
     kind, k = config.selection, config.num_experts_per_tok
     if config.router in OWN_CHOICE:

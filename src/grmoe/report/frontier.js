@@ -3,7 +3,8 @@
 const frontierOf = (dial) => dial.points.filter((p) => p.on_frontier);
 const uniformOf = (dial) => dial.points.filter((p) => p.on_uniform_frontier);
 
-const topKOf = (dial) => dial.points.filter((p) => p.family !== "uniform" && p.setting.selection === "topk");
+const topKOf = (dial) =>
+  dial.points.filter((p) => ["top-k", "trained"].includes(p.family) && p.setting.selection === "topk");
 
 function saySetting({ alpha, selection, selection_tau: tau, num_experts_per_tok: k }) {
   return `α ${sayAlphas([alpha].flat())}, ${saySelection({ kind: selection, tau, k })}`;

@@ -77,6 +77,11 @@ function sortExperts(order, from, N, p) {
   }
 }
 
+// What experts are chosen by: the gate, or softmax(ℓ + bias) where a budget has a bias.
+function ranksOf(l, p, bias) {
+  return bias ? softmax(l.map((value, e) => value + bias[e]), new Float64Array(l.length)) : p;
+}
+
 // How many experts a selection keeps for a token. at(i): its i-th largest probability.
 function keptOf(selection, N, at) {
   const { kind, tau, k } = selection;
@@ -102,9 +107,9 @@ function gateStats(gates, alpha, selection) {
   let entropy = 0, lower = 0, upper = 0, pairs = 0, kept = 0;
   for (let t = 0; t < T; t++) {
     const from = t * N;
-    softmax(logitsOf(gates, t, alpha, l), p);
-    sortExperts(order, from, N, p);
-    const count = keptOf(selection, N, (i) => p[order[from + i]]);
+    const ranks = ranksOf(logitsOf(gates, t, alpha, l), softmax(l, p), selection.bias);
+    sortExperts(order, from, N, ranks);
+    const count = keptOf(selection, N, (i) => ranks[order[from + i]]);
     for (let i = 0; i < N; i++) {
       const e = order[from + i];
       gate[e] += p[e];
@@ -147,8 +152,9 @@ function tokenGate(gates, t, alpha, selection) {
   const { N } = gates;
   const l = logitsOf(gates, t, alpha, new Float64Array(N));
   const p = softmax(l, new Float64Array(N));
+  const ranks = ranksOf(l, p, selection.bias);
   const order = Uint16Array.from(p, (_, e) => e);
-  sortExperts(order, 0, N, p);
-  const kept = keptOf(selection, N, (i) => p[order[i]]);
+  sortExperts(order, 0, N, ranks);
+  const kept = keptOf(selection, N, (i) => ranks[order[i]]);
   return { p, order, kept, entropy: entropyOf(p), band: entropyBounds(l) };
 }

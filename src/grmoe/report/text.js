@@ -74,7 +74,7 @@ function textView(run, state) {
   }
 
   function paint() {
-    const alpha = alphaOf(run, state.layer, state), selection = selectionOf(run, state);
+    const alpha = alphaOf(run, state.layer, state), selection = selectionOf(run, state, state.layer);
     const leads = new Array(N).fill(0);
     for (const span of spans) {
       const found = tokenGate(gates[state.layer], Number(span.dataset.t), alpha, selection),
@@ -144,7 +144,7 @@ const visible = (piece) => piece.replace(/\r?\n/g, "↵\n").replace(/\t/g, "→\
 
 function tokenTip(run, state, gates, span) {
   const N = run.model.experts, { piece, type, domain } = span.about;
-  const alpha = alphaOf(run, state.layer, state), selection = selectionOf(run, state);
+  const alpha = alphaOf(run, state.layer, state), selection = selectionOf(run, state, state.layer);
   const { p, order, kept, entropy, band: [low, high] } = tokenGate(
     gates[state.layer],
     Number(span.dataset.t),

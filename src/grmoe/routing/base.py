@@ -143,7 +143,7 @@ class Router(nn.Module):
         if self.log_alpha is not None:
             logits = self.log_alpha.exp() * logits
         probs = torch.softmax(logits, dim=-1)
-        selected = self.select(probs)
+        selected = self.select(self.budget.rank(logits, probs))
         if self.budget.weighs_apart:
             logits = self._gate_at(self.budget.weight_alpha, x, token_ids)
             probs = torch.softmax(logits, dim=-1)

@@ -1,13 +1,14 @@
-"""A router's budget as data: τ, cap and the α of the weights, on the device.
+"""A router's budget as data: τ, cap, the α of the weights and the bias of the choice, on the device.
 
 Changing one of these numbers recompiles nothing, and a captured CUDA graph sees the change. Each is a 0-d tensor, or
-one number per sequence with shape (B, 1, 1).
+one number per sequence with shape (B, 1, 1). The bias has shape (N,), or (B, 1, N).
 
 Legend: N experts, B sequences; `...` any leading dimensions of the tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,7 @@ class Budget(nn.Module):
 
     policy: the rule, the room (the most experts a token can get, which sizes the dispatch list) and whether weights are
         renormalised. These are fixed when a model is compiled.
+    biased: experts may be chosen by gate and bias (`set_bias`). Fixed when a model is compiled, like the policy.
     elastic, layer: random budgets while training (`grmoe.routing.elastic`).
     balances: the experts for which the balanced prior evens out the load (`grmoe.routing.counting.prior_shares`).
         "computed": those computed. "candidates": those of the full budget, whatever was drawn. "leading": the most
@@ -35,6 +37,7 @@ class Budget(nn.Module):
     tau: Tensor
     cap: Tensor
     weight_alpha: Tensor
+    bias: Tensor
     key: Tensor
     first_row: Tensor
 
@@ -44,11 +47,13 @@ class Budget(nn.Module):
         self.elastic: Elastic | None = None
         self.layer = 0
         self.weighs_apart = False
+        self.biased = False
         self._balances: Balances = "computed"
         tau, cap = numbers(policy, num_experts)
         self.register_buffer("tau", torch.tensor(tau), persistent=False)
         self.register_buffer("cap", torch.tensor(cap, dtype=torch.int32), persistent=False)
         self.register_buffer("weight_alpha", torch.tensor(1.0), persistent=False)
+        self.register_buffer("bias", torch.zeros(num_experts), persistent=False)
         self.register_buffer("key", torch.tensor(FULL), persistent=False)
         self.register_buffer("first_row", torch.tensor(0), persistent=False)
         self.policy = policy
@@ -77,6 +82,7 @@ class Budget(nn.Module):
         """Fill all numbers again: a model made on the meta device has none."""
         self.use(self.policy)
         self.set_weight_alpha(weight_alpha)
+        self.set_bias(None)
         self.key.fill_(FULL)
         self.first_row.zero_()
 
@@ -98,18 +104,45 @@ class Budget(nn.Module):
         )
         self._fill("cap", cap)
 
-    def set_numbers(self, tau: float, cap: int) -> None:
-        """τ and cap together; τ may be `NO_LIMIT`. The caller has checked them for this policy."""
+    def set_numbers(self, tau: float, cap: int, bias: Sequence[float] | None = None) -> None:
+        """τ, cap and bias together; τ may be `NO_LIMIT`. The caller has checked them for this policy."""
         fits = cap <= self.room or type(self.policy) not in _BY_RANK
         checks.require(fits, f"cap must be at most {self.room}, the room of {self.policy}, got {cap}")
         self._fill("tau", tau)
         self._fill("cap", cap)
+        self.set_bias(bias)
 
     def set_weight_alpha(self, value: Any | None) -> None:
         """α of the combine weights; None: that of the choice, as in the paper."""
         self.weighs_apart = value is not None
         if value is not None:
             self._fill("weight_alpha", checks.alpha("weight_alpha", value))
+
+    def set_bias(self, bias: Sequence[float] | None) -> None:
+        """What is added to the logits for the choice alone; None: nothing. Weights stay those of the gate.
+
+        A bias evens out the load of experts, or ranks them by more than the gate. `biased` must be set before, because
+        compiled code and kernels without a bias do not read one.
+        """
+        if bias is None:
+            values = torch.zeros(self.num_experts)
+        else:
+            values = torch.tensor([checks.finite("bias", value) for value in bias])
+            right = len(bias) == self.num_experts
+            checks.require(
+                right, f"bias must have one number per expert, {self.num_experts}, got {len(bias)}"
+            )
+            checks.require(self.biased, "a bias needs a budget with biased = True")
+        if self.bias.ndim == 1:
+            self.bias.copy_(values)
+        else:
+            self.bias = values.to(self.bias)
+
+    def rank(self, logits: Tensor, probs: Tensor) -> Tensor:
+        """What experts are chosen by, (..., N): the gate, or softmax(ℓ + bias)."""
+        if not self.biased:
+            return probs
+        return torch.softmax(logits + self.bias.to(logits.dtype), dim=-1)
 
     def select(self, probs: Tensor, training: bool) -> Tensor:
         """Mask (..., N) of the experts computed."""

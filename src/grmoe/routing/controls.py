@@ -78,15 +78,15 @@ def set_balances(module: nn.Module, kind: Balances) -> None:
 def set_layer_numbers(
     found: Iterable[Router], policy: Selection | None, numbers: Iterable[LayerNumbers]
 ) -> None:
-    """Give each router its τ, α and cap, in place: nothing is compiled again unless the policy is another one.
+    """Give each router its τ, α, cap and bias, in place: nothing is compiled again unless the policy is another one.
 
     policy: None leaves a router that chooses by itself its own rule; only α is set.
     """
-    for router, (tau, alpha, cap) in zip(found, numbers, strict=True):
+    for router, (tau, alpha, cap, bias) in zip(found, numbers, strict=True):
         if policy is not None:
             if router.selection != policy:
                 router.selection = policy
-            router.budget.set_numbers(tau, cap)
+            router.budget.set_numbers(tau, cap, bias)
         router.alpha = alpha
 
 

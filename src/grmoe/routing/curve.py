@@ -4,8 +4,9 @@
 
     {"experts_per_token": 1.35, "tau": 0.31, "alpha": 1.0, "cap": 2, "loss": 3.61}
 
-Each of τ, α and cap is one number, or a list with one number per MoE layer. τ = 1 means: the cap alone decides. `loss`
-is optional: nats per token on the calibration text.
+Each of τ, α and cap is one number, or a list with one number per MoE layer. τ = 1 means: the cap alone decides.
+Two keys are optional. `loss`: nats per token on the calibration text. `bias`: for each MoE layer a list with one number
+per expert, added to the logits for the choice alone. It evens out the load, or ranks experts by gate × output norm.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ class LayerNumbers(NamedTuple):
     tau: float
     alpha: float
     cap: int
+    bias: tuple[float, ...] | None = None
+    """Added to the logits for the choice alone, one number per expert (`Budget.set_bias`)."""
 
 
 def curve_numbers(curve: Iterable[Mapping[str, Any]], budget: float, layers: int) -> list[LayerNumbers]:
-    """τ, α and cap of every layer for `budget` experts per token. Exact at the points of the curve.
+    """The numbers of every layer for `budget` experts per token. Exact at the points of the curve.
 
-    Between two points, τ is linear and α geometric. A layer with two different caps has no rule in between: there the
-    layers take the numbers of the upper point one after another, so that the mean is at most the budget.
+    Between two points, τ and the bias are linear and α is geometric. A layer with two different caps has no rule in
+    between: there the layers take the numbers of the upper point one after another, so that the mean is at most the
+    budget.
     """
     points = list(curve)
     counts = [point["experts_per_token"] for point in points]
@@ -46,7 +50,12 @@ def curve_numbers(curve: Iterable[Mapping[str, Any]], budget: float, layers: int
     below, above = _layers(points[max(0, at - 1)], layers), _layers(points[at], layers)
     share = (budget - counts[at - 1]) / (counts[at] - counts[at - 1]) if at else 1.0
     apart = [i for i in range(layers) if below[i].cap != above[i].cap]
-    turned = apart[: int(share * len(apart))]
+    turned, left = set(), share * sum(above[i].cap - below[i].cap for i in apart) + 1e-9
+    for i in apart:
+        left -= above[i].cap - below[i].cap
+        if left < 0:
+            break
+        turned.add(i)
     found = []
     for i, (a, b) in enumerate(zip(below, above, strict=True)):
         if share in (0.0, 1.0) or a.cap != b.cap:
@@ -56,7 +65,7 @@ def curve_numbers(curve: Iterable[Mapping[str, Any]], budget: float, layers: int
             alpha = a.alpha + share * (b.alpha - a.alpha)
             if a.alpha != b.alpha and min(a.alpha, b.alpha) > 0:
                 alpha = a.alpha ** (1 - share) * b.alpha**share
-            found.append(LayerNumbers(tau, alpha, a.cap))
+            found.append(LayerNumbers(tau, alpha, a.cap, _between(a.bias, b.bias, share)))
     return [n._replace(tau=NO_LIMIT if n.tau >= 1 else n.tau) for n in found]
 
 
@@ -76,8 +85,8 @@ def check_curve(curve: Any, layers: int, num_experts: int) -> None:
     )
     for number, point in enumerate(curve):
         name = f"budget_curve[{number}]"
-        ok = isinstance(point, Mapping) and set(_KEYS) <= set(point) <= {*_KEYS, "loss"}
-        checks.require(ok, f"{name} must have the keys {', '.join(_KEYS)} (and loss), got {point!r}")
+        ok = isinstance(point, Mapping) and set(_KEYS) <= set(point) <= {*_KEYS, "loss", "bias"}
+        checks.require(ok, f"{name} must have the keys {', '.join(_KEYS)} (and loss, bias), got {point!r}")
         checks.finite(f"{name}.experts_per_token", point["experts_per_token"], above=0)
         for key in ("tau", "alpha", "cap"):
             values = point[key] if isinstance(point[key], list) else [point[key]] * layers
@@ -86,6 +95,8 @@ def check_curve(curve: Any, layers: int, num_experts: int) -> None:
             )
             for value in values:
                 _check_number(f"{name}.{key}", key, value, num_experts)
+        if "bias" in point:
+            _check_bias(f"{name}.bias", point["bias"], layers, num_experts)
     counts = [point["experts_per_token"] for point in curve]
     checks.require(
         all(a < b for a, b in pairwise(counts)),
@@ -108,11 +119,32 @@ def _check_number(name: str, key: str, value: Any, num_experts: int) -> None:
         checks.require(value <= num_experts, f"{name} must be at most {num_experts} experts, got {value}")
 
 
+def _check_bias(name: str, bias: Any, layers: int, num_experts: int) -> None:
+    ok = isinstance(bias, list) and [len(layer) for layer in bias] == [num_experts] * layers
+    checks.require(ok, f"{name} must be {layers} lists of {num_experts} numbers, got {bias!r}")
+    for layer in bias:
+        for value in layer:
+            checks.finite(name, value)
+
+
+def _between(
+    a: tuple[float, ...] | None, b: tuple[float, ...] | None, share: float
+) -> tuple[float, ...] | None:
+    """Linear; no bias is a bias of zero."""
+    if a is None and b is None:
+        return None
+    N = len(a or b or ())
+    pairs = zip(a or (0.0,) * N, b or (0.0,) * N, strict=True)
+    return tuple((1 - share) * x + share * y for x, y in pairs)
+
+
 def _layers(point: Mapping[str, Any], layers: int) -> list[LayerNumbers]:
     """A point with one number per layer."""
     columns = [
         p if isinstance(p, list) else [p] * layers for p in (point[k] for k in ("tau", "alpha", "cap"))
     ]
+    biases = [tuple(map(float, layer)) for layer in point["bias"]] if "bias" in point else [None] * layers
     return [
-        LayerNumbers(float(tau), float(alpha), int(cap)) for tau, alpha, cap in zip(*columns, strict=True)
+        LayerNumbers(float(tau), float(alpha), int(cap), bias)
+        for tau, alpha, cap, bias in zip(*columns, biases, strict=True)
     ]

@@ -90,7 +90,8 @@ def try_fused(
 
 
 def _by_row(alpha: Tensor, budget: Budget) -> bool:
-    return any(t.ndim > 0 for t in (alpha, budget.tau, budget.cap, budget.weight_alpha))
+    single = (alpha, budget.tau, budget.cap, budget.weight_alpha)
+    return budget.bias.ndim > 1 or any(t.ndim > 0 for t in single)
 
 
 def fused_gate(
@@ -107,11 +108,13 @@ def fused_gate(
     policy, N = budget.policy, len(operands.matrix)
     checks.require(budget.room <= N, f"k must be at most the number of experts {N}, got {budget.room}")
     weight_alpha = budget.weight_alpha if budget.weighs_apart else None
-    tau, cap = budget.tau, budget.cap
+    tau, cap, bias = budget.tau, budget.cap, budget.bias if budget.biased else None
     if _by_row(alpha, budget):
         alpha, tau, cap = (t.reshape(-1).expand(len(x)).contiguous() for t in (alpha, tau, cap))
         if weight_alpha is not None:
             weight_alpha = weight_alpha.reshape(-1).expand(len(x)).contiguous()
+        if bias is not None:
+            bias = bias.reshape(-1, N).expand(len(x), N).contiguous()
     drawn: dict[str, Any] = {}
     if budget.draws(training):
         assert budget.elastic is not None
@@ -132,6 +135,7 @@ def fused_gate(
         weight_alpha=weight_alpha,
         tau=tau,
         cap=cap,
+        bias=bias,
         energy_scale=operands.energy_scale,
         posterior=operands.posterior,
         mode=_MODES[type(policy)],

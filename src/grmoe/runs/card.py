@@ -91,7 +91,7 @@ def put_section(card: str, kind: str, section: str) -> str:
 def describe_setting(config: GrmoeConfig) -> str:
     """Router, α and selection of a configuration, or its budget, as text."""
     if config.budget is not None:
-        taus, sharpness, caps = zip(*config.numbers, strict=True)
+        taus, sharpness, caps, _ = zip(*config.numbers, strict=True)
         shown = [1.0 if tau == NO_LIMIT else tau for tau in taus]
         rule = f"probability {_values(shown)}, at most {_values(caps)}, α {_values(sharpness)}"
         return f"a budget of {config.budget:g} experts per token (the fewest that reach {rule})"
@@ -114,6 +114,12 @@ def _values(values: Iterable[float]) -> str:
     return ", ".join(f"{v:.4g}" for v in (every if len(set(every)) > 1 else every[:1]))
 
 
+_BIAS = """
+A budget chooses experts by the gate and a bias (`bias` of its point in config.json), which evens out the load of the
+experts. It weighs them by the gate alone.
+"""
+
+
 def _budgets(config: GrmoeConfig) -> str:
     """The curve of budgets as a section of the card; empty without one."""
     if config.budget_curve is None:
@@ -133,7 +139,7 @@ def _budgets(config: GrmoeConfig) -> str:
 retrained. `model.set_budget(None)` is the trained setting again. Measured with `grmoe dial` on its calibration text:
 
 {table.markdown()}
-"""
+{_BIAS if config.biased else ""}"""
 
 
 def _training(loaded: LoadedModel, checkpoint: Checkpoint) -> str:

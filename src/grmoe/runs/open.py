@@ -125,12 +125,15 @@ def _open_run(run: Path, which: str) -> LoadedModel:
 
 
 def _calibrated(run: Path, step: int) -> list[dict[str, Any]] | None:
-    """The curve of budgets that `grmoe dial` measured at this step; None if there is none that can be read."""
+    """The curve of budgets that `grmoe dial` measured at this step; None where there is nothing that can be read."""
     try:
         results = find_results(run, "dial")
     except ResultsError:
         return None
-    return None if results is None or results.step != step else results.body.get("curve") or None
+    if results is None or results.step != step or not results.body.get("curve"):
+        return None
+    curve: list[dict[str, Any]] = results.body["curve"]
+    return curve
 
 
 def _open_export(folder: Path) -> LoadedModel:

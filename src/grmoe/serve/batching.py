@@ -225,17 +225,19 @@ class BatchGenerator:
 
 
 def set_numbers(found: list[Router], numbers: list[tuple[LayerNumbers, ...]]) -> None:
-    """Set the routers to one τ, α and cap per sequence (outer) and layer (inner).
+    """Set the routers to one τ, α, cap and bias per sequence (outer) and layer (inner).
 
     Where all sequences agree, the router gets one number: its kernels are made for that.
     """
     for layer, router in enumerate(found):
-        taus, alphas, caps = zip(*(sequence[layer] for sequence in numbers), strict=True)
+        taus, alphas, caps, biases = zip(*(sequence[layer] for sequence in numbers), strict=True)
         router.alpha_value = _by_sequence(router.alpha_value, alphas)
         if not isinstance(router.selection, TopK | Mass):  # one rule for all sequences
             continue
         router.budget.tau = _by_sequence(router.budget.tau, taus)
         router.budget.cap = _by_sequence(router.budget.cap, caps)
+        if router.budget.biased:
+            router.budget.bias = _biases(router.budget.bias, biases)
 
 
 def _by_sequence(like: Tensor, values: tuple[float, ...]) -> Tensor:
@@ -243,3 +245,10 @@ def _by_sequence(like: Tensor, values: tuple[float, ...]) -> Tensor:
     if len(set(values)) == 1:
         return like.new_tensor(values[0])
     return like.new_tensor(values).view(-1, 1, 1)
+
+
+def _biases(like: Tensor, values: tuple[tuple[float, ...] | None, ...]) -> Tensor:
+    """(N,), or (B, 1, N) where they differ."""
+    N = like.shape[-1]
+    rows = [(0.0,) * N if value is None else value for value in values]
+    return like.new_tensor(rows[0]) if len(set(rows)) == 1 else like.new_tensor(rows).unsqueeze(1)

@@ -34,11 +34,14 @@ def clear_experts(router: Router, routing: Routing) -> Tensor:
 
 
 def choosing_gate(router: Router, routing: Routing) -> Tensor:
-    """The gate that chose the experts. A routing holds the gate of the weights, which may have an α of their own.
+    """The gate that chose the experts, with the bias of the choice. A routing holds the gate of the weights, which may
+    have an α of their own.
 
     ℓ = α·score, so the logits of the choice are those of the weights times α / weight_alpha, up to rounding. With
     weight_alpha = 0 the result is NaN, so that no choice is clear.
     """
-    if not router.budget.weighs_apart:
-        return routing.probs
-    return torch.softmax(router.alpha_value / router.budget.weight_alpha * routing.logits, -1)
+    budget, logits = router.budget, routing.logits
+    if not budget.weighs_apart:
+        return budget.rank(logits, routing.probs)
+    logits = router.alpha_value / budget.weight_alpha * logits
+    return budget.rank(logits, torch.softmax(logits, -1))

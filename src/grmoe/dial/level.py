@@ -1,0 +1,107 @@
+"""Even loads: a bias for the choice of experts, so that every expert receives its share of the tokens at a setting.
+
+Training evens out the load of the trained setting. With fewer experts per token the load is another one. The bias
+changes which experts are chosen where gates are close. The weights stay those of the gate. A bias that costs more than
+0.1 % of perplexity is not used: then the load stays uneven.
+
+Legend: T tokens, N experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from grmoe.dial.meter import Meter, Point
+from grmoe.dial.setting import Setting, mass
+from grmoe.dial.target import Target, meets
+from grmoe.model import GrmoeForCausalLM
+from grmoe.probe.gates import affine_gates
+from grmoe.probe.losses import increase
+from grmoe.probe.windows import Text
+from grmoe.routing.selection import NO_LIMIT, largest
+
+TOKENS = 32768  # of the text, evenly spread
+EVEN = 0.05  # CV of the load of a layer that is even enough
+STEPS, RATE, DECAY = 100, 0.2, 0.98
+MAX_COST = 0.001  # of perplexity: an even load must be nearly free
+_GIVE = (0.0, 0.01, 0.03)  # changes of τ that are tried for an even load within the target
+
+
+class Levels:
+    """Levels settings by the gates that a model has on a text at its present setting.
+
+    Another setting of one layer moves the inputs of the next a little. What remains uneven is measured afterwards.
+    """
+
+    def __init__(self, model: GrmoeForCausalLM, text: Text) -> None:
+        every = max(1, text.tokens // TOKENS)
+        self.gates = affine_gates(model, text.inputs_WS[::every])
+
+    def __call__(self, setting: Setting) -> Setting:
+        """The setting with a bias that evens out its load, if that is uneven. A threshold or a dense gate has none."""
+        if setting.selection not in ("mass", "topk"):
+            return setting
+        plain = replace(setting, level=None)
+        layers = len(self.gates)
+        biases = plain.bias or [[0.0] * self.gates[0].a_TN.shape[-1]] * layers
+        caps = setting.caps or (setting.cap,) * layers
+        tau = NO_LIMIT if setting.tau is None else setting.tau
+        levels = []
+        for gate, alpha, bias, cap in zip(self.gates, setting.alphas, biases, caps, strict=True):
+            logits_TN = gate.a_TN + alpha * gate.b_TN
+            level_N = even_bias(logits_TN + logits_TN.new_tensor(bias), tau, cap)
+            levels.append(tuple(round(value, 4) for value in level_N.tolist()))
+        return replace(plain, level=tuple(levels)) if any(map(any, levels)) else plain
+
+    def measure(self, meter: Meter, point: Point) -> Point:
+        """The point with an even load, or as it is where that costs too much."""
+        levelled = meter.measure(self(point.setting), point.family)
+        return levelled if increase(levelled.measured, point.measured).value <= MAX_COST else point
+
+    def within(self, target: Target, meter: Meter, chosen: Point) -> Point:
+        """The chosen point with an even load.
+
+        That changes the experts and the loss a little. Where it breaks the target, τ gives way. Where nothing helps,
+        the point stays as it is.
+        """
+        if chosen is meter.trained:
+            return chosen
+        setting, sign = chosen.setting, 1 if target.kind == "perplexity" else -1
+        for change in _GIVE if setting.selection == "mass" else _GIVE[:1]:
+            near = chosen
+            if change and setting.tau is not None:
+                tau = min(1.0, setting.tau * (1 + sign * change))
+                near = meter.measure(mass(setting.alphas, tau, setting.cap, setting.norms), chosen.family)
+            levelled = self.measure(meter, near)
+            # The same experts per token take the same time.
+            if (levelled is not near or self(near.setting) == near.setting) and (
+                target.kind == "throughput" or meets(target, levelled, meter.trained, lambda _: None)
+            ):
+                return levelled
+        return chosen
+
+
+def even_bias(logits_TN: Tensor, tau: float, cap: int) -> Tensor:
+    """b_N with a load of CV at most `EVEN` under "the most probable experts of softmax(ℓ + b), at most cap, up to τ".
+
+    b ← b + η(1 − N·share), the rule of the balanced prior, with a falling η. It starts at zero and stops as soon as the
+    load is even enough, because a larger bias costs more.
+    """
+    N = logits_TN.shape[-1]
+    tau_, cap_ = logits_TN.new_tensor(tau), torch.tensor(cap, device=logits_TN.device)
+    bias_N = best_N = logits_TN.new_zeros(N)
+    least = torch.inf
+    for step in range(STEPS):
+        chosen_TN = largest(torch.softmax(logits_TN + bias_N, -1), tau_, cap_)
+        load_N = chosen_TN.to(logits_TN.dtype).mean(0)
+        excess_N = N * load_N / load_N.sum() - 1
+        spread = float(excess_N.square().mean().sqrt())
+        if spread < least:
+            least, best_N = spread, bias_N
+        if spread <= EVEN:
+            break
+        bias_N = bias_N - RATE * DECAY**step * excess_N
+    return best_N - best_N.mean()
