@@ -133,7 +133,7 @@ class Reference:
     # -- the loss ------------------------------------------------------------------------------------------
 
     def router_losses(self, logits_TN: Tensor, chosen_TN: Tensor) -> Tensor:
-        """Load balancing N·Σ_e f_e P_e over the experts computed, and the z-loss."""
+        """Load balancing N·Σ_e f_e P_e over the experts of the full budget, and the z-loss."""
         if self.router == "grassmann":
             return logits_TN.new_zeros(())
         N, probs_TN = logits_TN.shape[-1], logits_TN.softmax(-1)
@@ -180,7 +180,7 @@ class Reference:
             enough_T1 = probs_TN.max(-1, keepdim=True).values >= torch.as_tensor(limit).reshape(-1, 1)
             chosen["computed"].append(torch.where(enough_T1, first_TN, two_TN))
             chosen["candidates"].append(two_TN)
-        R = [self.router_losses(*pair) for pair in zip(out.router_logits, chosen["computed"], strict=True)]
+        R = [self.router_losses(*pair) for pair in zip(out.router_logits, chosen["candidates"], strict=True)]
         CE = cross_entropy(logits_TV, rows_BS[:, 1:].flatten())
         return logits_TV, CE, torch.stack(R).sum(), chosen
 
