@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from counting import prepare_corpus
 
 from grmoe.config import from_dict
+from grmoe.dial import calibration
 from grmoe.dial.meter import Meter
 from grmoe.dial.search import Sensitivity, search
 from grmoe.probe.windows import Text, read_windows
@@ -20,6 +22,14 @@ MODEL = {
     "preset": None, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "moe_every": 1, "num_experts": 4, "router_rank": 8, "max_position_embeddings": 32, "tie_word_embeddings": True,
 }  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_rounds() -> Iterator[None]:
+    """Speeds are measured here, but no test is about their precision."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "ROUNDS", 2)
+        yield
 
 
 @pytest.fixture(scope="session")

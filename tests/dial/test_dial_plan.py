@@ -188,7 +188,10 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
             meter.measure(mass((1.0, 1.0), tau, 4), "uniform")
         return []
 
-    def fake_times(_: Any, __: Any, points: list[Point], trained: Point, step: Any) -> dict[Point, Speed]:
+    def fake_times(
+        _: Any, __: Any, points: list[Point], trained: Point, rounds: int, ___: Any
+    ) -> dict[Point, Speed]:
+        assert rounds == 9
         timed.append(list(points))
         return {
             p: Speed(float(len(timed)), (1, 1), 4 / p.experts_per_token, (1, 1)) for p in [trained, *points]
@@ -212,6 +215,7 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
         "_check": lambda m, t, trained, chosen, text, step, book: text.name,
         "Saved": lambda folder: SimpleNamespace(found=0, book=lambda *_: None),
     }  # fmt: skip
+    monkeypatch.setattr(calibration, "ROUNDS", 9)
     for name, stub in stubs.items():
         monkeypatch.setattr(calibration, name, stub)
     plan = calibration.Plan(model="m", target=target, checks=("a", "b"), beside=("b",))

@@ -242,7 +242,7 @@ def test_a_model_of_a_rule_keeps_its_word(
 ) -> None:
     """Chosen, written, loaded: the curve of that rule, and the measured loss at each of its points."""
 
-    def timed(_: Any, __: Any, points: Iterable[Point], trained: Point, step: Any) -> dict[Point, Speed]:
+    def timed(_: Any, __: Any, points: Iterable[Point], trained: Point, *___: Any) -> dict[Point, Speed]:
         return {p: Speed(1.0, (1.0, 1.0), 1.0, (1.0, 1.0)) for p in [trained, *points]}
 
     def pick(target: Target, points: Iterable[Point], *_: Any) -> Point:

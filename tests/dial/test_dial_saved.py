@@ -42,7 +42,7 @@ class Count:
 
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch) -> Count:
-    def timed(_: Any, __: Any, points: Iterable[Point], trained: Point, step: Any) -> dict[Point, Speed]:
+    def timed(_: Any, __: Any, points: Iterable[Point], trained: Point, *___: Any) -> dict[Point, Speed]:
         return {p: Speed(1.0, (1.0, 1.0), 1.0, (1.0, 1.0)) for p in [trained, *points]}
 
     monkeypatch.setattr(calibration, "time_points", timed)  # speeds differ from call to call

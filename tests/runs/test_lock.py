@@ -42,7 +42,7 @@ def start() -> Iterator[Callable[[TrainConfig], Command]]:
 def test_a_second_training_is_stopped_and_a_killed_one_goes_on(
     settings: Settings, start: Callable[[TrainConfig], Command]
 ) -> None:
-    options = {"steps": 60, "log": {"every": 1}, "checkpoint": {"every": 3, "keep_last": 100}}
+    options = {"steps": 30, "log": {"every": 1}, "checkpoint": {"every": 3, "keep_last": 100}}
     straight, config = settings("straight", **options), settings(**options)
     train(straight)
     first = start(config)
@@ -62,7 +62,7 @@ def test_a_second_training_is_stopped_and_a_killed_one_goes_on(
     first.kill()
     resumed = CliRunner().invoke(app, ["train", str(folder.with_suffix(".yaml")), "--resume"])
     assert resumed.exit_code == 0, resumed.output
-    assert_same(config, straight, steps=[60])
+    assert_same(config, straight, steps=[30])
 
 
 def _refused(config: TrainConfig) -> str:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import OlmoeConfig, OlmoeForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.olmoe import OlmoeConfig, OlmoeForCausalLM
 
 from grmoe import checks
 from grmoe.bench.shapes import Shape

@@ -103,12 +103,12 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     to_time = _points_to_time(points, trained)
     # A target of speed needs speeds to choose by. Otherwise everything is timed together, after the choice.
     by_speed = target.kind == "throughput"
-    speeds = time_points(model, text, to_time, trained, step=step) if by_speed else {}
+    speeds = time_points(model, text, to_time, trained, ROUNDS, step) if by_speed else {}
     chosen = choose(target, points, trained, lambda p: speeds[p].relative if p in speeds else None)
     chosen = levels.within(target, meter, chosen)
     rows = _alpha_rows(meter, chosen, cap)
     contenders = [*([] if by_speed else to_time), chosen, *rows.values()]
-    row_speeds = time_points(model, text, contenders, trained, step=step)
+    row_speeds = time_points(model, text, contenders, trained, ROUNDS, step)
 
     measured = sorted(meter.points.values(), key=lambda p: p.experts_per_token)
     describe = _Describer(measured, trained, row_speeds | speeds)

@@ -47,7 +47,7 @@ def time_points(
     text: Text,
     points: Iterable[Point],
     trained: Point,
-    rounds: int = ROUNDS,
+    rounds: int,
     step: Callable[[str], None] = lambda stage: None,
 ) -> dict[Point, Speed]:
     """Tokens per second of a prefill: all blocks, and the logits of the last position."""

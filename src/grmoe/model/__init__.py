@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.auto import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.model.count import Cost, count

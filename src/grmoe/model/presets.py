@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers.models.auto import AutoConfig
 
 from grmoe import checks
 from grmoe.model.configuration_grmoe import GrmoeConfig
