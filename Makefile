@@ -40,8 +40,12 @@ pytest: $(STAMP)
 
 demo: $(STAMP)
 	@$(RUN) -m grmoe prepare --out runs/demo/data --tokenizer bpe:2048
-	@$(RUN) -m grmoe train configs/demo.yaml out=runs/demo/grmoe --resume
-	@$(RUN) -m grmoe train configs/demo.yaml out=runs/demo/softmax --resume model.router=softmax model.router_options.balance=true
+	@echo "Two trainings side by side. The softmax model's is in runs/demo/softmax.log"
+	@export OMP_NUM_THREADS=1; \
+	$(RUN) -m grmoe train configs/demo.yaml out=runs/demo/softmax --resume model.router=softmax \
+	  model.router_options.balance=true > runs/demo/softmax.log 2>&1 & other=$$!; trap "kill $$other 2>/dev/null" INT TERM; \
+	$(RUN) -m grmoe train configs/demo.yaml out=runs/demo/grmoe --resume; mine=$$?; \
+	wait $$other || { mine=$$?; tail -n 5 runs/demo/softmax.log; }; exit $$mine
 	@$(RUN) -m grmoe dial runs/demo/softmax
 	@$(RUN) -m grmoe dial runs/demo/grmoe --beside runs/demo/softmax
 	@$(RUN) -m grmoe report runs/demo/grmoe runs/demo/softmax --out runs/demo/report.html

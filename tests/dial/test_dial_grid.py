@@ -35,14 +35,15 @@ def test_the_grid_has_five_counts_between_one_and_the_cap(gates: NotingGates) ->
     meter = SmoothMeter(1)
     assert search(meter, 4) == []  # with one layer there is nothing to set layer by layer
     aims = [1.24, 1.75, 2.35, 2.95, 3.55]
-    grid, more = gates.tau_asked[:20], gates.tau_asked[20:]
-    assert [a for a, _ in grid] == [(alpha,) for alpha in (0.5, 1.0, 2.0, 5.0) for _ in range(5)]
-    assert [e for _, e in grid] == pytest.approx(aims * 4)
+    grid, more = gates.tau_asked[:14], gates.tau_asked[14:]
+    # All of them at the trained α, three at the others.
+    assert [a for a, _ in grid] == [(0.5,)] * 3 + [(1.0,)] * 5 + [(2.0,)] * 3 + [(5.0,)] * 3
+    assert [e for _, e in grid] == pytest.approx([*aims[::2], *aims, *aims[::2], *aims[::2]])
     # Five more at the trained α, between those: the curve of budgets is made of them.
     assert [a for a, _ in more] == [(1.0,)] * 5
     assert [e for _, e in more] == pytest.approx([1.09, 1.48, 2.05, 2.65, 3.25])
     families = [p.family for p in meter.points.values()]
-    assert [families.count(f) for f in ("trained", "top-k", "uniform", "per layer")] == [1, 4, 25, 0]
+    assert [families.count(f) for f in ("trained", "top-k", "uniform", "per layer")] == [1, 4, 19, 0]
     assert [families.count(f) for f in ("k per layer", "gate × norm")] == [0, 5]
     assert gates.alpha_asked == []
 
@@ -52,14 +53,14 @@ def test_the_trained_alpha_and_the_target_join_the_grid(gates: NotingGates) -> N
     search(meter, 4, experts=1.5)
     assert {a for a, _ in gates.tau_asked} == {(0.5,), (1.0,), (2.0,), (5.0,), (3.0,)}
     assert [e for _, e in gates.tau_asked if e == 1.5] == [1.5] * 5
-    assert len(gates.tau_asked) == 5 * 6 + 5
+    assert len(gates.tau_asked) == 4 * 4 + 6 + 5
     top = [s for s, family in meter.asked if family == "top-k"]
     assert top == [top_k((3.0,), k) for k in (1, 2, 3, 4)]
     # A target that no mass setting between the ends can aim at is left out.
     gates.tau_asked.clear()
     for outside in (1.0, 4.0, 5.0):
         search(SmoothMeter(1), 4, experts=outside)
-    assert len(gates.tau_asked) == 3 * (4 * 5 + 5)
+    assert len(gates.tau_asked) == 3 * (3 * 3 + 5 + 5)
 
 
 @pytest.mark.parametrize("layers", [2, 7])
@@ -79,7 +80,7 @@ def test_the_number_announced_is_the_number_measured(
     assert len(found) == 2
     assert len(gates.alpha_asked) == 2 * layers * 4
     families = [p.family for p in meter.points.values()]
-    assert families.count("per layer") == 2 * (4 * layers + 8)
+    assert families.count("per layer") == 2 * (4 * layers + 6)
 
 
 def test_single_layers_are_aimed_from_few_experts_to_nearly_all(gates: NotingGates) -> None:

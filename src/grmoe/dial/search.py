@@ -23,7 +23,7 @@ _GRID = (0.08, 0.25, 0.45, 0.65, 0.85)  # experts per token, as a share of the w
 _MORE = (0.03, 0.16, 0.35, 0.55, 0.75)  # in addition at the trained α, for the curve of budgets
 _LEVELS = (0.1, 0.4, 0.7, 0.95)  # the same for a single layer
 _BASES = 2  # uniform settings around which single layers are varied
-_COMBINED = 8  # combinations of layers measured around each base
+_COMBINED = 6  # combinations of layers measured around each base
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sensitivity:
 
 def expected(layers: int, cap: int) -> int:
     """About how many settings `search` measures."""
-    grid = len(ALPHAS) * (len(_GRID) + 1) + len(_MORE)
+    grid = len(ALPHAS) * (len(_GRID[::2]) + 1) + len(_GRID[1::2]) + len(_MORE)
     return 1 + min(cap, 8) + grid + _BASES * (layers * len(_LEVELS) + _COMBINED) + expected_rules(layers, cap)
 
 
@@ -65,9 +65,11 @@ def search(meter: Meter, cap: int, experts: float | None = None) -> list[Sensiti
     gates, norms = Gates(meter.model, meter.text, cap), expert_norms(meter.model, meter.text)
     for k in _top_ks(cap):
         meter.measure(top_k(trained.alphas, k), "top-k")
-    counts = [1 + share * (cap - 1) for share in _GRID] + ([experts] if experts else [])
+    counts = [1 + share * (cap - 1) for share in _GRID]
     for alpha in dict.fromkeys((*ALPHAS, *trained.alphas[:1])):
-        for count in counts:
+        # Another α than the trained one is rarely better, because it changes the weights too.
+        some = counts if alpha in trained.alphas else counts[::2]
+        for count in [*some, *([experts] if experts else [])]:
             if 1 < count < cap:
                 tau = gates.tau_for([alpha] * L, count)
                 meter.measure(mass((alpha,) * L, tau, cap), "uniform")
