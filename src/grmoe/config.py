@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import sys
 import textwrap
@@ -98,6 +99,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "")
     return found
 
 
+@functools.cache
 def field_types(kind: type) -> dict[str, Any]:
     """The types of a dataclass's own fields, for `convert`. Those of its bases are left out."""
     names = vars(sys.modules[kind.__module__])

@@ -223,7 +223,7 @@ def test_lines_in_words() -> None:
     assert log._describe_validation(numbers).startswith(
         "validation loss 2.0000, perplexity 7.39 (a 3.00, b 1"
     )
-    assert [log._duration(s) for s in (0.4, 59.6, 61, 3599, 3600, 7325)] == [
+    assert [log.duration(s) for s in (0.4, 59.6, 61, 3599, 3600, 7325)] == [
         "0:00", "1:00", "1:01", "59:59", "1:00:00", "2:02:05",
     ]  # fmt: skip
 

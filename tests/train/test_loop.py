@@ -25,7 +25,7 @@ from grmoe.runs.open import open_model
 from grmoe.runs.state import gather
 from grmoe.train import loop, step
 from grmoe.train.loop import TrainingStopped, train
-from grmoe.train.setup import build_trainer
+from grmoe.train.setup import Trainer, build_trainer
 from grmoe.train.step import NonFiniteError
 
 Settings = Callable[..., TrainConfig]
@@ -45,10 +45,17 @@ def losses(config: TrainConfig) -> dict[int, float]:
 
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[GrmoeForCausalLM], None]) -> None:
     """Do something to the model before a step."""
+    at_step_of_trainer(monkeypatch, number, lambda trainer: action(trainer.model))
 
-    def train_step(trainer: Any, step_number: int, batch: Tensor) -> Any:
+
+def at_step_of_trainer(
+    monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[Trainer], None]
+) -> None:
+    """Do something to the trainer before a step."""
+
+    def train_step(trainer: Trainer, step_number: int, batch: Tensor) -> Any:
         if step_number == number:
-            action(trainer.model)
+            action(trainer)
         return step.train_step(trainer, step_number, batch)
 
     monkeypatch.setattr(loop, "train_step", train_step)
@@ -147,25 +154,45 @@ def test_a_seed_is_a_run(settings: Settings) -> None:
     assert not same(weights(first), weights(other))
 
 
-def test_nan_in_the_weights_names_them_and_keeps_the_last_good_step(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("part", ["weights", "moments"])
+def test_nan_in_the_state_is_named_and_never_saved(
+    part: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = settings()
-    good: dict[str, Tensor] = {}
+    """ "The last good step is saved" once saved the NaN weights themselves, as the newest checkpoint."""
+    config = settings(checkpoint={"every": 4})
 
-    def poison(model: GrmoeForCausalLM) -> None:
-        good.update({k: v.clone() for k, v in model.state_dict().items()})
+    def poison(trainer: Trainer) -> None:
+        weight = trainer.model.model.layers[1].mlp.experts.down_proj
         with torch.no_grad():
-            model.model.layers[1].mlp.experts.down_proj[2, 0, 0] = math.nan
+            (weight if part == "weights" else trainer.optimizers[0].state[weight]["exp_avg"])[2, 0, 0] = (
+                math.nan
+            )
 
-    at_step(monkeypatch, 6, poison)
-    with pytest.raises(TrainingStopped, match=r"step 7.*layers\.1\.mlp\.experts\.down_proj") as stopped:
+    at_step_of_trainer(monkeypatch, 6, poison)
+    with pytest.raises(TrainingStopped, match=r"layers\.1\.mlp\.experts\.down_proj") as stopped:
         train(config)
     assert stopped.value.status == 1
-    saved = weights(config)
-    for name, value in good.items():
-        ours = torch.nan_to_num(saved[name], nan=0.0)
-        assert torch.equal(ours, torch.where(torch.isnan(saved[name]), 0.0, value)), name
+    assert "nothing is saved. The last good checkpoint is " in str(stopped.value)
+    assert [p.name for p in (Path(config.out) / "checkpoints").iterdir()] == ["step-00000004"]
+    assert all(torch.isfinite(w).all() for w in weights(config).values())
+
+
+def test_nan_weights_before_the_first_checkpoint_leave_no_run(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update of the last step makes them: its loss and its gradient are finite."""
+    config = settings(steps=3)
+    resolve = loop.resolve
+
+    def poison(trainer: Trainer, in_flight: Any, newest: int) -> Any:
+        with torch.no_grad():
+            trainer.model.model.embed_tokens.weight[0, 0] = math.inf
+        return resolve(trainer, in_flight, newest)
+
+    monkeypatch.setattr(loop, "resolve", poison)
+    with pytest.raises(TrainingStopped, match="There is no earlier checkpoint: start again"):
+        train(config)
+    assert not (Path(config.out) / "checkpoints").exists()
 
 
 def test_nan_on_the_way_names_the_layer(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

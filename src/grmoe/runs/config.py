@@ -55,7 +55,7 @@ class OptimConfig:
     kappa_lr: float | None = None
     """Peak learning rate of log κ. Default: 5·lr, because at lr the concentrations hardly move."""
     warmup: int | None = None
-    """Steps of warm-up. Default: 2000, at most three tenths of the run. `grmoe train` of `tiny` on a CPU: at most 100."""
+    """Steps of warm-up. Default: 2000, at most 3/10 of the run. `grmoe train` of `tiny` on a CPU: at most 100."""
     floor: float = 0.1
     """Learning rate of the last step, as a share of the peak."""
     frames_warmup: int | None = None
@@ -86,7 +86,8 @@ class OptimConfig:
             if floor is not None:
                 finite(f"{kind}floor", floor, at_least=0)
                 require(floor <= 1, f"{kind}floor must be at most 1, got {floor}")
-        require(len(self.betas) == 2, f"betas must be two numbers, got {self.betas}")
+        in_range = all(0 <= beta < 1 for beta in self.betas)
+        require(len(self.betas) == 2 and in_range, f"betas must be two numbers in [0, 1), got {list(self.betas)}")
 
 
 @dataclass(frozen=True)

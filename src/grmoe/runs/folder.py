@@ -216,6 +216,8 @@ def _is_whole(line: Any) -> bool:
     if not isinstance(line, dict) or line.get("kind") not in ("train", "validation"):
         return False
     step, layers, domains = line.get("step"), line.get("layers"), line.get("domains", {})
+    if line["kind"] == "validation":
+        layers = layers or [{"load": [0.0]}]  # readers use those of training
     if type(step) is not int or not isinstance(layers, list) or not layers or not isinstance(domains, dict):
         return False
     numbers = [line.get(name, 0) for name in _LINE_NUMBERS] + [line.get("loss"), *domains.values()]

@@ -5,6 +5,7 @@ Everything here comes before a model is built. A wrong value is one line, and a 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import typing
 from collections.abc import Mapping
@@ -57,6 +58,7 @@ def _convert_options(router: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return converted
 
 
+@functools.cache
 def _router_options(router: str) -> dict[str, Any]:
     """The options that a router and its base classes take in a file, with their types."""
     kinds: dict[str, Any] = {}

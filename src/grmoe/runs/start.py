@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from grmoe.checks import require
 from grmoe.config import field_types, from_dict, merge, read_tree
@@ -18,10 +18,9 @@ from grmoe.data.tokenizer import load as load_tokenizer
 from grmoe.hardware import find_device
 from grmoe.model import PRESETS, GrmoeConfig
 from grmoe.model.configuration_grmoe import OWN_CHOICE
-from grmoe.model.presets import find_config
 from grmoe.runs.config import TrainConfig
-from grmoe.runs.folder import CONFIG, find_checkpoint, tokenizer_of, vocabulary
-from grmoe.runs.open import open_model
+from grmoe.runs.folder import CONFIG
+from grmoe.runs.open import LoadedModel, open_model
 
 # On a CPU, the preset and the recipe of `make demo` (configs/demo.yaml). The selection is a mass: the demo's top-k
 # computes the same number of experts at every α.
@@ -45,9 +44,9 @@ def starting_config(tree: Mapping[str, Any], resume: bool = False) -> TrainConfi
     given = from_dict(TrainConfig, tree)  # raises for mistakes before anything is read
     saved = Path(given.out) / CONFIG
     if resume and saved.is_file():
-        return from_dict(TrainConfig, merge(read_tree(saved), tree)).as_old_run()
+        return from_dict(TrainConfig, merge(read_tree(saved), tree))
     if given.start_from is not None:
-        return from_dict(TrainConfig, _from_source(tree, find_source(given.start_from), given))
+        return from_dict(TrainConfig, _from_source(tree, open_source(given.start_from), given))
     return from_dict(TrainConfig, merge(_device_defaults(tree, given), tree))
 
 
@@ -69,38 +68,19 @@ def _device_defaults(tree: Mapping[str, Any], given: TrainConfig) -> dict[str, A
 # -- starting from other weights ---------------------------------------------------------------------------------
 
 
-class Source(NamedTuple):
-    """A run or an exported model that gives the first weights."""
-
-    path: Path
-    config: GrmoeConfig
-    tokenizer: Path
-    length: int | None
-    """Tokens per sequence that a run was trained on; None for an exported model."""
+def open_source(path: str) -> LoadedModel:
+    """The run, at its best checkpoint, or the exported model that gives the first weights."""
+    return open_model(path, device="cpu")
 
 
-def find_source(path: str) -> Source:
-    """What a new run takes from a run's best checkpoint or from an exported model, besides the weights."""
-    folder = Path(path)
-    if (folder / CONFIG).is_file():
-        config, _ = find_checkpoint(folder)
-        tokenizer = tokenizer_of(folder, config)
-        model = config.model_config(*vocabulary(tokenizer))
-        if config.alpha.schedule == "learned":  # these α are among the weights
-            model = open_model(folder, device="cpu").model.config
-        return Source(folder, model, tokenizer, config.data.sequence_length or model.max_position_embeddings)
-    if (folder / "config.json").is_file():
-        return Source(folder, find_config(folder), folder, None)
-    raise ValueError(f"--from must be a run of `grmoe train` or an exported model, got {path}")
-
-
-def _from_source(tree: Mapping[str, Any], source: Source, given: TrainConfig) -> dict[str, Any]:
+def _from_source(tree: Mapping[str, Any], source: LoadedModel, given: TrainConfig) -> dict[str, Any]:
     """What was given, on the model of the source. Sequences are as long as the source's were."""
     asked = {k: v for k, v in given.model.items() if k in tree.get("model", {})}
     model = {
         name: value
         for name in field_types(GrmoeConfig)
-        if name not in _NOT_TAKEN and (value := getattr(source.config, name)) != getattr(GrmoeConfig, name)
+        if name not in _NOT_TAKEN
+        and (value := getattr(source.model.config, name)) != getattr(GrmoeConfig, name)
     }
     _check_agreement(asked, source)
     model |= {name: value for name, value in asked.items() if name in FREE_FIELDS}
@@ -108,19 +88,19 @@ def _from_source(tree: Mapping[str, Any], source: Source, given: TrainConfig) ->
     if find_device(given.device).type == "cpu":
         longest = model.get("max_position_embeddings", GrmoeConfig.max_position_embeddings)
         defaults = {"data": {"batch_size": CPU_BATCH, "sequence_length": min(CPU_LENGTH, longest)}}
-    if source.length is not None and "max_position_embeddings" not in asked:
+    if source.is_run and "max_position_embeddings" not in asked:
         defaults = merge(defaults, {"data": {"sequence_length": source.length}})
     return merge(defaults, tree) | {"model": {"preset": None, **model}}
 
 
-def _check_agreement(asked: Mapping[str, Any], source: Source) -> None:
+def _check_agreement(asked: Mapping[str, Any], source: LoadedModel) -> None:
     """Raise if a preset or a field was given that the source's weights do not have."""
     preset = asked.get("preset")
     wanted = {k: v for k, v in PRESETS.get(preset or "", {}).items() if k not in _OF_TOKENIZER}
     for name, value in {**wanted, **asked}.items():
         if name == "preset" or name in FREE_FIELDS or value is None:
             continue
-        has = getattr(source.config, name)
+        has = getattr(source.model.config, name)
         same = value == has or (name == "hidden_act" and {value, has} == {"swiglu", "silu"})
         why = f" (model.preset={preset})" if name not in asked else ""
         require(
@@ -129,21 +109,22 @@ def _check_agreement(asked: Mapping[str, Any], source: Source) -> None:
         )
 
 
-def check_tokenizer(source: Source, data: Path, tokenizer: Path, vocab_size: int) -> None:
+def check_tokenizer(source: LoadedModel, data: Path, tokenizer: Path, vocab_size: int) -> None:
     """Raise unless every token of the source has the same number in the data, and the model has room for the rest."""
     ours, theirs = (
         load_tokenizer(str(folder)).tokenizer.get_vocab(with_added_tokens=True)
-        for folder in (source.tokenizer, tokenizer)
+        for folder in (source.tokenizer_folder, tokenizer)
     )
     moved = sum(theirs.get(token) != number for token, number in ours.items())
-    advice = f"prepare the text again with --tokenizer {source.tokenizer}"
+    advice = f"prepare the text again with --tokenizer {source.tokenizer_folder}"
     require(
         moved == 0,
-        f"data.path must be prepared with the tokenizer of {source.path}, got {data}: {moved} of {len(ours)} tokens have "
-        f"other numbers there or are missing; {advice}",
+        f"data.path must be prepared with the tokenizer of {source.path}, got {data}: {moved} of {len(ours)} tokens "
+        f"have other numbers there or are missing; {advice}",
     )
+    rows = source.model.config.vocab_size
     require(
-        vocab_size <= source.config.vocab_size,
-        f"data.path must have at most the {source.config.vocab_size} tokens of {source.path}, got {vocab_size} in "
+        vocab_size <= rows,
+        f"data.path must have at most the {rows} tokens of {source.path}, got {vocab_size} in "
         f"{data}; {advice}",
     )

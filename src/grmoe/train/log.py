@@ -19,7 +19,6 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column
 
 from grmoe.config import to_dict
 from grmoe.hardware import device_name
@@ -141,13 +140,10 @@ class Screen:
 
 def _columns(width: int) -> list[ProgressColumn]:
     """The columns of the bar. A narrow terminal has no bar and no percentage, but the step, the loss and the time."""
-    step, text = (
-        TextColumn(form, table_column=Column(no_wrap=True))
-        for form in ("step {task.completed:.0f}/{task.total:.0f}", "{task.description}")
-    )
-    middle: list[ProgressColumn] = [BarColumn(bar_width=_BAR)] if width >= _WIDE else []
-    middle += [TaskProgressColumn()] if width >= _NARROW else []
-    return [step, *middle, text, TextColumn("left"), TimeRemainingColumn()]
+    columns: list[ProgressColumn] = [TextColumn("step {task.completed:.0f}/{task.total:.0f}")]
+    columns += [BarColumn(bar_width=_BAR)] if width >= _WIDE else []
+    columns += [TaskProgressColumn()] if width >= _NARROW else []
+    return [*columns, TextColumn("{task.description}"), TextColumn("left"), TimeRemainingColumn()]
 
 
 def _room(digits: int, width: int) -> int:

@@ -24,8 +24,7 @@ from grmoe.routing.budget import Balances
 from grmoe.routing.elastic import Unit
 from grmoe.runs.config import OptimConfig, TrainConfig
 from grmoe.runs.model_settings import check_size
-from grmoe.runs.open import open_model
-from grmoe.runs.start import check_tokenizer, find_source
+from grmoe.runs.start import check_tokenizer, open_source
 from grmoe.runs.state import copy_weights
 from grmoe.train.objective import forward_loss
 from grmoe.train.schedule import remember_peaks
@@ -106,10 +105,9 @@ def build_trainer(config: TrainConfig, world: World) -> Trainer:
 
 def load_start(trainer: Trainer, path: str) -> None:
     """Give the model the weights of a run or of an exported model. Optimisers start anew."""
-    source = find_source(path)
-    data = trainer.data
+    source, data = open_source(path), trainer.data
     check_tokenizer(source, data.folder, data.tokenizer_folder, data.vocab_size)
-    copy_weights(trainer.model, open_model(path, device="cpu").model.state_dict(), path)
+    copy_weights(trainer.model, source.model.state_dict(), path)
 
 
 def assemble_trainer(
