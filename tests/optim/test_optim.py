@@ -434,7 +434,12 @@ def test_bad_parameters_and_gradients() -> None:
         GrassmannAdam([nn.Parameter(torch.zeros(4))])
     with pytest.raises(ValueError, match="floating"):
         GrassmannAdam([nn.Parameter(torch.eye(4, 2, dtype=torch.complex64))])
-    for empty in ((0, 4, 2), (2, 0, 4, 2), (4, 0), (0, 0)):  # the first step once failed, with a message of LAPACK
+    for empty in (
+        (0, 4, 2),
+        (2, 0, 4, 2),
+        (4, 0),
+        (0, 0),
+    ):  # the first step once failed, with a message of LAPACK
         with pytest.raises(ValueError, match="params must"):
             GrassmannAdam([nn.Parameter(torch.zeros(empty))])
     p = nn.Parameter(torch.eye(4, 2))

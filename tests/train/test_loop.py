@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import signal
@@ -20,10 +21,12 @@ from grmoe.model import GrmoeForCausalLM
 from grmoe.parallel.world import ParallelConfig, start
 from grmoe.routing import routers
 from grmoe.runs.config import TrainConfig
-from grmoe.runs.folder import read_log
+from grmoe.runs.folder import checkpoints_of, open_folder, read_log
 from grmoe.runs.open import open_model
 from grmoe.runs.state import gather
 from grmoe.train import loop, step
+from grmoe.train.curves import draw_curves
+from grmoe.train.interrupt import Signals
 from grmoe.train.loop import TrainingStopped, train
 from grmoe.train.setup import Trainer, build_trainer
 from grmoe.train.step import NonFiniteError
@@ -103,6 +106,82 @@ def test_stopped_and_resumed_is_straight_to_the_bit(
     train(broken, resume=True)
     assert same(weights(straight), weights(broken))
     assert losses(straight)[20] == losses(broken)[20]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_closed_terminal_and_a_pre_empted_job_save_a_checkpoint(
+    number: signal.Signals, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both once ended the process without one. They may come twice, and SIGTERM may follow."""
+    config = settings(steps=4)
+
+    def send(model: GrmoeForCausalLM) -> None:
+        for each in (number, number, signal.SIGTERM):
+            os.kill(os.getpid(), each)
+
+    at_step(monkeypatch, 1, send)
+    with pytest.raises(TrainingStopped, match=f"{number.name}: stopped after step 2, saved as") as stopped:
+        train(config)
+    assert stopped.value.status == 128 + number
+    assert signal.getsignal(number) == signal.SIG_DFL
+    assert open_model(Path(config.out)).step == 2
+
+
+def test_signals_that_were_ignored_stay_ignored_and_a_second_ctrl_c_interrupts() -> None:
+    """`nohup` ignores SIGHUP: closing the terminal must not end such a run."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.caught is None
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signals.caught == signal.SIGINT
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_damaged_lines_of_the_log_are_left_out(
+    settings: Settings, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Each of these once ended `--resume`, `curves` or the summary in a traceback."""
+    config = settings(steps=2, log={"every": 1})
+    train(config)
+    log, environment = (Path(config.out) / name for name in ("log.jsonl", "environment.json"))
+    good = log.read_bytes().splitlines(keepends=True)
+    whole = read_log(Path(config.out))
+    line = whole[0]
+    damaged: list[Any] = [
+        None, 3, [], {}, {"kind": "train"}, line | {"step": "1"}, line | {"step": None}, line | {"loss": None},
+        line | {"kind": 3}, line | {"layers": []}, line | {"layers": [3]}, line | {"layers": [{"load": "x"}]},
+        line | {"entropy": "x"}, whole[2] | {"domains": 3}, whole[2] | {"domains": {"a": None}},
+        whole[2] | {"perplexity": "x"}, line | {"step": True},
+    ]  # fmt: skip
+    bad = [json.dumps(each).encode() + b"\n" for each in damaged]
+    bad += [b"\xff\xfe\x00\n", b"{\n", b"\n", b"[" * 100_000 + b"\n", b'{"kind": "train", "st\n']
+    log.write_bytes(b"".join([good[0], *bad, *good[1:]]))
+    assert read_log(Path(config.out)) == whole
+    assert draw_curves([Path(config.out)], tmp_path / "curves.png").is_file()
+    capsys.readouterr()
+    for content in (
+        b"{",
+        b"3",
+        b"[]",
+        b"{}",
+        b'{"started": 3}',
+        b'{"started": "x", "resumed_from": 7}',
+        b"\xff",
+    ):
+        environment.write_bytes(content)
+        open_folder(
+            config.resolved(),
+            checkpoints_of(Path(config.out), config).latest(),
+            TokenDataset(config.data.path),
+        )
+        assert "started" in json.loads(environment.read_text())
+    assert f"{log}: {len(bad)} damaged lines are left out" in capsys.readouterr().err
+    assert log.read_bytes() == b"".join(good)
 
 
 def test_lines_the_checkpoint_has_not_seen_are_dropped(

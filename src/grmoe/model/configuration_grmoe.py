@@ -46,7 +46,11 @@ NOT_CAUSAL = ("expert_choice", "soft_moe")
 ACTIVATIONS: dict[str, Literal["swiglu", "gelu"]] = {"silu": "swiglu", "gelu": "gelu"}
 # Larger ones cannot be meant, and only to list so many blocks would take minutes.
 MAX_BLOCKS, MAX_SIZE = 1000, 2**31 - 1
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+# Kinds of rotary embedding in transformers, and the options each of them needs.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}  # fmt: skip
 # Sizes that follow from others where they are None.
 _FOLLOW_OTHERS = (
     "intermediate_size", "moe_intermediate_size", "num_key_value_heads", "head_dim", "router_rank",
@@ -167,10 +171,7 @@ class GrmoeConfig(PreTrainedConfig):
             self.selection_tau = 0.9 if self.selection == "mass" else 1 / self.num_experts
         if self.num_experts_per_tok is None:
             self.num_experts_per_tok = self._implied_experts() or min(2, self.num_experts)
-        try:
-            super().__post_init__(**kwargs)
-        except KeyError as error:  # transformers misses a key of this type of rotary embedding
-            raise ValueError(f"rope_parameters must be complete: {error.args[0]}") from error
+        super().__post_init__(**kwargs)
         self.check()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -335,15 +336,21 @@ class GrmoeConfig(PreTrainedConfig):
         if options is None:
             return
         checks.require(isinstance(options, dict), f"rope_parameters must be a dict, got {options!r}")
+        kind = options.get("rope_type", options.get("type", "default"))
+        checks.one_of("rope_parameters.rope_type", kind, tuple(ROPE_TYPES))
+        missing = [name for name in ROPE_TYPES[kind] if options.get(name) is None]
+        checks.require(not missing, f"rope_parameters must have {', '.join(missing)} with rope_type {kind!r}")
         for name, value in options.items():
-            if name in ("rope_type", "type"):
-                checks.one_of(f"rope_parameters.{name}", value, ROPE_TYPES)
-            elif not isinstance(value, bool) and value is not None:
+            place = f"rope_parameters.{name}"
+            if name in ("short_factor", "long_factor"):  # one number per frequency
+                half = (self.head_dim or self.hidden_size // self.num_attention_heads) // 2
+                right = isinstance(value, list) and len(value) == half
+                checks.require(right, f"{place} must be a list of {half} numbers, got {value!r}")
+            if name not in ("rope_type", "type") and value is not None and not isinstance(value, bool):
                 for number in value if isinstance(value, list) else [value]:
-                    checks.finite(f"rope_parameters.{name}", number, above=0)
+                    checks.finite(place, number, above=0)
 
     def _check_sizes(self) -> None:
-        self._check_rope()
         for name in (
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
             "moe_every", "num_experts", *_FOLLOW_OTHERS,
@@ -367,6 +374,7 @@ class GrmoeConfig(PreTrainedConfig):
             self.selection in SELECTIONS,
             f"selection must be one of {', '.join(SELECTIONS)}, got {self.selection!r}",
         )
+        self._check_rope()
 
     def _check_selection(self) -> None:
         N, K = self.num_experts, self.num_experts_per_tok or 0

@@ -306,7 +306,9 @@ def _check_group(group: dict[str, Any]) -> None:
     two = isinstance(betas, tuple | list) and len(betas) == 2
     checks.require(two, f"betas must be two numbers in [0, 1), got {betas!r}")
     for beta in betas:
-        checks.require(checks.finite("betas", beta, at_least=0.0) < 1, f"betas must be in [0, 1), got {betas!r}")
+        checks.require(
+            checks.finite("betas", beta, at_least=0.0) < 1, f"betas must be in [0, 1), got {betas!r}"
+        )
     checks.one_of("manifold", group["manifold"], ("grassmann", "stiefel"))
     checks.fraction("max_step", group["max_step"])
     for p in group["params"]:

@@ -87,7 +87,9 @@ class OptimConfig:
                 finite(f"{kind}floor", floor, at_least=0)
                 require(floor <= 1, f"{kind}floor must be at most 1, got {floor}")
         in_range = all(0 <= beta < 1 for beta in self.betas)
-        require(len(self.betas) == 2 and in_range, f"betas must be two numbers in [0, 1), got {list(self.betas)}")
+        require(
+            len(self.betas) == 2 and in_range, f"betas must be two numbers in [0, 1), got {list(self.betas)}"
+        )
 
 
 @dataclass(frozen=True)
