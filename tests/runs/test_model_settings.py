@@ -85,7 +85,7 @@ def test_mistakes_are_one_line(override: str, message: str, settings: Settings) 
 
 
 def test_parameters_are_counted_without_building() -> None:
-    configs = [preset(name) for name in ("tiny", "small", "small-fine")]
+    configs = [preset(name) for name in ("tiny", "small")]
     configs += [preset("tiny", router=router, allow_noncausal_router=True) for router in ROUTERS]
     configs += [
         preset("tiny", shared_experts=2, hidden_act="gelu", moe_every=1, tie_word_embeddings=False),

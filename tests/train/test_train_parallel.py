@@ -211,18 +211,18 @@ def test_the_exported_folder_is_the_model_in_training(
         assert torch.equal(value, run.weights[name]), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_weights_of_another_run_reach_the_shards(
-    kind: str, settings: Settings, straight: Callable[[str], Straight]
+    settings: Settings, straight: Callable[[str], Straight]
 ) -> None:
     """`start_from`, with rates of zero: after a step the weights are still those of the source."""
-    optim = {"lr": 0.0, "kappa_lr": 0.0, "frames_lr": 0.0}
-    source = straight(kind).config.out
-    config = settings(
-        "tuned", steps=1, start_from=source, optim=optim, routing={"prior_rate": 0.0}, parallel=KINDS[kind]
-    )
+    still: dict[str, Any] = {
+        "optim": {"lr": 0.0, "kappa_lr": 0.0, "frames_lr": 0.0},
+        "routing": {"prior_rate": 0.0},
+    }
+    source = straight("expert")
+    config = settings("tuned", steps=1, start_from=source.config.out, parallel=KINDS["expert"], **still)
     weights, _ = Processes(2, train_and_keep, config).answers()
-    for name, tensor in straight(kind).weights.items():
+    for name, tensor in source.weights.items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6)  # frames are retracted
 
 
