@@ -55,6 +55,7 @@ def test_what_is_given_stays() -> None:
     assert (found.optim.lr, found.data.batch_size, found.data.sequence_length) == (1e-3, 4, 128)
     assert found.model == {"preset": "tiny", "selection": "topk", "num_experts": 4}
     assert started("device=cpu", "model.max_position_embeddings=64").data.sequence_length == 64
+    assert started("device=cpu", "model.preset=tiny").model == {"preset": "tiny"}
     assert "selection" not in started("device=cpu", "model.router=switch").model
 
 
@@ -154,6 +155,32 @@ def test_a_start_that_fails_in_its_first_step_leaves_nothing_that_refuses_the_ne
             train(config)
     assert not Path(config.out).exists()
     train(replace(config, seed=5), resume=True)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"- 1",
+        b"steps: [",
+        b"\xff\xfe",
+        b"steps: ten",
+        b"model: {hidden_size: x}",
+        b"xyz: 3",
+        b"a: !!x b",
+    ],
+)
+def test_a_damaged_configuration_is_named(content: bytes, settings: Settings) -> None:
+    config = settings(steps=1)
+    file = Path(config.out) / "config.yaml"
+    file.parent.mkdir()
+    file.write_bytes(content)
+    if content == b"":  # every key has a default
+        starting_config({"out": config.out}, resume=True)
+        return
+    with pytest.raises(ValueError, match=r"run/config\.yaml") as refused:
+        starting_config({"out": config.out}, resume=True)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_failed_start_touches_nothing_that_was_there(settings: Settings) -> None:

@@ -48,13 +48,17 @@ def checkpoints_of(folder: Path, config: TrainConfig) -> Checkpoints:
     return Checkpoints(folder / CHECKPOINTS, kept.keep_last, kept.keep_best)
 
 
-def saved_config(folder: Path, overrides: Iterable[str] = ()) -> TrainConfig:
-    """The configuration a run was started with, and changes to it."""
+def saved_config(folder: Path) -> TrainConfig:
+    """The configuration a run was started with."""
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} holds no run: {path} is missing")
-    # A run saves all its choices. Those that are missing are of a version that had no such choice.
-    return load(TrainConfig, path, overrides).as_old_run()
+    try:
+        # A run saves all its choices. Those that are missing are of a version that had no such choice.
+        return load(TrainConfig, path).as_old_run()
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if str(path) in text else f"{path} is damaged: {text}") from error
 
 
 def find_checkpoint(folder: Path, which: str = "best") -> tuple[TrainConfig, Checkpoint]:

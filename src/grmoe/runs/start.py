@@ -19,11 +19,11 @@ from grmoe.hardware import find_device
 from grmoe.model import PRESETS, GrmoeConfig
 from grmoe.model.configuration_grmoe import OWN_CHOICE
 from grmoe.runs.config import TrainConfig
-from grmoe.runs.folder import CONFIG
+from grmoe.runs.folder import CONFIG, saved_config
 from grmoe.runs.open import LoadedModel, open_model
 
-# On a CPU, the preset and the recipe of `make demo` (configs/demo.yaml). The selection is a mass: the demo's top-k
-# computes the same number of experts at every α.
+# On a CPU, the preset and the recipe of `make demo` (configs/demo.yaml). Where no preset is named, the selection is a
+# mass: top-k computes the same number of experts at every α.
 CPU_PRESET = "tiny"
 CPU_LENGTH, CPU_BATCH, CPU_RATE, CPU_WARMUP = 128, 16, 4e-3, 100
 CPU_SELECTION = {"selection": "mass", "selection_tau": 0.5}
@@ -44,6 +44,7 @@ def starting_config(tree: Mapping[str, Any], resume: bool = False) -> TrainConfi
     given = from_dict(TrainConfig, tree)  # raises for mistakes before anything is read
     saved = Path(given.out) / CONFIG
     if resume and saved.is_file():
+        saved_config(saved.parent)  # raises, with the file's name, if the file is damaged
         return from_dict(TrainConfig, merge(read_tree(saved), tree))
     if given.start_from is not None:
         return from_dict(TrainConfig, _from_source(tree, open_source(given.start_from), given))
@@ -53,13 +54,13 @@ def starting_config(tree: Mapping[str, Any], resume: bool = False) -> TrainConfi
 def _device_defaults(tree: Mapping[str, Any], given: TrainConfig) -> dict[str, Any]:
     """The CPU's recipe where the model is the CPU's preset; else nothing, because the rate is that preset's."""
     named = tree.get("model", {})
-    other = "preset" in named and given.preset != CPU_PRESET
-    if other or find_device(given.device).type != "cpu":
+    is_named = "preset" in named
+    if (is_named and given.preset != CPU_PRESET) or find_device(given.device).type != "cpu":
         return {}
     longest = given.model.get("max_position_embeddings", PRESETS[CPU_PRESET]["max_position_embeddings"])
-    chooses = "selection" in named or given.model.get("router") in OWN_CHOICE
+    chosen = is_named or "selection" in named or given.model.get("router") in OWN_CHOICE
     return {
-        "model": {"preset": CPU_PRESET, **({} if chooses else CPU_SELECTION)},
+        "model": {"preset": CPU_PRESET, **({} if chosen else CPU_SELECTION)},
         "data": {"sequence_length": min(CPU_LENGTH, longest), "batch_size": CPU_BATCH},
         "optim": {"lr": CPU_RATE, "warmup": min(CPU_WARMUP, 3 * given.steps // 10)},
     }

@@ -64,7 +64,7 @@ def _train(config: TrainConfig, resume: bool, world: World) -> Outcome:
     if begin is None and config.start_from is not None:
         load_start(trainer, config.start_from)
     if begin is not None:
-        if begin.meta["data"] != data:
+        if begin.meta.get("data") != data:
             raise ValueError(
                 f"data.path must be the data that {config.out} was trained on, got {config.data.path} "
                 "with other content"
