@@ -34,7 +34,7 @@ def train(
             "--from",
             metavar="MODEL",
             help="Start from the weights of a run (its best checkpoint) or of an exported model, with other data or "
-            "other settings. The optimisers start anew.",
+            "other settings. The optimisers start fresh.",
         ),
     ] = None,
     show: Annotated[

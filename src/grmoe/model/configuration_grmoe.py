@@ -1,4 +1,7 @@
-"""The configuration of a GrMoE language model: the `config.json` beside its weights."""
+"""The configuration of a GrMoE language model: the `config.json` beside its weights.
+
+One file with all its checks, because it travels with exported models.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ OWN_CHOICE: dict[str, int | None] = {"switch": 1, "hash": 1, "expert_choice": No
 NOT_CAUSAL = ("expert_choice", "soft_moe")
 # Hugging Face names the inner function, `grmoe.MoE` the layer built from it.
 ACTIVATIONS: dict[str, Literal["swiglu", "gelu"]] = {"silu": "swiglu", "gelu": "gelu"}
-# Larger ones cannot be meant, and only to list so many blocks would take minutes.
+# Larger values are mistakes. Only to list a billion blocks would take minutes.
 MAX_BLOCKS, MAX_SIZE = 1000, 2**31 - 1
 # Kinds of rotary embedding in transformers, and the options each of them needs.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {

@@ -104,7 +104,7 @@ def build_trainer(config: TrainConfig, world: World) -> Trainer:
 
 
 def load_start(trainer: Trainer, path: str) -> None:
-    """Give the model the weights of a run or of an exported model. Optimisers start anew."""
+    """Give the model the weights of a run or of an exported model. Optimisers start fresh."""
     source, data = open_source(path), trainer.data
     check_tokenizer(source, data.folder, data.tokenizer_folder, data.vocab_size)
     copy_weights(trainer.model, source.model.state_dict(), path)
