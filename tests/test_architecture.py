@@ -31,6 +31,7 @@ ONE_HOME = {
             "report/content.py",
             "serve/server.py",
             "studies/elastic.py",
+            "runs/start.py",
         ),
     },
     r"\.data\.sequence_length or": {"runs/open.py", "train/setup.py"},

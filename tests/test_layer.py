@@ -227,6 +227,25 @@ def test_default_router_and_mistakes() -> None:
         MoE(DIM, 0, 4)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"router": "x"}, "router must be a Router, such as .* got 'x'"),
+        ({"router": GrassmannRouter}, "router must be a Router"),
+        ({"selection": "topk"}, "selection must be a policy such as .* got 'topk'"),
+        ({"selection": TopK}, "selection must be a policy"),
+        ({"experts": 3}, "experts must be ExpertWeights or None, got 3"),
+        ({"num_experts": 0}, "num_experts must be an integer >= 1, got 0"),
+        ({"dim": "16"}, "dim must be an integer >= 1, got '16'"),
+        ({"shared_experts": -1}, "shared_experts must be an integer >= 0"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
+    """These once ended in an AttributeError, a ZeroDivisionError or a TypeError."""
+    with pytest.raises(ValueError, match=message):
+        MoE(**({"dim": DIM, "hidden": HIDDEN, "num_experts": 4} | arguments))
+
+
 @pytest.mark.parametrize("selection", SELECTIONS, ids=str)
 def test_selection_never_exceeds_its_own_bound(selection: Selection) -> None:
     g = torch.Generator().manual_seed(0)

@@ -11,13 +11,15 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
+import sys
 import textwrap
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, Union
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union
 
 C = TypeVar("C")
 
@@ -28,6 +30,11 @@ class ConfigError(ValueError):
 
 def load(kind: type[C], path: str | Path | None = None, overrides: Iterable[str] = ()) -> C:
     """The defaults of `kind`, replaced by the values of the file, replaced by the overrides."""
+    return from_dict(kind, read_tree(path, overrides))
+
+
+def read_tree(path: str | Path | None = None, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """What a file and overrides give, as nested dictionaries. Values are not checked yet."""
     tree: dict[str, Any] = {}
     if path is not None:
         loaded = _read_yaml(Path(path))
@@ -36,7 +43,17 @@ def load(kind: type[C], path: str | Path | None = None, overrides: Iterable[str]
         tree = dict(loaded)
     for text in overrides:
         _override(tree, text)
-    return from_dict(kind, tree)
+    return tree
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `changes`. Groups are merged key by key."""
+    merged = dict(base)
+    for name, value in changes.items():
+        old = merged.get(name)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[name] = merge(old, value) if both else value  # type: ignore[arg-type]
+    return merged
 
 
 def from_dict(kind: type[C], tree: Mapping[str, Any], where: str = "") -> C:
@@ -47,8 +64,8 @@ def from_dict(kind: type[C], tree: Mapping[str, Any], where: str = "") -> C:
     for name, value in tree.items():
         place = f"{where}.{name}" if where else str(name)
         if name not in known:
-            raise ConfigError(_unknown(place, str(name), list(known)))
-        values[name] = _convert(hints[name], value, place)
+            raise ConfigError(unknown(place, str(name), list(known)))
+        values[name] = convert(hints[name], value, place)
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
@@ -80,6 +97,14 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "")
         elif a != b:
             found.append(f"{place}: {a!r} → {b!r}")
     return found
+
+
+@functools.cache
+def field_types(kind: type) -> dict[str, Any]:
+    """The types of a dataclass's own fields, for `convert`. Those of its bases are left out."""
+    names = vars(sys.modules[kind.__module__])
+    own = {name: eval(text, dict(names)) for name, text in vars(kind)["__annotations__"].items()}
+    return {name: hint for name, hint in own.items() if typing.get_origin(hint) is not ClassVar}
 
 
 class FieldDescription(NamedTuple):
@@ -133,11 +158,20 @@ def _read_yaml(path: Path) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(path.read_text()) or {}
+        return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a text file in UTF-8") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    """A message of YAML without its picture of the place. It is over several lines."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or " ".join(str(error).split()) or type(error).__name__
+    return problem if mark is None else f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
 
 
 def _override(tree: dict[str, Any], text: str) -> None:
@@ -145,7 +179,7 @@ def _override(tree: dict[str, Any], text: str) -> None:
 
     name, sign, value = text.partition("=")
     if not sign or not name.strip():
-        raise ConfigError(f"an override must look like name.of.key=value, got {text!r}")
+        raise ConfigError(f"an override must look like name.of.key=value, got {_shown(text)}")
     *parents, last = name.strip().split(".")
     node = tree
     for parent in parents:
@@ -155,17 +189,19 @@ def _override(tree: dict[str, Any], text: str) -> None:
         node = child
     try:
         node[last] = yaml.safe_load(value) if value else ""
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the value of {name} is not valid YAML: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that does not exist
+        raise ConfigError(f"the value of {name} is not valid YAML: {_one_line(error)}") from None
 
 
-def _unknown(place: str, name: str, known: list[str]) -> str:
+def unknown(place: str, name: str, known: list[str]) -> str:
+    """The message about a key that does not exist."""
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(known)}"
+    listed = f"; known here: {', '.join(known)}" if len(known) <= 20 else ""
+    hint = f"; did you mean {near[0]!r}?" if near else listed
     return f"unknown key {place!r}{hint}"
 
 
-def _convert(kind: Any, value: Any, place: str) -> Any:
+def convert(kind: Any, value: Any, place: str) -> Any:
     """`value` as `kind`. Raises a ConfigError that says what was expected."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
@@ -174,24 +210,30 @@ def _convert(kind: Any, value: Any, place: str) -> Any:
         if value is False and "off" in args:  # YAML reads the plain word `off` as false
             value = "off"
         if value not in args:
-            raise ConfigError(f"{place} must be one of {', '.join(map(repr, args))}, got {value!r}")
+            raise ConfigError(f"{place} must be one of {', '.join(map(repr, args))}, got {_shown(value)}")
         return value
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{place} is a group of keys, got {value!r}")
+            raise ConfigError(f"{place} is a group of keys, got {_shown(value)}")
         return from_dict(kind, value, place)
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{place} must be a list, got {value!r}")
-        each = [_convert(args[0], v, f"{place}[{i}]") for i, v in enumerate(value)]
+            raise ConfigError(f"{place} must be a list, got {_shown(value)}")
+        each = [convert(args[0], v, f"{place}[{i}]") for i, v in enumerate(value)]
         return each if origin is list else tuple(each)
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{place} must be a mapping, got {value!r}")
-        return {str(k): _convert(args[1], v, f"{place}.{k}") for k, v in value.items()}
+            raise ConfigError(f"{place} must be a mapping, got {_shown(value)}")
+        return {str(k): convert(args[1], v, f"{place}.{k}") for k, v in value.items()}
     if kind is Any:
         return value
     return _scalar(kind, value, place)
+
+
+def _shown(value: Any) -> str:
+    """A value for a message. A long one is cut."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
 
 
 def _first_that_fits(kinds: tuple[Any, ...], value: Any, place: str) -> Any:
@@ -202,7 +244,7 @@ def _first_that_fits(kinds: tuple[Any, ...], value: Any, place: str) -> Any:
         if kind is type(None):
             continue
         try:
-            return _convert(kind, value, place)
+            return convert(kind, value, place)
         except ConfigError as error:
             errors.append(str(error))
     raise ConfigError(errors[0] if len(errors) == 1 else f"{place}: {' / '.join(errors)}")
@@ -216,13 +258,18 @@ def _scalar(kind: Any, value: Any, place: str) -> Any:
         except ValueError:
             pass
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{place} is too large: {_shown(value)}") from None
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
+    if not isinstance(kind, type):
+        raise ConfigError(f"{place} cannot be set in a configuration, got {_shown(value)}")
     # A bool is an int in Python, but not in a configuration.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         name = {"int": "an integer", "float": "a number", "str": "text", "bool": "true or false"}
-        raise ConfigError(f"{place} must be {name.get(kind.__name__, kind.__name__)}, got {value!r}")
+        raise ConfigError(f"{place} must be {name.get(kind.__name__, kind.__name__)}, got {_shown(value)}")
     return value
 
 

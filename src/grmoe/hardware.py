@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
 
 from grmoe import checks
@@ -54,3 +57,16 @@ def use_device(name: str = "auto", local_rank: int = 0) -> torch.device:
 def device_name(device: torch.device) -> str:
     """Name of the GPU, or "CPU"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Bytes that this process may use: memory of the GPU, or its share of the machine's, within a container's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(path).read_text()))
+        except (OSError, ValueError):  # no container, or one without a limit ("max")
+            continue
+    return total // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

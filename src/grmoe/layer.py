@@ -73,6 +73,20 @@ class MoE(nn.Module):
         experts: ExpertWeights | None = None,
     ) -> None:
         super().__init__()
+        for name, size in (("dim", dim), ("hidden", hidden), ("num_experts", num_experts)):
+            checks.positive_int(name, size)
+        checks.require(
+            router is None or isinstance(router, Router),
+            f"router must be a Router, such as GrassmannRouter({dim}, {num_experts}, rank), or None, got {router!r}",
+        )
+        checks.require(
+            selection is None or (hasattr(selection, "max_experts") and not isinstance(selection, type)),
+            f"selection must be a policy such as TopK(2), or None, got {selection!r}",
+        )
+        checks.require(
+            experts is None or isinstance(experts, ExpertWeights),
+            f"experts must be ExpertWeights or None, got {experts!r}",
+        )
         if router is None:
             rank = max(1, dim // num_experts)
             router = GrassmannRouter(dim, num_experts, rank, selection=TopK(min(2, num_experts)))

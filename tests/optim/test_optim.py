@@ -405,6 +405,10 @@ def test_zero_gradients_move_nothing() -> None:
         ({"eps": -1.0}, "eps"),
         ({"betas": (0.9, 1.0)}, "betas"),
         ({"betas": (0.9,)}, "betas"),
+        ({"betas": 0.9}, "betas must be two numbers"),
+        ({"betas": "ab"}, "betas must be two numbers"),
+        ({"betas": None}, "betas must be two numbers"),
+        ({"betas": (0.9, "x")}, "betas must be a finite number"),
         ({"manifold": "sphere"}, "manifold"),
         ({"max_step": 0.0}, "max_step"),
         ({"max_step": 1.5}, "max_step"),
@@ -430,6 +434,14 @@ def test_bad_parameters_and_gradients() -> None:
         GrassmannAdam([nn.Parameter(torch.zeros(4))])
     with pytest.raises(ValueError, match="floating"):
         GrassmannAdam([nn.Parameter(torch.eye(4, 2, dtype=torch.complex64))])
+    for empty in (
+        (0, 4, 2),
+        (2, 0, 4, 2),
+        (4, 0),
+        (0, 0),
+    ):  # the first step once failed, with a message of LAPACK
+        with pytest.raises(ValueError, match="params must"):
+            GrassmannAdam([nn.Parameter(torch.zeros(empty))])
     p = nn.Parameter(torch.eye(4, 2))
     opt = GrassmannAdam([p])
     p.grad = torch.eye(4, 2).to_sparse()

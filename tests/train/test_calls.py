@@ -283,6 +283,9 @@ def test_when_a_model_is_compiled_and_how(
     zeros = torch.zeros
     monkeypatch.setattr(building, "build_optimizers", lambda model, config: [])
     monkeypatch.setattr(building, "peak_flops", lambda device: 1.0)
+    monkeypatch.setattr(
+        building, "check_size", lambda config, world, replicate: None
+    )  # there is no GPU to ask
     monkeypatch.setattr(torch, "compile", lambda model, **options: compiled.append(options) or "compiled")
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros(*shape))
     monkeypatch.setattr(torch, "manual_seed", seeded.append)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ from rich.console import Console
 
 from grmoe.pictures import COLORS, INK
 from grmoe.runs.config import TrainConfig
-from grmoe.train import curves, log, summary
+from grmoe.train import curves, interrupt, log, summary
 from grmoe.train.curves import draw_curves
 from grmoe.train.loop import Outcome
 from grmoe.train.validate import Validation
@@ -205,6 +207,51 @@ def test_the_screen_shows_a_bar_on_a_terminal_and_lines_elsewhere(
     assert len(flushed) == 3
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
+def test_a_narrow_terminal_keeps_step_loss_and_time(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In 80 columns the line once ended before the time left."""
+    line = train_line(9000, 2.0) | {
+        "tokens_per_second": 123456.0, "mfu": 0.45, "memory_gb": 61.5, "max_overlap": 0.25, "min_load": 0.125,
+        "seconds_left": 61.0,
+    }  # fmt: skip
+    monkeypatch.setattr(
+        log, "Console", lambda stderr: Console(stderr=stderr, force_terminal=True, width=width)
+    )
+    screen = log.Screen(10000, 2, "begins")
+    screen.write(line)
+    screen.close()
+    (shown,) = [text for text in capsys.readouterr().err.splitlines() if "loss" in text][-1:]
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).strip()
+    assert len(shown) <= width
+    assert re.match(r"step 9000/10000 .*loss 2\.000.* left (0:|-:)", shown), shown
+    assert "…" not in shown
+    assert ("tok/s" in shown) == (width >= 80)
+    assert ("overlap" in shown) == (len(log.describe(line)) + 60 < width)
+
+
+def test_a_closed_terminal_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After SIGHUP every write to the terminal fails. The checkpoint comes after it."""
+
+    def closed(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    plain = log.Screen(10, 2, "begins")
+    monkeypatch.setattr("builtins.print", closed)
+    plain.write(validation_line(4, 1.0))
+    plain.close()
+
+
+def test_the_first_steps_say_how_long_the_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([100.0, 100.5, 101.0, 101.5, 102.0])
+    monkeypatch.setattr(interrupt.time, "perf_counter", lambda: next(times))
+    forecast = interrupt.Forecast(first=10, steps=1014)
+    assert [forecast.after(done) for done in range(11, 16)] == [
+        None, None, None, "step 14: 0.5 s per step, about 8:20 for the 1000 steps left", None,
+    ]  # fmt: skip
+
+
 def test_an_expert_without_any_load_is_drawn_at_zero() -> None:
     assert curves._over_fair([0.0, 0.0], min) == 0.0
     assert curves._over_fair([0.1, 0.3], max) == pytest.approx(1.5)
@@ -223,7 +270,7 @@ def test_lines_in_words() -> None:
     assert log._describe_validation(numbers).startswith(
         "validation loss 2.0000, perplexity 7.39 (a 3.00, b 1"
     )
-    assert [log._duration(s) for s in (0.4, 59.6, 61, 3599, 3600, 7325)] == [
+    assert [log.duration(s) for s in (0.4, 59.6, 61, 3599, 3600, 7325)] == [
         "0:00", "1:00", "1:01", "59:59", "1:00:00", "2:02:05",
     ]  # fmt: skip
 

@@ -375,10 +375,12 @@ def test_nan_on_one_process_of_two(parallel: dict[str, int], kind: str, settings
         assert "at step 7: " in message
         assert POISONS[kind][1] in message
         assert status == 1
+    if kind == "weights":  # NaN is never saved
+        assert kept(config) == []
+        return
     assert kept(config) == [6]
     state = state_of(config, 6)
-    broken = [name for name, tensor in state["model"].items() if not tensor.isfinite().all()]
-    assert broken == (["model.layers.1.self_attn.q_proj.weight"] if kind == "weights" else [])
+    assert all(tensor.isfinite().all() for tensor in state["model"].values())
     assert all(t.isfinite().all() for moments in state["moments"].values() for t in moments.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import signal
@@ -20,12 +21,14 @@ from grmoe.model import GrmoeForCausalLM
 from grmoe.parallel.world import ParallelConfig, start
 from grmoe.routing import routers
 from grmoe.runs.config import TrainConfig
-from grmoe.runs.folder import read_log
+from grmoe.runs.folder import checkpoints_of, open_folder, read_log
 from grmoe.runs.open import open_model
 from grmoe.runs.state import gather
 from grmoe.train import loop, step
+from grmoe.train.curves import summary
+from grmoe.train.interrupt import Signals
 from grmoe.train.loop import TrainingStopped, train
-from grmoe.train.setup import build_trainer
+from grmoe.train.setup import Trainer, build_trainer
 from grmoe.train.step import NonFiniteError
 
 Settings = Callable[..., TrainConfig]
@@ -45,10 +48,17 @@ def losses(config: TrainConfig) -> dict[int, float]:
 
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[GrmoeForCausalLM], None]) -> None:
     """Do something to the model before a step."""
+    at_step_of_trainer(monkeypatch, number, lambda trainer: action(trainer.model))
 
-    def train_step(trainer: Any, step_number: int, batch: Tensor) -> Any:
+
+def at_step_of_trainer(
+    monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[Trainer], None]
+) -> None:
+    """Do something to the trainer before a step."""
+
+    def train_step(trainer: Trainer, step_number: int, batch: Tensor) -> Any:
         if step_number == number:
-            action(trainer.model)
+            action(trainer)
         return step.train_step(trainer, step_number, batch)
 
     monkeypatch.setattr(loop, "train_step", train_step)
@@ -96,6 +106,79 @@ def test_stopped_and_resumed_is_straight_to_the_bit(
     train(broken, resume=True)
     assert same(weights(straight), weights(broken))
     assert losses(straight)[20] == losses(broken)[20]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_closed_terminal_and_a_pre_empted_job_save_a_checkpoint(
+    number: signal.Signals, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both once ended the process without one. They may come twice, and SIGTERM may follow."""
+    config = settings(steps=4)
+
+    def send(model: GrmoeForCausalLM) -> None:
+        for each in (number, number, signal.SIGTERM):
+            os.kill(os.getpid(), each)
+
+    at_step(monkeypatch, 1, send)
+    with pytest.raises(TrainingStopped, match=f"{number.name}: stopped after step 2, saved as") as stopped:
+        train(config)
+    assert stopped.value.status == 128 + number
+    assert signal.getsignal(number) == signal.SIG_DFL
+    assert open_model(Path(config.out)).step == 2
+
+
+def test_signals_that_were_ignored_stay_ignored_and_a_second_ctrl_c_interrupts() -> None:
+    """`nohup` ignores SIGHUP: closing the terminal must not end such a run."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.caught is None
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signals.caught == signal.SIGINT
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_damaged_lines_of_the_log_are_left_out(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of these once ended `--resume`, `curves` or the summary in a traceback."""
+    config = settings(steps=2, log={"every": 1})
+    train(config)
+    log, environment = (Path(config.out) / name for name in ("log.jsonl", "environment.json"))
+    good = log.read_bytes().splitlines(keepends=True)
+    whole = read_log(Path(config.out))
+    line = whole[0]
+    damaged: list[Any] = [
+        None, 3, [], {}, {"kind": "train"}, line | {"step": "1"}, line | {"step": None}, line | {"loss": None},
+        line | {"kind": 3}, line | {"layers": []}, line | {"layers": [3]}, line | {"layers": [{"load": "x"}]},
+        line | {"entropy": "x"}, whole[2] | {"domains": 3}, whole[2] | {"domains": {"a": None}},
+        whole[2] | {"perplexity": "x"}, line | {"step": True},
+    ]  # fmt: skip
+    bad = [json.dumps(each).encode() + b"\n" for each in damaged]
+    bad += [b"\xff\xfe\x00\n", b"{\n", b"\n", b"[" * 100_000 + b"\n", b'{"kind": "train", "st\n']
+    log.write_bytes(b"".join([good[0], *bad, *good[1:]]))
+    assert read_log(Path(config.out)) == whole
+    assert summary([Path(config.out)]).rows[0][2] == "2"
+    capsys.readouterr()
+    latest, data = checkpoints_of(Path(config.out), config).latest(), TokenDataset(config.data.path)
+    for content in (
+        b"{",
+        b"3",
+        b"[]",
+        b"{}",
+        b'{"started": 3}',
+        b'{"started": "x", "resumed_from": 7}',
+        b"\xff",
+    ):
+        environment.write_bytes(content)
+        open_folder(config.resolved(), latest, data)
+        assert "started" in json.loads(environment.read_text())
+    assert f"{log}: {len(bad)} damaged lines are left out" in capsys.readouterr().err
+    assert log.read_bytes() == b"".join(good)
 
 
 def test_lines_the_checkpoint_has_not_seen_are_dropped(
@@ -147,25 +230,45 @@ def test_a_seed_is_a_run(settings: Settings) -> None:
     assert not same(weights(first), weights(other))
 
 
-def test_nan_in_the_weights_names_them_and_keeps_the_last_good_step(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("part", ["weights", "moments"])
+def test_nan_in_the_state_is_named_and_never_saved(
+    part: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = settings()
-    good: dict[str, Tensor] = {}
+    """ "The last good step is saved" once saved the NaN weights themselves, as the newest checkpoint."""
+    config = settings(checkpoint={"every": 4})
 
-    def poison(model: GrmoeForCausalLM) -> None:
-        good.update({k: v.clone() for k, v in model.state_dict().items()})
+    def poison(trainer: Trainer) -> None:
+        weight = trainer.model.model.layers[1].mlp.experts.down_proj
         with torch.no_grad():
-            model.model.layers[1].mlp.experts.down_proj[2, 0, 0] = math.nan
+            (weight if part == "weights" else trainer.optimizers[0].state[weight]["exp_avg"])[2, 0, 0] = (
+                math.nan
+            )
 
-    at_step(monkeypatch, 6, poison)
-    with pytest.raises(TrainingStopped, match=r"step 7.*layers\.1\.mlp\.experts\.down_proj") as stopped:
+    at_step_of_trainer(monkeypatch, 6, poison)
+    with pytest.raises(TrainingStopped, match=r"layers\.1\.mlp\.experts\.down_proj") as stopped:
         train(config)
     assert stopped.value.status == 1
-    saved = weights(config)
-    for name, value in good.items():
-        ours = torch.nan_to_num(saved[name], nan=0.0)
-        assert torch.equal(ours, torch.where(torch.isnan(saved[name]), 0.0, value)), name
+    assert "nothing is saved. The last good checkpoint is " in str(stopped.value)
+    assert [p.name for p in (Path(config.out) / "checkpoints").iterdir()] == ["step-00000004"]
+    assert all(torch.isfinite(w).all() for w in weights(config).values())
+
+
+def test_nan_weights_before_the_first_checkpoint_leave_no_run(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update of the last step makes them: its loss and its gradient are finite."""
+    config = settings(steps=3)
+    resolve = loop.resolve
+
+    def poison(trainer: Trainer, in_flight: Any, newest: int) -> Any:
+        with torch.no_grad():
+            trainer.model.model.embed_tokens.weight[0, 0] = math.inf
+        return resolve(trainer, in_flight, newest)
+
+    monkeypatch.setattr(loop, "resolve", poison)
+    with pytest.raises(TrainingStopped, match="There is no earlier checkpoint: start again"):
+        train(config)
+    assert not (Path(config.out) / "checkpoints").exists()
 
 
 def test_nan_on_the_way_names_the_layer(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

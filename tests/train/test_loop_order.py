@@ -94,6 +94,7 @@ def run_loop(
     stubs: dict[str, Any] = {
         "train_step": step, "resolve": resolved, "Signals": Signals, "Clock": Watch,
         "any_process": lambda world, flag: flag, "gather": lambda model, optimizers: "state",
+        "find_bad_state": lambda state, world: None,
         "sync_metrics": lambda model, world: told.append("sync"),
         "validate": lambda trainer: told.append("validate") or SimpleNamespace(loss=2.5),
         "_train_line": lambda trainer, done, result, clock: f"line {done} {result}",
@@ -106,7 +107,7 @@ def run_loop(
         config=config, model=model, world=world, optimizers=[], rows=4, length=16, tokens_per_step=64,
         data=SimpleNamespace(batches=batches),
     )  # fmt: skip
-    logger: Any = SimpleNamespace(write=told.append)
+    logger: Any = SimpleNamespace(write=told.append, say=lambda text: None)
     checkpoints: Any = Checkpoints()
     try:
         return told, loop_module._loop(trainer, checkpoints, logger, first, {"data": "d"})

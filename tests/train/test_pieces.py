@@ -146,7 +146,7 @@ def test_the_first_signal_is_noted_and_the_second_interrupts() -> None:
     with ThreadPoolExecutor() as pool, Signals() as outer:  # signals reach the main thread alone
         inner = pool.submit(Signals().__enter__).result()
         assert inner.before == {}
-        assert set(outer.before) == {signal.SIGINT, signal.SIGTERM}
+        assert set(outer.before) == {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
 
 
 # ------------------------------------------------------------------------------------------------ seeds and steps

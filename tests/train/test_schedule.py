@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grmoe.runs.config import TrainConfig
-from grmoe.runs.folder import read_log
+from grmoe.runs.folder import read_log, saved_config
 from grmoe.train.loop import train
-from grmoe.train.schedule import cosine_factor, rate_factors, rates, remember_peaks, set_rates
+from grmoe.train.schedule import (
+    cosine_factor,
+    describe_more_steps,
+    rate_factors,
+    rates,
+    remember_peaks,
+    set_rates,
+)
 
 
 @given(st.integers(1, 500), st.integers(0, 100), st.floats(0, 1))
@@ -110,3 +118,36 @@ def test_what_is_not_said_is_as_the_weights(settings: Callable[..., TrainConfig]
     config = settings(steps=50, optim={"warmup": 7, "floor": 0.3})
     for step in range(50):
         assert set(rate_factors(config, step).values()) == {cosine_factor(step, 50, 7, 0.3)}
+
+
+# -- more steps ------------------------------------------------------------------------------------------------
+
+
+def test_more_steps_continue_a_finished_run_on_the_longer_schedule(
+    settings: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`steps` was once refused on resume. The warm-up stays, so the rate does not rise a second time."""
+    short = settings(steps=6, log={"every": 1}, optim={"lr": 1e-2})
+    train(short)
+    capsys.readouterr()
+    longer = replace(short, steps=10)
+    outcome = train(longer, resume=True)
+    assert outcome.checkpoint.step == 10
+    said = capsys.readouterr().err
+    assert "steps raised from 6 to 10: learning rates now follow the schedule of 10 steps. " in said
+    assert "The weights' rate goes from 0.001 to 0.00378, then down to 0.001\n" in said
+    lines = [line for line in read_log(Path(short.out)) if line["kind"] == "train"]
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    ours = [cosine_factor(step, 6 if step < 6 else 10, 1, 0.1) for step in range(10)]
+    assert [line["lr"] for line in lines] == pytest.approx([1e-2 * factor for factor in ours])
+    saved = saved_config(Path(short.out))
+    assert (saved.steps, saved.optim.warmup) == (10, 1)  # three tenths of 6, not of 10
+    assert train(longer, resume=True).validation is None  # it has ended, and its warm-up is no other setting
+    with pytest.raises(ValueError, match=r"steps can be raised on resume, not lowered: .* has 10, got 6"):
+        train(short, resume=True)
+
+
+def test_a_run_of_the_same_length_says_nothing_of_more_steps() -> None:
+    config = TrainConfig(steps=10)
+    assert describe_more_steps(None, config, 0) is None
+    assert describe_more_steps(config, config, 5) is None

@@ -40,7 +40,7 @@ def test_show_prints_a_file_one_could_use() -> None:
     assert shown.exit_code == 0
     assert "lr: 0.001" in shown.stdout
     assert "preset: tiny" in shown.stdout
-    assert "preset: small" in runner.invoke(app, ["train", "--show"]).stdout
+    assert "preset: tiny" in runner.invoke(app, ["train", "--show", "device=cpu"]).stdout
 
 
 def test_a_name_with_a_slip_does_not_pass_for_a_resumed_run(settings: Settings) -> None:

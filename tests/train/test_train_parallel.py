@@ -211,6 +211,21 @@ def test_the_exported_folder_is_the_model_in_training(
         assert torch.equal(value, run.weights[name]), name
 
 
+def test_weights_of_another_run_reach_the_shards(
+    settings: Settings, straight: Callable[[str], Straight]
+) -> None:
+    """`start_from`, with rates of zero: after a step the weights are still those of the source."""
+    still: dict[str, Any] = {
+        "optim": {"lr": 0.0, "kappa_lr": 0.0, "frames_lr": 0.0},
+        "routing": {"prior_rate": 0.0},
+    }
+    source = straight("expert")
+    config = settings("tuned", steps=1, start_from=source.config.out, parallel=KINDS["expert"], **still)
+    weights, _ = Processes(2, train_and_keep, config).answers()
+    for name, tensor in source.weights.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6)  # frames are retracted
+
+
 def test_a_signal_to_one_stops_both(settings: Settings, straight: Callable[[str], Straight]) -> None:
     config = settings("broken", log={"every": 1}, checkpoint={"every": 10}, parallel=KINDS["fsdp"])
     for message, status in Processes(2, train_until, config, 4, signal.SIGTERM, (1,)).answers():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,15 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the run's last checkpoint, bit for bit on a CPU.")
     ] = False,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="MODEL",
+            help="Start from the weights of a run (its best checkpoint) or of an exported model, with other data or "
+            "other settings. The optimisers start fresh.",
+        ),
+    ] = None,
     show: Annotated[
         bool, typer.Option("--show", help="Print the resolved configuration as YAML and exit.")
     ] = False,
@@ -37,23 +47,28 @@ def train(
     pass back. A model is a preset plus changes: model.preset=tiny model.router=softmax
     model.router_options.balance=true.
 
+    On a CPU the defaults train a small model in minutes: preset tiny, 128 tokens per sequence, 16 sequences per step.
+    On a GPU the preset is small.
+
     The run's folder (out=…) receives config.yaml, environment.json, log.jsonl, curves.png, the tokenizer and the
-    checkpoints. Ctrl-C and SIGTERM save a checkpoint first. --resume continues a run that was stopped or killed.
+    checkpoints. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 save a checkpoint first. --resume continues a run that was stopped
+    or killed. Settings that you leave out are as the run has them. With more steps it also continues a finished run.
 
     On several GPUs: torchrun --nproc-per-node 8 -m grmoe train run.yaml parallel.expert=2
 
     Example: [bold]grmoe train data.path=runs/data out=runs/first steps=2000 optim.lr=6e-4[/]
+
+    Example: [bold]grmoe train --from runs/first data.path=runs/other out=runs/tuned steps=200 optim.lr=3e-4[/]
     """
     with shell("lm"):
-        from grmoe.config import load, to_yaml
-        from grmoe.runs.config import TrainConfig
-        from grmoe.runs.folder import CONFIG, checkpoints_of, saved_config
+        from grmoe.config import read_tree, to_yaml
+        from grmoe.runs.folder import checkpoints_of
+        from grmoe.runs.start import starting_config
 
-        path, given = _split(settings)
-        config = load(TrainConfig, path, given)
-        saved = Path(config.out) / CONFIG
-        if resume and path is None and saved.is_file():
-            config = saved_config(saved.parent, given)
+        tree = read_tree(*_split(settings))
+        if source is not None:
+            tree["start_from"] = str(source)
+        config = starting_config(tree, resume)
         if show:
             print(to_yaml(config), end="")
             return
@@ -69,7 +84,8 @@ def train(
             outcome = run(config, resume)
         except TrainingStopped as stopped:
             if is_first:
-                note(str(stopped))
+                with contextlib.suppress(OSError):  # the terminal may be closed
+                    note(str(stopped))
             raise typer.Exit(stopped.status) from stopped
         if is_first:
             summary = summarize(config, outcome)

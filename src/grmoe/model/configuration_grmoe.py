@@ -1,4 +1,7 @@
-"""The configuration of a GrMoE language model: the `config.json` beside its weights."""
+"""The configuration of a GrMoE language model: the `config.json` beside its weights.
+
+One file with all its checks, because it travels with exported models.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,18 @@ OWN_CHOICE: dict[str, int | None] = {"switch": 1, "hash": 1, "expert_choice": No
 NOT_CAUSAL = ("expert_choice", "soft_moe")
 # Hugging Face names the inner function, `grmoe.MoE` the layer built from it.
 ACTIVATIONS: dict[str, Literal["swiglu", "gelu"]] = {"silu": "swiglu", "gelu": "gelu"}
+# Larger values are mistakes. Only to list a billion blocks would take minutes.
+MAX_BLOCKS, MAX_SIZE = 1000, 2**31 - 1
+# Kinds of rotary embedding in transformers, and the options each of them needs.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}  # fmt: skip
+# Sizes that follow from others where they are None.
+_FOLLOW_OTHERS = (
+    "intermediate_size", "moe_intermediate_size", "num_key_value_heads", "head_dim", "router_rank",
+    "num_experts_per_tok",
+)  # fmt: skip
 # The setting without a budget. A budget replaces it, so setting one of these ends the budget.
 _SETTING = ("alpha", "selection", "selection_tau", "num_experts_per_tok")
 
@@ -264,8 +279,10 @@ class GrmoeConfig(PreTrainedConfig):
         """Raise a `ValueError` that names the field. Models call it too, because `from_pretrained(dir, name=value)`
         writes into a finished configuration."""
         self._check_sizes()
+        self._check_numbers()
         checks.require(
-            self.hidden_act in ACTIVATIONS, f"hidden_act must be 'silu' or 'gelu', got {self.hidden_act!r}"
+            self.hidden_act in list(ACTIVATIONS),
+            f"hidden_act must be 'silu' or 'gelu', got {self.hidden_act!r}",
         )
         heads, groups = self.num_attention_heads, self.num_key_value_heads or 0
         checks.require(
@@ -306,27 +323,61 @@ class GrmoeConfig(PreTrainedConfig):
             "Run `grmoe dial` first; with --write it saves a model that has one",
         )
 
+    def _check_numbers(self) -> None:
+        checks.finite("rms_norm_eps", self.rms_norm_eps, above=0)
+        checks.finite("initializer_range", self.initializer_range, at_least=0)
+        checks.finite("router_aux_loss_coef", self.router_aux_loss_coef, at_least=0)
+        if self.router_kappa is not None:
+            checks.finite("router_kappa", self.router_kappa, above=0)
+        checks.finite("attention_dropout", self.attention_dropout, at_least=0)
+        checks.require(
+            self.attention_dropout < 1, f"attention_dropout must be below 1, got {self.attention_dropout!r}"
+        )
+
+    def _check_rope(self) -> None:
+        options = self.rope_parameters
+        if options is None:
+            return
+        checks.require(isinstance(options, dict), f"rope_parameters must be a dict, got {options!r}")
+        kind = options.get("rope_type", options.get("type", "default"))
+        checks.one_of("rope_parameters.rope_type", kind, tuple(ROPE_TYPES))
+        missing = [name for name in ROPE_TYPES[kind] if options.get(name) is None]
+        checks.require(not missing, f"rope_parameters must have {', '.join(missing)} with rope_type {kind!r}")
+        for name, value in options.items():
+            place = f"rope_parameters.{name}"
+            if name in ("short_factor", "long_factor"):  # one number per frequency
+                half = (self.head_dim or self.hidden_size // self.num_attention_heads) // 2
+                right = isinstance(value, list) and len(value) == half
+                checks.require(right, f"{place} must be a list of {half} numbers, got {value!r}")
+            if name not in ("rope_type", "type") and value is not None and not isinstance(value, bool):
+                for number in value if isinstance(value, list) else [value]:
+                    checks.finite(place, number, above=0)
+
     def _check_sizes(self) -> None:
         for name in (
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
-            "moe_every", "num_experts", "intermediate_size", "moe_intermediate_size", "head_dim", "router_rank",
-            "num_experts_per_tok",
+            "moe_every", "num_experts", *_FOLLOW_OTHERS,
         ):  # fmt: skip
             value = getattr(self, name)
-            ok = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+            most = MAX_BLOCKS if name == "num_hidden_layers" else MAX_SIZE
+            if value is None and name in _FOLLOW_OTHERS:
+                continue
+            ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             checks.require(ok, f"{name} must be an integer >= 1, got {value!r}")
+            checks.require(value <= most, f"{name} must be at most {most}, got {value}")
         checks.require(self.num_experts >= 2, f"num_experts must be at least 2, got {self.num_experts}")
         checks.require(
-            isinstance(self.shared_experts, int) and self.shared_experts >= 0,
+            isinstance(self.shared_experts, int) and 0 <= self.shared_experts <= MAX_SIZE,
             f"shared_experts must be an integer >= 0, got {self.shared_experts!r}",
         )
         checks.require(
-            self.router in ROUTERS, f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}"
+            self.router in list(ROUTERS), f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}"
         )
         checks.require(
             self.selection in SELECTIONS,
             f"selection must be one of {', '.join(SELECTIONS)}, got {self.selection!r}",
         )
+        self._check_rope()
 
     def _check_selection(self) -> None:
         N, K = self.num_experts, self.num_experts_per_tok or 0

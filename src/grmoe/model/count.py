@@ -62,6 +62,37 @@ def meta_model(config: GrmoeConfig) -> GrmoeForCausalLM:
         return GrmoeForCausalLM(config)
 
 
+def parameters(config: GrmoeConfig) -> int:
+    """The number of parameters, from the sizes alone. Nothing is built. Options of a router may add a few."""
+    assert config.head_dim is not None
+    assert config.num_key_value_heads is not None
+    assert config.intermediate_size is not None
+    assert config.moe_intermediate_size is not None
+    D, N, blocks = config.hidden_size, config.num_experts, config.num_hidden_layers
+    heads, groups = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    biases = heads + 2 * groups + D if config.attention_bias else 0
+    block = 2 * D * (heads + groups) + biases + 2 * D  # queries and output, keys and values; two norms
+    matrices = 3 if config.activation == "swiglu" else 2
+    experts = matrices * D * config.moe_intermediate_size * (N + config.shared_experts)
+    moe, tables = len(config.moe_layers), 1 if config.tie_word_embeddings else 2
+    dense = matrices * D * config.intermediate_size * (blocks - moe)
+    return tables * config.vocab_size * D + D + blocks * block + dense + (experts + _router(config)) * moe
+
+
+def _router(config: GrmoeConfig) -> int:
+    """Parameters of one router, at least: frames and κ, slots, or one vector per expert."""
+    D, N, options = config.hidden_size, config.num_experts, config.router_options or {}
+    if config.router == "hash":
+        return 0
+    if config.router == "soft_moe":
+        slots = options.get("slots") or options.get("max_tokens", config.max_position_embeddings) // N
+        return D * N * max(1, slots) + 1
+    if config.router != "grassmann":
+        return N * D + (N if config.router == "vmf" else 0)
+    amortizer = options.get("amortizer_hidden", 64) if options.get("amortizer") else 0
+    return N * D * (config.router_rank or 0) + N + amortizer * N
+
+
 def count(config: GrmoeConfig, context: int | None = None) -> Cost:
     """The cost at `context` tokens per sequence. Default: the longest the model is made for.
 

@@ -302,14 +302,18 @@ def _needs_repair(U_NDK: Tensor, m_NDK: Tensor, UtM_NKK: Tensor) -> bool:
 def _check_group(group: dict[str, Any]) -> None:
     checks.finite("lr", group["lr"], at_least=0.0)
     checks.finite("eps", group["eps"], at_least=0.0)
-    checks.require(len(group["betas"]) == 2, f"betas must be two numbers, got {group['betas']!r}")
-    for beta in group["betas"]:
-        checks.finite("betas", beta, at_least=0.0)
-        checks.require(beta < 1, f"betas must be in [0, 1), got {group['betas']!r}")
+    betas = group["betas"]
+    two = isinstance(betas, tuple | list) and len(betas) == 2
+    checks.require(two, f"betas must be two numbers in [0, 1), got {betas!r}")
+    for beta in betas:
+        checks.require(
+            checks.finite("betas", beta, at_least=0.0) < 1, f"betas must be in [0, 1), got {betas!r}"
+        )
     checks.one_of("manifold", group["manifold"], ("grassmann", "stiefel"))
     checks.fraction("max_step", group["max_step"])
     for p in group["params"]:
         checks.frames("params", p)
+        checks.require(p.numel() > 0, f"params must hold at least one frame, got shape {tuple(p.shape)}")
         checks.require(
             p.dtype in (torch.float32, torch.float64),
             f"frames must be float32 or float64, got {p.dtype}: 16-bit frames stall, because a step is smaller "

@@ -13,12 +13,13 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,9 +32,14 @@ from grmoe.files import replace_folder, write_file
 from grmoe.hardware import device_name, find_device
 from grmoe.runs.checkpoint import Checkpoint, Checkpoints
 from grmoe.runs.config import TrainConfig, may_change_on_resume
+from grmoe.terminal import note
 
 CONFIG, ENVIRONMENT, LOG, CHECKPOINTS = "config.yaml", "environment.json", "log.jsonl", "checkpoints"
 TOKENIZER = "tokenizer"
+# Numbers that readers of the log use. A line of an older version may lack some.
+_LINE_NUMBERS = (
+    "perplexity", "entropy", "load_cv", "min_load", "leading_cv", "experts_per_token", "tokens", "tokens_per_second",
+)  # fmt: skip
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "numpy")
 
 
@@ -42,13 +48,17 @@ def checkpoints_of(folder: Path, config: TrainConfig) -> Checkpoints:
     return Checkpoints(folder / CHECKPOINTS, kept.keep_last, kept.keep_best)
 
 
-def saved_config(folder: Path, overrides: Iterable[str] = ()) -> TrainConfig:
-    """The configuration a run was started with, and changes to it."""
+def saved_config(folder: Path) -> TrainConfig:
+    """The configuration a run was started with."""
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} holds no run: {path} is missing")
-    # A run saves all its choices. Those that are missing are of a version that had no such choice.
-    return load(TrainConfig, path, overrides).as_old_run()
+    try:
+        # A run saves all its choices. Those that are missing are of a version that had no such choice.
+        return load(TrainConfig, path).as_old_run()
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if str(path) in text else f"{path} is damaged: {text}") from error
 
 
 def find_checkpoint(folder: Path, which: str = "best") -> tuple[TrainConfig, Checkpoint]:
@@ -69,15 +79,26 @@ def find_checkpoint(folder: Path, which: str = "best") -> tuple[TrainConfig, Che
     raise ValueError(f"checkpoint must be best, last or one of the steps {kept}, got {which!r}")
 
 
-def find_start(config: TrainConfig, resume: bool) -> tuple[TrainConfig, Checkpoint | None]:
-    """(the resolved configuration, the checkpoint to continue from or None for a new run).
+class Start(NamedTuple):
+    """Where a training begins."""
+
+    config: TrainConfig
+    """The resolved configuration."""
+    checkpoint: Checkpoint | None
+    """What to continue from; None for a new run."""
+    saved: TrainConfig | None = None
+    """The configuration of the run to continue, which may have fewer steps."""
+
+
+def find_start(config: TrainConfig, resume: bool) -> Start:
+    """The configuration and the checkpoint to begin with.
 
     What the configuration leaves open is as the run has it. Refuses to mix two runs in one folder.
     """
     folder = Path(config.out)
     latest = checkpoints_of(folder, config).latest()
     if latest is None:
-        return config.resolved(), None
+        return Start(config.resolved(), None)
     if not resume:
         raise ValueError(
             f"{folder} holds a run at step {latest.step}: continue it with --resume, or choose another folder (out=…)"
@@ -90,7 +111,11 @@ def find_start(config: TrainConfig, resume: bool) -> tuple[TrainConfig, Checkpoi
         raise ValueError(
             f"{folder} was trained with other settings, and these cannot change on resume: {'; '.join(changed)}"
         )
-    return config, latest
+    if config.steps < saved.steps:
+        raise ValueError(
+            f"steps can be raised on resume, not lowered: {folder} has {saved.steps}, got {config.steps}"
+        )
+    return Start(config.continuing(saved) if config.steps > saved.steps else config, latest, saved)
 
 
 def open_folder(config: TrainConfig, start: Checkpoint | None, data: TokenDataset) -> None:
@@ -101,15 +126,36 @@ def open_folder(config: TrainConfig, start: Checkpoint | None, data: TokenDatase
         _copy_tokenizer(data.tokenizer_folder, folder)
     write_file(folder / CONFIG, to_yaml(config).encode())
     described = environment()
-    previous = folder / ENVIRONMENT
-    if start is not None and previous.is_file():
-        earlier = json.loads(previous.read_text())
-        described["resumed_from"] = [*earlier.pop("resumed_from", []), earlier]
-    write_file(previous, json.dumps(described, indent=1).encode() + b"\n")
-    log = folder / LOG
-    done = 0 if start is None else start.step
-    kept = [line for line in read_log(folder) if line["step"] <= done and start is not None]
-    write_file(log, "".join(json.dumps(line) + "\n" for line in kept).encode())
+    if start is not None:
+        described["resumed_from"] = _earlier_starts(folder)
+    write_file(folder / ENVIRONMENT, json.dumps(described, indent=1).encode() + b"\n")
+    kept, damaged = ([], 0) if start is None else _read_log(folder)
+    if damaged:
+        note(f"{folder / LOG}: {damaged} damaged lines are left out")
+    text = "".join(
+        json.dumps(line) + "\n" for line in kept if start is not None and line["step"] <= start.step
+    )
+    write_file(folder / LOG, text.encode())
+
+
+def discard_start(config: TrainConfig) -> None:
+    """Remove what `open_folder` wrote if the run ended before its first checkpoint and its first line of the log."""
+    folder = Path(config.out)
+    if (folder / CHECKPOINTS).exists() or read_log(folder):
+        return
+    for name in (CONFIG, ENVIRONMENT, LOG):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
+
+
+def _earlier_starts(folder: Path) -> list[dict[str, Any]]:
+    """The starts of a run before this one, the first one first. Empty if the file is missing or damaged."""
+    try:
+        last = json.loads((folder / ENVIRONMENT).read_text())
+        starts = [*last.pop("resumed_from", []), last]
+        return starts if all(isinstance(start["started"], str) for start in starts) else []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
@@ -146,18 +192,44 @@ def first_start(folder: Path) -> str:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log. A line that a crash cut off is left out."""
-    lines = []
+    """The lines of a run's log. Lines that are cut off or damaged are left out."""
+    return _read_log(folder)[0]
+
+
+def _read_log(folder: Path) -> tuple[list[dict[str, Any]], int]:
+    """(the lines of a run's log, the number of damaged ones before the last, which a crash may cut off)."""
     try:
-        text = (folder / LOG).read_text()
+        text = (folder / LOG).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        return []
-    for line in text.splitlines():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            continue
-    return lines
+        return [], 0
+    lines = [_parse_line(line) for line in text.splitlines()]
+    return [line for line in lines if line is not None], sum(line is None for line in lines[:-1])
+
+
+def _parse_line(text: str) -> dict[str, Any] | None:
+    """A line of the log; None if it is damaged."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if _is_whole(line) else None
+
+
+def _is_whole(line: Any) -> bool:
+    """Whether a line has what its readers need, in the types that they need."""
+    if not isinstance(line, dict) or line.get("kind") not in ("train", "validation"):
+        return False
+    step, layers, domains = line.get("step"), line.get("layers"), line.get("domains", {})
+    if line["kind"] == "validation":
+        layers = layers or [{"load": [0.0]}]  # readers use those of training
+    if type(step) is not int or not isinstance(layers, list) or not layers or not isinstance(domains, dict):
+        return False
+    numbers = [line.get(name, 0) for name in _LINE_NUMBERS] + [line.get("loss"), *domains.values()]
+    for layer in layers:
+        if not isinstance(layer, dict) or not isinstance(layer.get("load"), list) or not layer["load"]:
+            return False
+        numbers += [*layer["load"], layer.get("entropy", 0), layer.get("load_cv", 0)]
+    return all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers)
 
 
 def load_keys(line: dict[str, Any]) -> tuple[str, str]:

@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from grmoe.parallel.world import World, any_process
 
@@ -22,7 +23,10 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, world: World) -> Iterator[None]:
-    """Lock the folder, and create it if needed. Raises on all processes if another run holds the lock."""
+    """Lock the folder, and create it if needed. Raises on all processes if another run holds the lock.
+
+    A start that fails before anything was written leaves no folder behind.
+    """
     path = folder / _LOCK
     with contextlib.ExitStack() as held:
         taken = held.enter_context(_locked(path)) if world.first else True
@@ -37,12 +41,7 @@ def lock_folder(folder: Path, world: World) -> Iterator[None]:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
     """Yield whether the lock was free. If so, hold it until the context ends."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")  # not "w", which would erase the name of the holder
-    except OSError as error:
-        raise OSError(f"cannot write {path}: {error.strerror}") from error
-    with file:
+    with _open(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -51,11 +50,33 @@ def _locked(path: Path) -> Iterator[bool]:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
+        if os.fstat(file.fileno()).st_nlink == 0:  # by `_remove_if_alone`, after we had opened it
+            raise OSError(f"{path.parent} was just removed by a start that failed: start again")
         with contextlib.suppress(OSError):  # on a full disk the lock works without a name
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
-        yield True
+        try:
+            yield True
+        except BaseException:
+            _remove_if_alone(path)
+            raise
+
+
+def _open(path: Path) -> TextIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a")  # not "w", which would erase the name of the holder
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _remove_if_alone(path: Path) -> None:
+    """Remove the lock and its folder if the folder holds nothing else. Called while the lock is held."""
+    with contextlib.suppress(OSError):
+        if [p.name for p in path.parent.iterdir()] == [path.name]:
+            path.unlink()
+            path.parent.rmdir()
 
 
 def _holder(path: Path) -> str:

@@ -12,11 +12,12 @@ Moments and options are stored per parameter. Sharding and parameter groups may 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Adam, Optimizer
 
 from grmoe import checks
@@ -71,6 +72,23 @@ def restore(model: nn.Module, optimizers: Sequence[Optimizer], state: dict[str, 
                 if state["moments"][name]["step"] > 0:
                     entries[index] = state["moments"][name]
         optimizer.load_state_dict({"state": entries, "param_groups": packed["param_groups"]})
+
+
+@torch.no_grad()
+def copy_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Copy whole tensors into a model, which may be sharded. A learned α that the source lacks keeps its start."""
+    for name, tensor in _once(model):
+        if name not in weights and name.endswith("log_alpha"):
+            continue
+        checks.require(name in weights, f"{source} has no tensor {name}, which this model needs")
+        whole = weights[name].to(tensor.device)
+        same = whole.shape == tensor.shape
+        checks.require(
+            same, f"{name} must have shape {tuple(tensor.shape)}, got {tuple(whole.shape)} in {source}"
+        )
+        if isinstance(tensor, DTensor):
+            whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.copy_(whole)
 
 
 def _all(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

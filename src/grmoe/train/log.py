@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from grmoe.config import to_dict
 from grmoe.hardware import device_name
@@ -19,7 +26,11 @@ from grmoe.model.count import short
 from grmoe.routing import RoutingMetrics
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import LOG, first_start
+from grmoe.train.interrupt import duration
 from grmoe.train.setup import Trainer, uses_bf16
+
+# Columns of a terminal from which the bar shows its percentage, and the bar itself.
+_NARROW, _WIDE, _BAR = 60, 110, 20
 
 _LAYER_FIGURES = (
     "entropy", "experts_per_token", "load", "load_cv", "min_load", "leading_load", "leading_cv", "gate_load",
@@ -38,6 +49,12 @@ class Logger:
     def __init__(self, sinks: list[Sink]) -> None:
         self.sinks = sinks
 
+    def say(self, text: str | None) -> None:
+        """A remark for the screen alone; None is none."""
+        for sink in self.sinks:
+            if isinstance(sink, Screen) and text is not None:
+                sink.say(text)
+
     def write(self, line: dict[str, Any]) -> None:
         for sink in self.sinks:
             sink.write(line)
@@ -53,17 +70,17 @@ def open_logger(trainer: Trainer, first_step: int) -> Logger:
     screen = Screen(config.steps, first_step, describe_start(trainer, first_step))
     sinks: list[Sink] = [JsonLines(folder / LOG), screen]
     if config.log.tensorboard:
-        _need("tensorboard", "log.tensorboard")
         sinks.append(TensorBoard(folder / "tensorboard", first_step))
     if config.log.wandb is not None:
-        _need("wandb", "log.wandb")
         sinks.append(WandB(config))
     return Logger(sinks)
 
 
-def _need(module: str, key: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise ValueError(f"{key} needs {module}; install with: pip install {module}")
+def check_loggers(config: TrainConfig) -> None:
+    """Raise if a package is missing that the log needs, before the run's folder is written."""
+    for module, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb is not None)):
+        if wanted and importlib.util.find_spec(module) is None:
+            raise ValueError(f"log.{module} needs {module}; install with: pip install {module}")
 
 
 class JsonLines:
@@ -83,39 +100,56 @@ class JsonLines:
 
 
 class Screen:
-    """On stderr: what is trained; then a bar with the newest numbers on a terminal, else a line per log step."""
+    """On stderr: what is trained; then a bar with the newest numbers on a terminal, else a line per log step.
+
+    A terminal that was closed does not end a run.
+    """
 
     def __init__(self, steps: int, first_step: int, begins: str) -> None:
         console = Console(stderr=True)
         self.bar: Progress | None = None
         if console.is_terminal:
-            columns = (
-                TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(bar_width=20),
-                TaskProgressColumn(), TextColumn("{task.description}"), TextColumn("left"), TimeRemainingColumn(),
-            )  # fmt: skip
-            self.bar = Progress(*columns, console=console, speed_estimate_period=300)
+            self.bar = Progress(*_columns(console.width), console=console, speed_estimate_period=300)
             self.bar.start()
             self.task = self.bar.add_task("starting", total=steps, completed=first_step)
-        self._say(begins)
+        self.say(begins)
 
     def write(self, line: dict[str, Any]) -> None:
         if line["kind"] == "validation":
-            self._say(f"step {line['step']}: {_describe_validation(line)}")
+            self.say(f"step {line['step']}: {_describe_validation(line)}")
         elif self.bar is None:
-            left = f"  {_duration(line['seconds_left'])} left"
-            self._say(f"step {line['step']}: {describe(line)}{left}")
+            self.say(f"step {line['step']}: {describe(line)}  {duration(line['seconds_left'])} left")
         else:
-            self.bar.update(self.task, completed=line["step"], description=describe(line))
+            total = f"{self.bar.tasks[0].total:.0f}"
+            room = self.bar.console.width - _room(len(total), self.bar.console.width)
+            with contextlib.suppress(OSError):
+                self.bar.update(self.task, completed=line["step"], description=describe(line, room))
 
-    def _say(self, text: str) -> None:
-        if self.bar is None:
-            print(text, file=sys.stderr, flush=True)
-        else:
-            self.bar.console.print(text, highlight=False, markup=False)
+    def say(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            if self.bar is None:
+                print(text, file=sys.stderr, flush=True)
+            else:
+                self.bar.console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
         if self.bar is not None:
-            self.bar.stop()
+            with contextlib.suppress(OSError):
+                self.bar.stop()
+
+
+def _columns(width: int) -> list[ProgressColumn]:
+    """The columns of the bar. A narrow terminal has no bar and no percentage, but the step, the loss and the time."""
+    columns: list[ProgressColumn] = [TextColumn("step {task.completed:.0f}/{task.total:.0f}")]
+    columns += [BarColumn(bar_width=_BAR)] if width >= _WIDE else []
+    columns += [TaskProgressColumn()] if width >= _NARROW else []
+    return [*columns, TextColumn("{task.description}"), TextColumn("left"), TimeRemainingColumn()]
+
+
+def _room(digits: int, width: int) -> int:
+    """Characters of a line that the text of the log does not have: what `_columns` shows, and spaces between."""
+    step, left = len("step /") + 2 * digits + 1, len(" left 0:00:00 ")
+    return step + left + (_BAR + 1 if width >= _WIDE else 0) + (5 if width >= _NARROW else 0)
 
 
 class TensorBoard:
@@ -215,13 +249,24 @@ def describe_start(trainer: Trainer, first_step: int) -> str:
     )
 
 
-def describe(line: dict[str, Any]) -> str:
-    mfu = f"  MFU {line['mfu']:.1%}" if line["mfu"] is not None else ""
-    overlap = f"  overlap {line['max_overlap']:.3f}" if line["max_overlap"] is not None else ""
-    return (
-        f"loss {line['loss']:.3f}  {line['tokens_per_second']:,.0f} tok/s{mfu}  {line['memory_gb']:.1f} GB  "
-        f"H {line['entropy']:.2f}  {describe_load(line)}  {line['experts_per_token']:.2f} experts{overlap}"
-    )
+def describe(line: dict[str, Any], width: int | None = None) -> str:
+    """The numbers of a line. Where they are wider than `width`, the less important ones are left out first."""
+    parts = [(f"loss {line['loss']:.3f}", 0), (f"{line['tokens_per_second']:,.0f} tok/s", 1)]
+    if line["mfu"] is not None:
+        parts.append((f"MFU {line['mfu']:.1%}", 4))
+    parts += [
+        (f"{line['memory_gb']:.1f} GB", 3),
+        (f"H {line['entropy']:.2f}", 6),
+        (describe_load(line), 5),
+        (f"{line['experts_per_token']:.2f} experts", 2),
+    ]
+    if line["max_overlap"] is not None:
+        parts.append((f"overlap {line['max_overlap']:.3f}", 7))
+    while True:
+        text = "  ".join(part for part, _ in parts)
+        if width is None or len(text) <= width or len(parts) == 1:
+            return text
+        parts.remove(max(parts, key=lambda part: part[1]))
 
 
 def describe_load(line: dict[str, Any]) -> str:
@@ -234,9 +279,3 @@ def describe_load(line: dict[str, Any]) -> str:
 def _describe_validation(line: dict[str, Any]) -> str:
     domains = ", ".join(f"{name} {math.exp(min(loss, 700)):.2f}" for name, loss in line["domains"].items())
     return f"validation loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f} ({domains})"
-
-
-def _duration(seconds: float) -> str:
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

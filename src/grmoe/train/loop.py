@@ -15,14 +15,15 @@ from grmoe.parallel.shard import sync_metrics
 from grmoe.parallel.world import World, any_process, start, stop
 from grmoe.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from grmoe.runs.config import TrainConfig
-from grmoe.runs.folder import checkpoints_of, data_checksum, find_start, open_folder
+from grmoe.runs.folder import checkpoints_of, data_checksum, discard_start, find_start, open_folder
 from grmoe.runs.lock import lock_folder
 from grmoe.runs.state import gather, restore
-from grmoe.train.interrupt import Clock, Signals
-from grmoe.train.log import Logger, open_logger, routing_line
+from grmoe.train.interrupt import Clock, Forecast, Signals
+from grmoe.train.log import Logger, check_loggers, open_logger, routing_line
+from grmoe.train.nonfinite import find_bad_state
 from grmoe.train.passes import flops_per_token
-from grmoe.train.schedule import rates
-from grmoe.train.setup import Trainer, build_trainer
+from grmoe.train.schedule import describe_more_steps, rates
+from grmoe.train.setup import Trainer, build_trainer, load_start
 from grmoe.train.step import InFlightStep, NonFiniteError, StepResult, resolve, train_step
 from grmoe.train.validate import Validation, validate
 
@@ -55,12 +56,15 @@ def train(config: TrainConfig, resume: bool = False) -> Outcome:
 
 def _train(config: TrainConfig, resume: bool, world: World) -> Outcome:
     """Build everything, restore the last checkpoint if there is one, and run the loop."""
-    config, begin = find_start(config, resume)
+    config, begin, saved = find_start(config, resume)
+    check_loggers(config)
     trainer = build_trainer(config, world)
     checkpoints = checkpoints_of(Path(config.out), config)
     data = data_checksum(trainer.data.folder)
+    if begin is None and config.start_from is not None:
+        load_start(trainer, config.start_from)
     if begin is not None:
-        if begin.meta["data"] != data:
+        if begin.meta.get("data") != data:
             raise ValueError(
                 f"data.path must be the data that {config.out} was trained on, got {config.data.path} "
                 "with other content"
@@ -72,9 +76,16 @@ def _train(config: TrainConfig, resume: bool, world: World) -> Outcome:
     first = 0 if begin is None else begin.step
     if world.first:
         open_folder(config, begin, trainer.data)
-    logger = open_logger(trainer, first) if world.first else Logger([])
+    logger = Logger([])
     try:
+        if world.first:
+            logger = open_logger(trainer, first)
+            logger.say(describe_more_steps(saved, config, first))
         return _loop(trainer, checkpoints, logger, first, {"data": data})
+    except Exception:
+        if world.first and begin is None:
+            discard_start(config)  # if nothing was logged or saved
+        raise
     finally:
         logger.close()
         # A process must not leave before its checkpoint is written. If writing fails too, the run has already ended
@@ -93,10 +104,16 @@ def _loop(
     clock = Clock()
     validation: Validation | None = None
     previous: InFlightStep | None = None
+    # On a GPU the host runs ahead of the device, and the log is soon there.
+    forecast = Forecast(first, config.steps) if world.device.type == "cpu" else None
 
-    def save(step: int, background: bool = False) -> Checkpoint:
+    def save(step: int, background: bool = False, after: str = "") -> Checkpoint:
         about = {**meta, "metric": None if validation is None else validation.loss, "processes": world.size}
-        return checkpoints.save(step, gather(model, trainer.optimizers), about, background)
+        state = gather(model, trainer.optimizers)
+        bad = find_bad_state(state, world)
+        if bad is not None:
+            raise TrainingStopped(after + _bad_state_message(config, checkpoints, step, bad))
+        return checkpoints.save(step, state, about, background)
 
     with Signals() as signals:
         for step in range(first, config.steps):
@@ -116,9 +133,11 @@ def _loop(
                 if logs or saves:
                     result = resolve(trainer, in_flight, step)
             except NonFiniteError as error:
-                kept = save(error.step)
+                kept = save(error.step, after=f"{error}. ")
                 raise TrainingStopped(_nonfinite_message(config, error, kept)) from error
             clock.count(trainer.tokens_per_step)
+            if forecast is not None:
+                logger.say(forecast.after(done))
 
             if logs:
                 sync_metrics(model, world)
@@ -157,6 +176,18 @@ def _nonfinite_message(config: TrainConfig, error: NonFiniteError, kept: Checkpo
         "Resuming hits the same step. To change `optim.lr`, start a new run (`out=…`). "
         f"To resume anyway: grmoe train --resume out={config.out}"
     )
+
+
+def _bad_state_message(config: TrainConfig, checkpoints: Checkpoints, step: int, bad: str) -> str:
+    """A state with NaN is not saved: it would replace a good one, and no training can continue from it."""
+    checkpoints.wait()  # the one being written is good
+    last = checkpoints.latest()
+    kept = (
+        f"The last good checkpoint is {last.path}\nTo resume from it: grmoe train --resume out={config.out}"
+        if last is not None
+        else "There is no earlier checkpoint: start again, with a lower `optim.lr`"
+    )
+    return f"After step {step} {bad} hold NaN or Inf: nothing is saved. {kept}"
 
 
 def _train_line(trainer: Trainer, step: int, result: StepResult, clock: Clock) -> dict[str, Any]:

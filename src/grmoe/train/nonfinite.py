@@ -6,11 +6,13 @@ Legend: B sequences, S tokens of a sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from grmoe.parallel.world import smallest
+from grmoe.parallel.world import World, smallest
 from grmoe.train.passes import forward_passes
 from grmoe.train.setup import Trainer
 
@@ -64,6 +66,29 @@ def find_nonfinite(trainer: Trainer, step: int, batch_BS: Tensor) -> str:
     if number < len(names):
         return f"the forward pass is finite, the gradient of {names[-1 - number]} is not"
     return "every layer is finite: the loss overflowed"
+
+
+def find_bad_state(state: dict[str, Any], world: World) -> str | None:
+    """What of a state to save holds NaN or Inf: weights, or moments of an optimiser. None if nothing does.
+
+    All processes call this together and get the same answer. A state with NaN cannot be trained further.
+    """
+    named = [(f"the weights {name}", tensor) for name, tensor in state["model"].items()]
+    for name, moments in state["moments"].items():
+        named += [(f"the moments of {name}", t) for t in moments.values() if isinstance(t, Tensor)]
+    # One answer per device for all tensors, because reading them one by one would wait for the device each time.
+    bad = smallest(world, _first_bad([tensor for _, tensor in named]))
+    return None if bad == len(named) else named[bad][0]
+
+
+def _first_bad(tensors: list[Tensor]) -> int:
+    """The number of the first tensor with NaN or Inf in this process's part; their count if there is none."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    flags = [torch.isfinite(t).all() for t in local]
+    devices = {flag.device for flag in flags}
+    if all(bool(torch.stack([f for f in flags if f.device == device]).all()) for device in devices):
+        return len(tensors)
+    return next(i for i, flag in enumerate(flags) if not flag)
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -31,6 +31,18 @@ def rate_factors(config: TrainConfig, step: int) -> dict[str, float]:
     return {kind: cosine_factor(step, config.steps, *config.schedule(kind)) for kind in KINDS}
 
 
+def describe_more_steps(old: TrainConfig | None, new: TrainConfig, step: int) -> str | None:
+    """What happens to the learning rate where a resumed run has more steps than before; None where it has not."""
+    if old is None or old.steps >= new.steps:
+        return None
+    before = old.optim.lr * rate_factors(old, step - 1)["weights"]
+    after = new.optim.lr * rate_factors(new, step)["weights"]
+    return (
+        f"steps raised from {old.steps} to {new.steps}: learning rates now follow the schedule of {new.steps} steps. "
+        f"The weights' rate goes from {before:.3g} to {after:.3g}, then down to {new.optim.floor * new.optim.lr:.3g}"
+    )
+
+
 def prior_rate(config: TrainConfig, step: int) -> float:
     """η of the balanced prior: it follows the schedule of the weights."""
     return config.routing.prior_rate * rate_factors(config, step)["weights"]

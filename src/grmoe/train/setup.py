@@ -23,6 +23,9 @@ from grmoe.routing import Elastic, routers, set_balances, set_elastic
 from grmoe.routing.budget import Balances
 from grmoe.routing.elastic import Unit
 from grmoe.runs.config import OptimConfig, TrainConfig
+from grmoe.runs.model_settings import check_size
+from grmoe.runs.start import check_tokenizer, open_source
+from grmoe.runs.state import copy_weights
 from grmoe.train.objective import forward_loss
 from grmoe.train.schedule import remember_peaks
 
@@ -88,6 +91,7 @@ def build_trainer(config: TrainConfig, world: World) -> Trainer:
         "prepare it again with --validation 0.01",
     )
     model_config = config.model_config(data.vocab_size, data.end_of_text)
+    check_size(model_config, world, config.parallel.replicate)
     length = config.data.sequence_length or model_config.max_position_embeddings
     require(
         length <= model_config.max_position_embeddings,
@@ -97,6 +101,13 @@ def build_trainer(config: TrainConfig, world: World) -> Trainer:
     # Raises now, and not after minutes of building, if the data is too short for one batch.
     data.batches(rows, length, config.seed, world.rank, world.size)
     return assemble_trainer(config, world, model_config, length, data, validation)
+
+
+def load_start(trainer: Trainer, path: str) -> None:
+    """Give the model the weights of a run or of an exported model. Optimisers start fresh."""
+    source, data = open_source(path), trainer.data
+    check_tokenizer(source, data.folder, data.tokenizer_folder, data.vocab_size)
+    copy_weights(trainer.model, source.model.state_dict(), path)
 
 
 def assemble_trainer(
