@@ -1,8 +1,12 @@
 """Atomic checkpoints: written under a temporary name, flushed to disk, then renamed.
 
 A checkpoint is a folder `step-00000100`. It holds PyTorch's distributed checkpoint, which any number of processes can
-read, and `meta.json` (step, metric, and what the trainer adds). A crash leaves a folder with a temporary name. It is
-never read, and the next save removes it.
+read, the checksums of what was written (`grmoe.runs.stored`), and `meta.json`: step, metric, what the trainer adds, and
+the checksums of itself and of the others. A crash leaves a folder with a temporary name. It is never read, and the next
+save removes it.
+
+Reading runs nothing that the files hold, and refuses damaged ones. Checkpoints without checksums, of older versions,
+are read too.
 """
 
 from __future__ import annotations
@@ -13,11 +17,13 @@ import os
 import shutil
 import threading
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,8 +32,27 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-PREFIX, TEMPORARY = "step-", ".writing-"
+from grmoe.files import read_json, reading
+from grmoe.runs.stored import (
+    Checksums,
+    DamageError,
+    FileSums,
+    Planner,
+    Reader,
+    sum_written,
+    tensors_in,
+    write_checksums,
+)
+
+PREFIX, TEMPORARY, REPLACED = "step-", ".writing-", ".replaced"
 META = "meta.json"
+_OWN, _TABLE = (
+    "checksum",
+    "checksums",
+)  # keys of meta.json: its own checksum, and that of the table of checksums
+
+
+T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
@@ -61,14 +86,23 @@ class Checkpoints:
 
     def all(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
-        found = []
-        for path in self.folder.glob(f"{PREFIX}*"):
-            try:
-                meta = json.loads((path / META).read_text())
-            except (OSError, ValueError):
-                continue  # not ours, or incomplete
-            found.append(Checkpoint(path, int(meta["step"]), meta))
-        return sorted(found, key=lambda c: c.step)
+        return sorted((c for c in self._list() if isinstance(c, Checkpoint)), key=lambda c: c.step)
+
+    def require_readable(self) -> None:
+        """Raise if a `meta.json` is damaged: which checkpoint is the last or the best is then unknown."""
+        for found in self._list():
+            if isinstance(found, DamageError):
+                raise CheckpointError(f"{found}{self._advice(None)}")
+
+    def _list(self) -> Iterator[Checkpoint | DamageError]:
+        for path in sorted(self.folder.glob(f"{PREFIX}*")):
+            if path.name.removeprefix(PREFIX).removesuffix(REPLACED).isdecimal():
+                try:
+                    meta, _ = _read_meta(path)
+                    yield Checkpoint(path, meta["step"], meta)
+                except (OSError, ValueError) as error:
+                    if path.exists():  # else a run that is training has removed it just now
+                        yield DamageError(str(error))
 
     def latest(self) -> Checkpoint | None:
         return found[-1] if (found := self.all()) else None
@@ -123,15 +157,16 @@ class Checkpoints:
     def _write(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         final = checkpoint.path
         writing = self.folder / f"{TEMPORARY}{final.name}"
+        sums: dict[str, FileSums] = {}
 
         def prepare() -> None:
             self._clean()
             writing.mkdir(parents=True)
 
         def finish() -> None:
-            (writing / META).write_text(json.dumps(checkpoint.meta, indent=1))
+            _write_meta(writing, checkpoint.meta, write_checksums(writing, checkpoint.step, sums))
             _sync(writing)
-            replaced = final.with_name(f"{final.name}.replaced")
+            replaced = final.with_name(f"{final.name}{REPLACED}")
             if (
                 final.exists()
             ):  # the same step, after a resume: keep the old one until the new one is in place
@@ -146,13 +181,16 @@ class Checkpoints:
 
         try:
             _by_first(prepare, self._group)
+            writer = _Writer(writing)
             save(
                 state,
                 checkpoint_id=writing,
-                storage_writer=_Writer(writing),
+                storage_writer=writer,
                 process_group=self._group,
                 no_dist=not dist.is_initialized(),
             )
+            for own in _of_all(writer.sums, self._group):
+                sums |= own
             _by_first(finish, self._group)
         except (OSError, RuntimeError, CheckpointException) as error:
             if _first():
@@ -163,13 +201,50 @@ class Checkpoints:
             raise CheckpointError(message, status=1) from error
 
     def load(self, checkpoint: Checkpoint, state: dict[str, Any]) -> dict[str, Any]:
-        """Fill `state`, which has the structure that was saved. Tensors are filled in place. Returns it."""
+        """Fill `state`, which has the structure that was saved. Tensors are filled in place. Returns it.
+
+        Every byte that is used is compared with its checksum. If there is damage, the error names an older checkpoint
+        without any.
+        """
         _ignore_single_process_warning()
         try:
-            load(state, checkpoint_id=checkpoint.path, no_dist=not dist.is_initialized())
-        except (OSError, RuntimeError, CheckpointException) as error:
-            raise CheckpointError(f"could not read checkpoint {checkpoint.path}: {_reason(error)}") from error
+            reader = _on_all(lambda: self._open(checkpoint))
+            load(state, storage_reader=reader, planner=Planner(), no_dist=not dist.is_initialized())
+        except (OSError, RuntimeError, ValueError, CheckpointException) as error:
+            cause = _cause(error)
+            advice = self._advice(checkpoint) if isinstance(cause, DamageError | OSError) and _first() else ""
+            message = f"could not read checkpoint {checkpoint.path}: {_reason(error)}{advice}"
+            raise CheckpointError(message) from error
         return state
+
+    def tensors(self, checkpoint: Checkpoint) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """(shape, dtype) of the saved tensors by name, from the index alone."""
+        try:
+            return tensors_in(self._open(checkpoint).found)
+        except ValueError as error:
+            message = f"could not read checkpoint {checkpoint.path}: {error}{self._advice(checkpoint)}"
+            raise CheckpointError(message) from error
+
+    def _open(self, checkpoint: Checkpoint) -> Reader:
+        meta, table = _read_meta(checkpoint.path)
+        checksums = None if table is None else Checksums.read(checkpoint.path, table)
+        if checksums is not None and checksums.step != meta["step"]:
+            raise DamageError(f"{checkpoint.path} holds the tensors of step {checksums.step}")
+        return Reader(checkpoint.path, checksums)
+
+    def _advice(self, damaged: Checkpoint | None) -> str:
+        """Names the newest other checkpoint without damage. Reads each as a whole until one is found."""
+        for other in reversed(self.all()):
+            if damaged is None or other.path != damaged.path:
+                try:
+                    self._open(other).check_all()
+                except (OSError, ValueError):
+                    continue
+                return (
+                    f"; step {other.step} has no damage: open it with --checkpoint {other.step}, or remove the damaged "
+                    "folder and train on from there with --resume"
+                )
+        return "; no other checkpoint of this run can be read"
 
     def _prune(self) -> None:
         found = self.all()
@@ -192,17 +267,50 @@ class Checkpoints:
 
 
 class _Writer(FileSystemWriter):
-    """Raises the system's error. PyTorch's archive hides it behind an error about the unfinished archive."""
+    """Sums what it wrote, and raises the system's error: PyTorch's archive hides it behind one of its own."""
+
+    sums: dict[str, FileSums]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         try:
-            return super().write_data(plan, planner)
+            written = super().write_data(plan, planner)
+            self.sums = sum_written(Path(self.path), written.value())
+            return written
         except RuntimeError as error:
             # Done here, because only the process that failed has the chain of errors.
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__context__
             raise cause or error from None
+
+
+def _write_meta(folder: Path, meta: dict[str, Any], table: int) -> None:
+    plain = json.loads(json.dumps({**meta, _TABLE: table}))  # as it will be read
+    (folder / META).write_text(json.dumps({**plain, _OWN: _sum_of(plain)}, indent=1))
+
+
+def _read_meta(folder: Path) -> tuple[dict[str, Any], int | None]:
+    """(what was saved, the checksum of the table of checksums or None for an older checkpoint)."""
+    path = folder / META
+    with reading(path):
+        meta = read_json(path)
+        own, table = meta.pop(_OWN, None), meta.get(_TABLE)
+        if (own is not None or table is not None) and own != _sum_of(meta):
+            raise DamageError(f"{path} is not the file that was saved: its checksum differs")
+        step, metric = meta.get("step"), meta.get("metric")
+        if type(step) is not int or not isinstance(metric, int | float | None) or isinstance(metric, bool):
+            raise DamageError(
+                f"{path} must have a step and may have a metric, got {step!r:.40} and {metric!r:.40}"
+            )
+        name = folder.name.removesuffix(REPLACED)
+        if name not in (f"{PREFIX}{step:08d}", f"{TEMPORARY}{PREFIX}{step:08d}"):
+            raise DamageError(f"{path} is of step {step}, and its folder is {folder.name}")
+    meta.pop(_TABLE, None)
+    return meta, table
+
+
+def _sum_of(meta: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(meta, sort_keys=True).encode())
 
 
 def _ignore_single_process_warning() -> None:
@@ -238,10 +346,38 @@ def _by_first(work: Callable[[], None], group: dist.ProcessGroup | None) -> None
         raise failure[0]
 
 
-def _reason(error: BaseException) -> str:
-    """The cause in one line. PyTorch collects the error of each process with its stack."""
+def _of_all(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The values of all processes."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def _on_all(work: Callable[[], T]) -> T:
+    """Run `work` on every process. An error on one of them is raised on all."""
+    result, failure = None, None
+    try:
+        result = work()
+    except (OSError, ValueError) as error:
+        failure = error
+    for found in _of_all(failure, None):
+        if found is not None:
+            raise found
+    assert result is not None
+    return result
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error itself. PyTorch collects the error of each process with its stack."""
     failures = getattr(error, "failures", {})
-    cause = next((failure[0] for failure in failures.values()), error)
+    return next((failure[0] for failure in failures.values()), error)
+
+
+def _reason(error: BaseException) -> str:
+    """The cause in one line."""
+    cause = _cause(error)
     return (str(cause).strip() or type(cause).__name__).splitlines()[-1][:300]
 
 
