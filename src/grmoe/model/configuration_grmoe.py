@@ -42,6 +42,8 @@ SELECTIONS = ("topk", "mass", "threshold", "dense")
 OWN_CHOICE: dict[str, int | None] = {"switch": 1, "hash": 1, "expert_choice": None, "soft_moe": None}
 # These look at later tokens: a causal model would train on what it must predict.
 NOT_CAUSAL = ("expert_choice", "soft_moe")
+# Far above any model. A damaged file must not make lists of a billion layers.
+MOST_LAYERS = 10_000
 # Hugging Face names the inner function, `grmoe.MoE` the layer built from it.
 ACTIVATIONS: dict[str, Literal["swiglu", "gelu"]] = {"silu": "swiglu", "gelu": "gelu"}
 # The setting without a budget. A budget replaces it, so setting one of these ends the budget.
@@ -315,6 +317,10 @@ class GrmoeConfig(PreTrainedConfig):
             value = getattr(self, name)
             ok = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
             checks.require(ok, f"{name} must be an integer >= 1, got {value!r}")
+        checks.require(
+            self.num_hidden_layers <= MOST_LAYERS,
+            f"num_hidden_layers must be at most {MOST_LAYERS}, got {self.num_hidden_layers}",
+        )
         checks.require(self.num_experts >= 2, f"num_experts must be at least 2, got {self.num_experts}")
         checks.require(
             isinstance(self.shared_experts, int) and self.shared_experts >= 0,

@@ -11,13 +11,11 @@ are read too.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
 import threading
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from grmoe.files import read_json, reading
+from grmoe.runs.meta import META, PREFIX, REPLACED, TEMPORARY, read_meta, write_meta
 from grmoe.runs.stored import (
     Checksums,
     DamageError,
@@ -98,7 +96,7 @@ class Checkpoints:
         for path in sorted(self.folder.glob(f"{PREFIX}*")):
             if path.name.removeprefix(PREFIX).removesuffix(REPLACED).isdecimal():
                 try:
-                    meta, _ = _read_meta(path)
+                    meta, _ = read_meta(path)
                     yield Checkpoint(path, meta["step"], meta)
                 except (OSError, ValueError) as error:
                     if path.exists():  # else a run that is training has removed it just now
@@ -164,7 +162,7 @@ class Checkpoints:
             writing.mkdir(parents=True)
 
         def finish() -> None:
-            _write_meta(writing, checkpoint.meta, write_checksums(writing, checkpoint.step, sums))
+            write_meta(writing, checkpoint.meta, write_checksums(writing, checkpoint.step, sums))
             _sync(writing)
             replaced = final.with_name(f"{final.name}{REPLACED}")
             if (
@@ -226,7 +224,7 @@ class Checkpoints:
             raise CheckpointError(message) from error
 
     def _open(self, checkpoint: Checkpoint) -> Reader:
-        meta, table = _read_meta(checkpoint.path)
+        meta, table = read_meta(checkpoint.path)
         checksums = None if table is None else Checksums.read(checkpoint.path, table)
         if checksums is not None and checksums.step != meta["step"]:
             raise DamageError(f"{checkpoint.path} holds the tensors of step {checksums.step}")
@@ -282,35 +280,6 @@ class _Writer(FileSystemWriter):
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__context__
             raise cause or error from None
-
-
-def _write_meta(folder: Path, meta: dict[str, Any], table: int) -> None:
-    plain = json.loads(json.dumps({**meta, _TABLE: table}))  # as it will be read
-    (folder / META).write_text(json.dumps({**plain, _OWN: _sum_of(plain)}, indent=1))
-
-
-def _read_meta(folder: Path) -> tuple[dict[str, Any], int | None]:
-    """(what was saved, the checksum of the table of checksums or None for an older checkpoint)."""
-    path = folder / META
-    with reading(path):
-        meta = read_json(path)
-        own, table = meta.pop(_OWN, None), meta.get(_TABLE)
-        if (own is not None or table is not None) and own != _sum_of(meta):
-            raise DamageError(f"{path} is not the file that was saved: its checksum differs")
-        step, metric = meta.get("step"), meta.get("metric")
-        if type(step) is not int or not isinstance(metric, int | float | None) or isinstance(metric, bool):
-            raise DamageError(
-                f"{path} must have a step and may have a metric, got {step!r:.40} and {metric!r:.40}"
-            )
-        name = folder.name.removesuffix(REPLACED)
-        if name not in (f"{PREFIX}{step:08d}", f"{TEMPORARY}{PREFIX}{step:08d}"):
-            raise DamageError(f"{path} is of step {step}, and its folder is {folder.name}")
-    meta.pop(_TABLE, None)
-    return meta, table
-
-
-def _sum_of(meta: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(meta, sort_keys=True).encode())
 
 
 def _ignore_single_process_warning() -> None:
