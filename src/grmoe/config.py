@@ -133,11 +133,20 @@ def _read_yaml(path: Path) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(path.read_text()) or {}
+        return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a text file in UTF-8") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    """A message of YAML without its picture of the place. It is over several lines."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or " ".join(str(error).split()) or type(error).__name__
+    return problem if mark is None else f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
 
 
 def _override(tree: dict[str, Any], text: str) -> None:

@@ -102,7 +102,7 @@ def read_tensors(folder: Path, config: GrmoeConfig) -> dict[str, Tensor]:
                 )
                 checks.require(name not in found, f"{path}: {name} is in another file too")
                 found[name] = tuple(part.get_shape()), _DTYPES[part.get_dtype()]
-    check_shapes(found, config, folder)
+    check_shapes(found, config, folder, folder / CONFIG)
     tensors = {}
     for path in files:
         with reading(path), safe_open(path, "pt") as file:
@@ -139,21 +139,23 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def check_shapes(found: Shapes, config: GrmoeConfig, where: Path) -> None:
-    """Compare names and shapes with those the configuration asks for, without building anything of their size."""
+def check_shapes(found: Shapes, config: GrmoeConfig, where: Path, source: Path) -> None:
+    """Compare names and shapes with those the configuration asks for, without building anything of their size.
+
+    where: of the weights. source: of the configuration.
+    """
     layers = _count_layers(found)
     checks.require(
         layers == config.num_hidden_layers,
-        f"{where} has the weights of {layers} layers, but its configuration has num_hidden_layers = "
-        f"{config.num_hidden_layers}",
+        f"{where} has the weights of {layers} layers, but {source} has num_hidden_layers = {config.num_hidden_layers}",
     )
     shape = (config.vocab_size, config.hidden_size)
     embedding = found.get("model.embed_tokens.weight", (None, None))[0]
     checks.require(
         embedding in (None, shape),
-        f"{where}: model.embed_tokens.weight must have the shape {shape} of its configuration, got {embedding}",
+        f"{where}: model.embed_tokens.weight must have the shape {shape} of {source.name}, got {embedding}",
     )
-    with reading(where), torch.device("meta"):
+    with reading(source), torch.device("meta"):
         wanted = GrmoeForCausalLM(config).state_dict()
     if config.tie_word_embeddings and "lm_head.weight" not in found:
         del wanted["lm_head.weight"]
@@ -162,14 +164,14 @@ def check_shapes(found: Shapes, config: GrmoeConfig, where: Path) -> None:
         got, kind = found[name]
         checks.require(
             got == tuple(tensor.shape),
-            f"{where}: {name} must have the shape {tuple(tensor.shape)} of its configuration, got {got}",
+            f"{where}: {name} must have the shape {tuple(tensor.shape)} of {source.name}, got {got}",
         )
         checks.require(
             kind.is_floating_point, f"{where}: {name} must hold floating-point numbers, got {kind}"
         )
     # Routers of older versions saved more.
     more = sorted(name for name in set(found) - set(wanted) if ".router." not in name)
-    checks.require(not more, f"{where} has the tensor {more[:1]}, for which its configuration has no place")
+    checks.require(not more, f"{where} has the tensor {more[:1]}, for which {source.name} has no place")
 
 
 def _count_layers(names: Iterable[str]) -> int:

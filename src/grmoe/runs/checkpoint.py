@@ -1,8 +1,8 @@
 """Atomic checkpoints: written under a temporary name, flushed to disk, then renamed.
 
 A checkpoint is a folder `step-00000100`. It holds PyTorch's distributed checkpoint, which any number of processes can
-read, the checksums of what was written (`grmoe.runs.stored`), and `meta.json`: step, metric, what the trainer adds, and
-the checksums of itself and of the others. A crash leaves a folder with a temporary name. It is never read, and the next
+read, an index of it with checksums (`grmoe.runs.stored`), and `meta.json`: step, metric, what the trainer adds, and the
+checksums of itself and of the index. A crash leaves a folder with a temporary name. It is never read, and the next
 save removes it.
 
 Reading runs nothing that the files hold, and refuses damaged ones. Checkpoints without checksums, of older versions,
@@ -26,29 +26,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
-from grmoe.runs.meta import META, PREFIX, REPLACED, TEMPORARY, read_meta, write_meta
-from grmoe.runs.stored import (
-    Checksums,
-    DamageError,
-    FileSums,
-    Planner,
-    Reader,
-    sum_written,
-    tensors_in,
-    write_checksums,
-)
-
-PREFIX, TEMPORARY, REPLACED = "step-", ".writing-", ".replaced"
-META = "meta.json"
-_OWN, _TABLE = (
-    "checksum",
-    "checksums",
-)  # keys of meta.json: its own checksum, and that of the table of checksums
-
+from grmoe.runs.meta import PREFIX, REPLACED, TEMPORARY, read_meta, write_meta
+from grmoe.runs.pickled import DamageError
+from grmoe.runs.stored import Planner, Reader, Sums, read_index, sum_written, write_index
 
 T = TypeVar("T")
 
@@ -86,11 +72,12 @@ class Checkpoints:
         """Complete checkpoints, oldest first."""
         return sorted((c for c in self._list() if isinstance(c, Checkpoint)), key=lambda c: c.step)
 
-    def require_readable(self) -> None:
-        """Raise if a `meta.json` is damaged: which checkpoint is the last or the best is then unknown."""
+    def require_readable(self) -> Checkpoints:
+        """Raise if a `meta.json` is damaged: which checkpoint is the last or the best is then unknown. Returns self."""
         for found in self._list():
             if isinstance(found, DamageError):
                 raise CheckpointError(f"{found}{self._advice(None)}")
+        return self
 
     def _list(self) -> Iterator[Checkpoint | DamageError]:
         for path in sorted(self.folder.glob(f"{PREFIX}*")):
@@ -155,14 +142,16 @@ class Checkpoints:
     def _write(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         final = checkpoint.path
         writing = self.folder / f"{TEMPORARY}{final.name}"
-        sums: dict[str, FileSums] = {}
+        writer = _Writer(writing)
+        sums: Sums = {}
 
         def prepare() -> None:
             self._clean()
             writing.mkdir(parents=True)
 
         def finish() -> None:
-            write_meta(writing, checkpoint.meta, write_checksums(writing, checkpoint.step, sums))
+            assert writer.content is not None
+            write_meta(writing, checkpoint.meta, write_index(writing, checkpoint.step, writer.content, sums))
             _sync(writing)
             replaced = final.with_name(f"{final.name}{REPLACED}")
             if (
@@ -179,7 +168,6 @@ class Checkpoints:
 
         try:
             _by_first(prepare, self._group)
-            writer = _Writer(writing)
             save(
                 state,
                 checkpoint_id=writing,
@@ -218,17 +206,17 @@ class Checkpoints:
     def tensors(self, checkpoint: Checkpoint) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """(shape, dtype) of the saved tensors by name, from the index alone."""
         try:
-            return tensors_in(self._open(checkpoint).found)
+            return self._open(checkpoint).index.shapes()
         except ValueError as error:
             message = f"could not read checkpoint {checkpoint.path}: {error}{self._advice(checkpoint)}"
             raise CheckpointError(message) from error
 
     def _open(self, checkpoint: Checkpoint) -> Reader:
-        meta, table = read_meta(checkpoint.path)
-        checksums = None if table is None else Checksums.read(checkpoint.path, table)
-        if checksums is not None and checksums.step != meta["step"]:
-            raise DamageError(f"{checkpoint.path} holds the tensors of step {checksums.step}")
-        return Reader(checkpoint.path, checksums)
+        meta, checksum = read_meta(checkpoint.path)
+        index = read_index(checkpoint.path, checksum)
+        if index.step not in (None, meta["step"]):
+            raise DamageError(f"{checkpoint.path} holds the tensors of step {index.step}")
+        return Reader(checkpoint.path, index)
 
     def _advice(self, damaged: Checkpoint | None) -> str:
         """Names the newest other checkpoint without damage. Reads each as a whole until one is found."""
@@ -267,7 +255,13 @@ class Checkpoints:
 class _Writer(FileSystemWriter):
     """Sums what it wrote, and raises the system's error: PyTorch's archive hides it behind one of its own."""
 
-    sums: dict[str, FileSums]
+    sums: Sums
+    content: Metadata | None = None
+    """What was written, by all processes. The first process has it."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.content = metadata
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         try:

@@ -20,11 +20,8 @@ from grmoe.runs.open import LoadedModel, open_model
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 # Files of an earlier export that would change this model, if this export has none of the name.
 _STALE = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
+    *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
+    *("generation_config.json", "special_tokens_map.json", "added_tokens.json"),
 )
 _NOT_COPIED = (".git", ".cache", "__pycache__")
 

@@ -47,6 +47,8 @@ def saved_config(folder: Path, overrides: Iterable[str] = ()) -> TrainConfig:
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} holds no run: {path} is missing")
+    with reading(path):  # a mistake in the file itself, before the changes
+        load(TrainConfig, path)
     # A run saves all its choices. Those that are missing are of a version that had no such choice.
     return load(TrainConfig, path, overrides).as_old_run()
 
@@ -77,9 +79,7 @@ def find_start(config: TrainConfig, resume: bool) -> tuple[TrainConfig, Checkpoi
     What the configuration leaves open is as the run has it. Refuses to mix two runs in one folder.
     """
     folder = Path(config.out)
-    checkpoints = checkpoints_of(folder, config)
-    checkpoints.require_readable()
-    latest = checkpoints.latest()
+    latest = checkpoints_of(folder, config).require_readable().latest()
     if latest is None:
         return config.resolved(), None
     if not resume:

@@ -102,7 +102,8 @@ def _open_run(run: Path, which: str) -> LoadedModel:
         size, end = vocabulary(tokenizer_folder)
     model_config = config.model_config(size, end)
     checkpoints = checkpoints_of(run, config)
-    check_shapes(_model_part(checkpoints.tensors(checkpoint)), model_config, checkpoint.path)
+    saved = _model_part(checkpoints.tensors(checkpoint))
+    check_shapes(saved, model_config, checkpoint.path, run / CONFIG)
     model = GrmoeForCausalLM(model_config)
     learned = routers(model) if config.alpha.schedule == "learned" else []
     for router in learned:

@@ -1,10 +1,10 @@
-"""What lies in a checkpoint's folder, read without trust.
+"""What lies in a checkpoint's folder, read without trust: an index and the bytes of tensors, with their checksums.
 
-PyTorch's distributed checkpoint is an index, the pickle `.metadata`, and files with one archive per tensor. Python's
-unpickler runs whatever a pickle names, so this module reads the index with one that knows only the classes of an index.
-A table of checksums, written with the checkpoint, tells damaged bytes before they are used.
+PyTorch's distributed checkpoint has one archive per tensor or part of one, several to a file, and a pickle that says
+where. A pickle can run code, so each checkpoint has an index of ours beside it, and only that one is read:
 
-    checksums.json    {"step", "index": CRC of .metadata, "files": {name: {"offset+length": CRC}}}
+    index.json    {"step", "tensors": {name: {"dtype", "shape", "parts": [[offset, shape, *place], ...]}},
+                   "values": {name: place}}, where place is [file, start, length, CRC-32]
 
 CRC-32, because it finds every burst of up to 32 bits and is several times faster than a cryptographic hash. It protects
 from damage, not from forgery: nothing in a forged checkpoint is run either way.
@@ -15,118 +15,125 @@ from __future__ import annotations
 import io
 import json
 import math
-import pickle
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, BinaryIO, ClassVar
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import metadata as index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
-from torch.serialization import _get_layout
 
 from grmoe.files import read_json, reading
+from grmoe.runs.pickled import PICKLED, DamageError, unpickle_index
 
-INDEX, CHECKSUMS = ".metadata", "checksums.json"
-
-
-class DamageError(ValueError):
-    """Files of a checkpoint are missing, damaged or of another step."""
+INDEX = "index.json"
+Sums = dict[tuple[str, int], int]
+"""CRC-32 by file and start."""
 
 
 # -- the index -------------------------------------------------------------------------------------------------
 
-_INDEX_CLASSES = {
-    kind.__name__: kind
-    for kind in (
-        index.Metadata,
-        index.TensorStorageMetadata,
-        index.BytesStorageMetadata,
-        index.ChunkStorageMetadata,
-        index.TensorProperties,
-        index._MEM_FORMAT_ENCODING,
-        index.MetadataIndex,
-        index.StorageMeta,
-    )
-}
-_OTHER = {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,
-    # Where the checkpoint was written. Nobody reads it.
-    **{(m, "PosixPath"): PurePosixPath for m in ("pathlib", "pathlib._local")},
-    **{(m, "WindowsPath"): PureWindowsPath for m in ("pathlib", "pathlib._local")},
-}
+
+@dataclass(frozen=True)
+class Index:
+    content: Metadata
+    """As PyTorch has it."""
+    step: int | None = None
+    """None for an older checkpoint."""
+    sums: Sums | None = None
+    """None for an older checkpoint."""
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """(shape, dtype) of each tensor."""
+        return {
+            name: (tuple(entry.size), entry.properties.dtype)
+            for name, entry in self.content.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
 
 
-class _IndexUnpickler(pickle._Unpickler):
-    """Python's own unpickler, because its steps can be restricted. It knows no class but those of an index."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch.distributed.checkpoint.metadata" and name in _INDEX_CLASSES:
-            return _INDEX_CLASSES[name]
-        if (module, name) in _OTHER:
-            return _OTHER[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise DamageError(f"it names {module}.{name}, which does not belong into a checkpoint")
-
-    def _build(self) -> None:
-        """Sets the fields of an object; never of a class, which the whole process shares."""
-        if isinstance(self.stack[-2], type):  # type: ignore[attr-defined]
-            raise DamageError("it changes a class")
-        self.load_build()  # type: ignore[attr-defined]
-
-    def _set_item(self) -> None:
-        self._check_keys(self.stack[-2:-1])  # type: ignore[attr-defined]
-        self.load_setitem()  # type: ignore[attr-defined]
-
-    def _set_items(self) -> None:
-        self._check_keys(self.stack[::2])  # type: ignore[attr-defined]
-        self.load_setitems()  # type: ignore[attr-defined]
-
-    def _check_keys(self, keys: Iterable[Any]) -> None:
-        """Names alone: hashing a deep tuple can take for ever."""
-        for key in keys:
-            name = getattr(key, "fqn", None) if type(key) is index.MetadataIndex else key
-            if type(name) is not str:
-                raise DamageError(f"it has a key of type {type(name).__name__}")
-
-    dispatch: ClassVar[Any] = pickle._Unpickler.dispatch | {
-        pickle.BUILD[0]: _build,
-        pickle.SETITEM[0]: _set_item,
-        pickle.SETITEMS[0]: _set_items,
-    }
+def write_index(folder: Path, step: int, content: Metadata, sums: Sums) -> int:
+    """Write index.json. Returns its checksum."""
+    tensors: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    sizes: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for name, entry in content.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            about = {"dtype": _name(entry.properties.dtype), "shape": list(entry.size), "parts": []}
+            tensors[name] = about
+            sizes |= {(name, tuple(chunk.offsets)): list(chunk.sizes) for chunk in entry.chunks}
+    for key, place in content.storage_data.items():
+        where = [place.relative_path, place.offset, place.length, sums[place.relative_path, place.offset]]
+        if key.fqn in tensors:
+            offset = tuple(key.offset or ())
+            tensors[key.fqn]["parts"].append([list(offset), sizes[key.fqn, offset], *where])
+        else:
+            values[key.fqn] = where
+    table = {"step": step, "tensors": tensors, "values": values}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    (folder / INDEX).write_bytes(text)
+    return zlib.crc32(text)
 
 
-def read_index(folder: Path, checksums: Checksums | None = None) -> index.Metadata:
-    """The index of a checkpoint. Nothing in it is run, whoever wrote it."""
-    path = folder / INDEX
+def read_index(folder: Path, checksum: int | None) -> Index:
+    """The index of a checkpoint. checksum: of index.json, from meta.json; None for an older checkpoint without one."""
+    path = folder / (PICKLED if checksum is None else INDEX)
     with reading(path):
-        content = path.read_bytes()
-        if checksums is not None and checksums.index != zlib.crc32(content):
+        if checksum is None:
+            found = Index(unpickle_index(path.read_bytes()))
+        elif zlib.crc32(path.read_bytes()) != checksum:
             raise DamageError(f"{path} is not the file that was saved: its checksum differs")
-        found = _IndexUnpickler(io.BytesIO(content)).load()
-        _check_index(found)
-    assert isinstance(found, index.Metadata)
+        else:
+            found = _as_index(read_json(path))
+        _check_index(found.content)
     return found
 
 
+def _as_index(table: dict[str, Any]) -> Index:
+    entries: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    sums: Sums = {}
+
+    def place(file: str, start: int, length: int, crc: int) -> _StorageInfo:
+        sums[file, start] = crc
+        return _StorageInfo(file, start, length)
+
+    for name, about in table["tensors"].items():
+        chunks = []
+        for i, (offset, shape, *where) in enumerate(about["parts"]):
+            chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
+            places[MetadataIndex(name, offset, i)] = place(*where)
+        dtype = getattr(torch, about["dtype"])
+        entries[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(about["shape"]), chunks)
+    for name, where in table["values"].items():
+        entries[name] = BytesStorageMetadata()
+        places[MetadataIndex(name)] = place(*where)
+    return Index(Metadata(entries, storage_data=places), table["step"], sums)
+
+
 def _check_index(found: Any) -> None:
-    """Types and sizes, because an unpickled object may hold anything."""
-    ok = isinstance(found, index.Metadata) and isinstance(found.storage_data, dict)
+    """Types and sizes, because what was read may hold anything."""
+    ok = isinstance(found, Metadata) and isinstance(found.storage_data, dict)
     if not ok or not isinstance(found.state_dict_metadata, dict):
         raise DamageError("it is no index of a checkpoint")
     for name, entry in found.state_dict_metadata.items():
-        if isinstance(entry, index.BytesStorageMetadata):
+        if isinstance(entry, BytesStorageMetadata):
             continue
         size = tuple(entry.size)
         covered = 0
@@ -145,64 +152,14 @@ def _check_index(found: Any) -> None:
             raise DamageError(f"{key.fqn} lies outside the checkpoint: {str(place.relative_path)[:80]!r}")
 
 
-def tensors_in(found: index.Metadata) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """(shape, dtype) of the tensors in an index, by name."""
-    return {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in found.state_dict_metadata.items()
-        if isinstance(entry, index.TensorStorageMetadata)
-    }
-
-
-# -- checksums -------------------------------------------------------------------------------------------------
-
-FileSums = dict[str, int]
-
-
-@dataclass(frozen=True)
-class Checksums:
-    step: int
-    index: int
-    files: Mapping[str, FileSums]
-
-    @staticmethod
-    def read(folder: Path, wanted: int) -> Checksums:
-        """The table of a checkpoint. wanted: its own checksum, which `meta.json` holds."""
-        path = folder / CHECKSUMS
-        with reading(path):
-            if zlib.crc32(path.read_bytes()) != wanted:
-                raise DamageError(f"{path} is not the file that was saved: its checksum differs")
-            found = read_json(path)
-            return Checksums(found["step"], found["index"], found["files"])
-
-    def check(self, folder: Path, place: _StorageInfo, content: bytes) -> None:
-        saved = self.files.get(place.relative_path, {}).get(_slice(place))
-        if saved is None or saved != zlib.crc32(content):
-            raise DamageError(
-                f"{folder / place.relative_path} is not the file that was saved: its checksum differs"
-            )
-
-
-def sum_written(folder: Path, written: Iterable[WriteResult]) -> dict[str, FileSums]:
+def sum_written(folder: Path, written: Iterable[WriteResult]) -> Sums:
     """Checksums of what one process wrote. Read back, because PyTorch writes each tensor in many pieces."""
-    sums: dict[str, FileSums] = {}
+    sums: Sums = {}
     for result in written:
         place = result.storage_data
         with open(folder / place.relative_path, "rb") as file:
-            sums.setdefault(place.relative_path, {})[_slice(place)] = zlib.crc32(_read(file, place))
+            sums[place.relative_path, place.offset] = zlib.crc32(_read(file, place))
     return sums
-
-
-def write_checksums(folder: Path, step: int, files: Mapping[str, FileSums]) -> int:
-    """Write the table; returns its own checksum."""
-    table = {"step": step, "index": zlib.crc32((folder / INDEX).read_bytes()), "files": files}
-    content = json.dumps(table, separators=(",", ":")).encode()
-    (folder / CHECKSUMS).write_bytes(content)
-    return zlib.crc32(content)
-
-
-def _slice(place: _StorageInfo) -> str:
-    return f"{place.offset}+{place.length}"
 
 
 def _read(file: BinaryIO, place: _StorageInfo) -> bytes:
@@ -216,14 +173,13 @@ def _read(file: BinaryIO, place: _StorageInfo) -> bytes:
 class Reader(FileSystemReader):
     """Reads a checkpoint for `torch.distributed.checkpoint.load`: checked bytes, checked types, nothing unpickled."""
 
-    def __init__(self, folder: Path, checksums: Checksums | None) -> None:
+    def __init__(self, folder: Path, index: Index) -> None:
         super().__init__(folder)
-        self.folder, self.checksums = folder, checksums
-        self.found = read_index(folder, checksums)
-        self.found.storage_meta = index.StorageMeta()
+        self.folder, self.index = folder, index
+        index.content.storage_meta = StorageMeta()
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> index.Metadata:
-        return self.found
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.index.content
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         # By place, so that a tensor with several readers is read once.
@@ -250,13 +206,14 @@ class Reader(FileSystemReader):
                 raise DamageError(f"{path} is cut off: it has {path.stat().st_size} bytes")
             with open(path, "rb") as file:
                 content = _read(file, place)
-        if self.checksums is not None:
-            self.checksums.check(self.folder, place, content)
+        sums = self.index.sums
+        if sums is not None and sums.get((place.relative_path, place.offset)) != zlib.crc32(content):
+            raise DamageError(f"{path} is not the file that was saved: its checksum differs")
         return content
 
     def check_all(self) -> None:
         """Raise if any byte that loading could use is not the one that was saved."""
-        for place in self.found.storage_data.values():
+        for place in self.index.content.storage_data.values():
             self.content(place)
 
     def _fill(self, tensor: Tensor, item: ReadItem, planner: LoadPlanner) -> None:
