@@ -64,14 +64,21 @@ def test_a_broken_run_is_refused(kind: str, run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["half a header", "no frames", "a billion layers", "a tokenizer without keys"]
+    ("command", "kind"),
+    [
+        ("generate --prompt x", "half a header"),
+        ("generate --prompt x", "a billion layers"),
+        ("generate --prompt x", "a tokenizer without keys"),
+        ("serve --port 0", "no frames"),
+        ("serve --port 0", "more tokens than the model"),
+        ("info", "a billion layers"),
+        ("info", "half a configuration"),
+    ],
 )
-@pytest.mark.parametrize("command", ["generate", "serve", "analyze"])
 def test_commands_say_it_in_one_line(command: str, kind: str, model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "model")
     MODELS[kind][0](tmp_path / "model")
-    more = {"generate": ["--prompt", "x"], "serve": ["--port", "0"], "analyze": ["--text", __file__]}[command]
-    result = CliRunner().invoke(app, [command, str(tmp_path / "model"), *more])
+    result = CliRunner().invoke(app, [*command.split(), str(tmp_path / "model")])
     assert isinstance(result.exception, SystemExit), result.exception  # no traceback
     assert result.exit_code == 2
     assert result.output.startswith("error: ")
@@ -125,7 +132,7 @@ def test_damaged_files_are_refused_or_make_no_difference(
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix not in (".py", ".md"))
     sizes = [p.stat().st_size ** 0.3 for p in files]
     draw, messages = random.Random(14), []
-    for _ in range(50):
+    for _ in range(40):
         (path,) = draw.choices(files, sizes)
         before = path.read_bytes()
         done = damage(path, draw)
@@ -136,5 +143,5 @@ def test_damaged_files_are_refused_or_make_no_difference(
         else:
             assert all(torch.equal(want[name], got[name]) for name in want), (path, done)
         path.write_bytes(before)
-    assert len(messages) > 15
+    assert len(messages) > 12
     assert not [message for message in messages if "\n" in message]

@@ -21,9 +21,10 @@ from grmoe.train.loop import train
 Settings = Callable[..., TrainConfig]
 
 
-@pytest.fixture
-def run(settings: Settings) -> Path:
-    config = settings(steps=8, validation={"every": 4}, checkpoint={"every": 4})
+@pytest.fixture(scope="module")
+def run(make_settings: Callable[[Path], Settings], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make = make_settings(tmp_path_factory.mktemp("export"))
+    config = make(steps=8, validation={"every": 4}, checkpoint={"every": 4})
     train(config)
     return Path(config.out)
 

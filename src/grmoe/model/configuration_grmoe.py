@@ -42,16 +42,10 @@ SELECTIONS = ("topk", "mass", "threshold", "dense")
 OWN_CHOICE: dict[str, int | None] = {"switch": 1, "hash": 1, "expert_choice": None, "soft_moe": None}
 # These look at later tokens: a causal model would train on what it must predict.
 NOT_CAUSAL = ("expert_choice", "soft_moe")
+# Far above any model. A damaged file must not make lists of a billion layers.
+MOST_LAYERS = 10_000
 # Hugging Face names the inner function, `grmoe.MoE` the layer built from it.
 ACTIVATIONS: dict[str, Literal["swiglu", "gelu"]] = {"silu": "swiglu", "gelu": "gelu"}
-# Larger ones cannot be meant, and only to list so many blocks would take minutes.
-MAX_BLOCKS, MAX_SIZE = 1000, 2**31 - 1
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-# Sizes that follow from others where they are None.
-_FOLLOW_OTHERS = (
-    "intermediate_size", "moe_intermediate_size", "num_key_value_heads", "head_dim", "router_rank",
-    "num_experts_per_tok",
-)  # fmt: skip
 # The setting without a budget. A budget replaces it, so setting one of these ends the budget.
 _SETTING = ("alpha", "selection", "selection_tau", "num_experts_per_tok")
 
@@ -167,10 +161,7 @@ class GrmoeConfig(PreTrainedConfig):
             self.selection_tau = 0.9 if self.selection == "mass" else 1 / self.num_experts
         if self.num_experts_per_tok is None:
             self.num_experts_per_tok = self._implied_experts() or min(2, self.num_experts)
-        try:
-            super().__post_init__(**kwargs)
-        except KeyError as error:  # transformers misses a key of this type of rotary embedding
-            raise ValueError(f"rope_parameters must be complete: {error.args[0]}") from error
+        super().__post_init__(**kwargs)
         self.check()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -275,10 +266,8 @@ class GrmoeConfig(PreTrainedConfig):
         """Raise a `ValueError` that names the field. Models call it too, because `from_pretrained(dir, name=value)`
         writes into a finished configuration."""
         self._check_sizes()
-        self._check_numbers()
         checks.require(
-            self.hidden_act in list(ACTIVATIONS),
-            f"hidden_act must be 'silu' or 'gelu', got {self.hidden_act!r}",
+            self.hidden_act in ACTIVATIONS, f"hidden_act must be 'silu' or 'gelu', got {self.hidden_act!r}"
         )
         heads, groups = self.num_attention_heads, self.num_key_value_heads or 0
         checks.require(
@@ -319,49 +308,26 @@ class GrmoeConfig(PreTrainedConfig):
             "Run `grmoe dial` first; with --write it saves a model that has one",
         )
 
-    def _check_numbers(self) -> None:
-        checks.finite("rms_norm_eps", self.rms_norm_eps, above=0)
-        checks.finite("initializer_range", self.initializer_range, at_least=0)
-        checks.finite("router_aux_loss_coef", self.router_aux_loss_coef, at_least=0)
-        if self.router_kappa is not None:
-            checks.finite("router_kappa", self.router_kappa, above=0)
-        checks.finite("attention_dropout", self.attention_dropout, at_least=0)
-        checks.require(
-            self.attention_dropout < 1, f"attention_dropout must be below 1, got {self.attention_dropout!r}"
-        )
-
-    def _check_rope(self) -> None:
-        options = self.rope_parameters
-        if options is None:
-            return
-        checks.require(isinstance(options, dict), f"rope_parameters must be a dict, got {options!r}")
-        for name, value in options.items():
-            if name in ("rope_type", "type"):
-                checks.one_of(f"rope_parameters.{name}", value, ROPE_TYPES)
-            elif not isinstance(value, bool) and value is not None:
-                for number in value if isinstance(value, list) else [value]:
-                    checks.finite(f"rope_parameters.{name}", number, above=0)
-
     def _check_sizes(self) -> None:
-        self._check_rope()
         for name in (
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
-            "moe_every", "num_experts", *_FOLLOW_OTHERS,
+            "moe_every", "num_experts", "intermediate_size", "moe_intermediate_size", "head_dim", "router_rank",
+            "num_experts_per_tok",
         ):  # fmt: skip
             value = getattr(self, name)
-            most = MAX_BLOCKS if name == "num_hidden_layers" else MAX_SIZE
-            if value is None and name in _FOLLOW_OTHERS:
-                continue
-            ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            ok = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
             checks.require(ok, f"{name} must be an integer >= 1, got {value!r}")
-            checks.require(value <= most, f"{name} must be at most {most}, got {value}")
+        checks.require(
+            self.num_hidden_layers <= MOST_LAYERS,
+            f"num_hidden_layers must be at most {MOST_LAYERS}, got {self.num_hidden_layers}",
+        )
         checks.require(self.num_experts >= 2, f"num_experts must be at least 2, got {self.num_experts}")
         checks.require(
-            isinstance(self.shared_experts, int) and 0 <= self.shared_experts <= MAX_SIZE,
+            isinstance(self.shared_experts, int) and self.shared_experts >= 0,
             f"shared_experts must be an integer >= 0, got {self.shared_experts!r}",
         )
         checks.require(
-            self.router in list(ROUTERS), f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}"
+            self.router in ROUTERS, f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}"
         )
         checks.require(
             self.selection in SELECTIONS,

@@ -9,6 +9,10 @@ Legend: U_NDK frames, N experts, D width, K rank.
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
+import struct
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,7 +20,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -60,7 +63,7 @@ def load_saved(folder: Path) -> GrmoeForCausalLM:
     if path.is_file():
         values = read_json(path)
         with reading(path):
-            _check_ids(values, config)
+            _check_ids(values)
             model.generation_config = GenerationConfig.from_dict(values)
     return model
 
@@ -74,18 +77,34 @@ def read_config(folder: Path) -> GrmoeConfig:
     unwanted = [key for key in _NOT_FROM_FILES if values.get(key) is not None]
     checks.require(not unwanted, f"{path} must not set {', '.join(unwanted)}")
     with reading(path):
-        _check_ids(values, None)
+        _check_types(values)
+        _check_ids(values)
         config: GrmoeConfig = GrmoeConfig.from_dict(values)
     return config
 
 
-def _check_ids(values: Mapping[str, Any], config: GrmoeConfig | None) -> None:
-    """Special tokens are numbers, and of the vocabulary."""
+def _check_types(values: Mapping[str, Any]) -> None:
+    """Numbers and switches have the type of their default."""
+    names = {bool: "true or false", int: "an integer", float: "a number"}
+    for name in vars(GrmoeConfig)["__annotations__"]:
+        wanted = type(getattr(GrmoeConfig, name, None))
+        if name in values and wanted in names:
+            value = values[name]
+            ok = type(value) is wanted or (wanted is float and type(value) is int)
+            ok = ok and (wanted is not float or math.isfinite(value))
+            ok = ok or (name == "alpha" and isinstance(value, list))
+            checks.require(ok, f"{name} must be {names[wanted]}, got {value!r:.60}")
+
+
+def _check_ids(values: Mapping[str, Any]) -> None:
+    """Special tokens are numbers."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = values.get(name)
         every = value if isinstance(value, list) else [] if value is None else [value]
-        ok = all(type(v) is int and v >= 0 and (config is None or v < config.vocab_size) for v in every)
-        checks.require(ok, f"{name} must be a token of the vocabulary, got {value!r:.60}")
+        checks.require(
+            all(type(v) is int and v >= 0 for v in every),
+            f"{name} must be the number of a token, got {value!r:.60}",
+        )
 
 
 def read_tensors(folder: Path, config: GrmoeConfig) -> dict[str, Tensor]:
@@ -199,16 +218,21 @@ def check_tensor(name: str, tensor: Tensor, where: Path) -> None:
 def seal(folder: Path) -> None:
     """Add the checksum of each tensor to the header of its file. `check_saved` compares them.
 
-    They stand in the header, because whoever saves the weights again then drops them too.
+    They stand in the header, because saving the weights again then drops them too.
     """
     for path in _weight_files(folder):
         with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            header = dict(file.metadata() or {}) | {
-                _SUM + name: _sum(tensor) for name, tensor in tensors.items()
-            }
+            sums = {_SUM + name: _sum(file.get_tensor(name)) for name in sorted(file.keys())}
         sealed = path.with_name(path.name + ".sealed")
-        save_file(tensors, sealed, metadata=header)
+        # By hand, because safetensors writes these entries in a random order, and the same model must give the same file.
+        with open(path, "rb") as old, open(sealed, "wb") as new:
+            (size,) = struct.unpack("<Q", old.read(8))
+            header = json.loads(old.read(size))
+            header["__metadata__"] = {**header.get("__metadata__", {}), **sums}
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
+            new.write(struct.pack("<Q", len(text)) + text)
+            shutil.copyfileobj(old, new, 2**24)
         sealed.rename(path)
 
 
