@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import ALONE, backward, batch, tiny, whole
 from processes import full_state_dict, run
 from torch import Tensor
@@ -17,7 +18,8 @@ from grmoe.model import GrmoeForCausalLM
 from grmoe.optim import GrassmannAdam, split_parameters
 from grmoe.parallel.shard import shard, split_by_mesh, sync_routers
 from grmoe.parallel.world import ParallelConfig, World, mean
-from grmoe.runs.checkpoint import TEMPORARY, CheckpointError, Checkpoints
+from grmoe.runs.checkpoint import CheckpointError, Checkpoints
+from grmoe.runs.meta import TEMPORARY
 from grmoe.runs.state import gather, restore
 
 WORLDS = {
@@ -196,17 +198,36 @@ def test_where_one_process_fails_all_are_told(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(f"{TEMPORARY}*"))
 
 
-def damaged(world: World, folder: Path) -> str:
+def damaged(world: World, folder: Path) -> list[str]:
+    """The file of the second process: one bit flipped, then empty. Then the index, which all of them read."""
     model, optimizers = build(world)
     checkpoints = Checkpoints(folder)
-    saved = checkpoints.save(1, gather(model, optimizers))
-    if world.first:
-        next(saved.path.glob("__1_*.distcp")).write_bytes(b"")
-    with pytest.raises(CheckpointError) as caught:
-        checkpoints.load(saved, gather(model, optimizers))
-    return str(caught.value)
+    checkpoints.save(1, gather(model, optimizers))
+    saved, messages = checkpoints.save(2, gather(model, optimizers)), []
+    for name, work in (("__1_0.distcp", flipped), ("__1_0.distcp", lambda _: b""), ("index.json", flipped)):
+        path = saved.path / name
+        before = path.read_bytes()
+        dist.barrier()
+        if world.first:
+            path.write_bytes(work(before))
+        dist.barrier()
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.load(saved, gather(model, optimizers))
+        messages.append(str(caught.value))
+    return messages
+
+
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
 
 
 def test_damage_is_named_by_all(tmp_path: Path) -> None:
-    for message in run(ParallelConfig(), 2, damaged, tmp_path):
-        assert message.startswith(f"could not read checkpoint {tmp_path}/step-00000001: ")
+    said = run(ParallelConfig(), 2, damaged, tmp_path)
+    for messages in said:
+        bit, empty, index = messages
+        start = f"could not read checkpoint {tmp_path}/step-00000002: "
+        assert bit.startswith(f"{start}{tmp_path}/step-00000002/__1_0.distcp is not the file that was saved")
+        assert empty.startswith(f"{start}{tmp_path}/step-00000002/__1_0.distcp is cut off")
+        assert index.startswith(f"{start}{tmp_path}/step-00000002/index.json is not the file that was saved")
+    assert all("step 1 has no damage" in message for message in said[0])

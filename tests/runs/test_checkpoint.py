@@ -19,7 +19,8 @@ import torch
 from processes import Processes
 
 from grmoe.runs import checkpoint as checkpoint_module
-from grmoe.runs.checkpoint import META, TEMPORARY, CheckpointError, Checkpoints
+from grmoe.runs.checkpoint import CheckpointError, Checkpoints
+from grmoe.runs.meta import META, TEMPORARY
 
 
 def state(value: float) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +21,10 @@ from grmoe.train.loop import train
 Settings = Callable[..., TrainConfig]
 
 
-@pytest.fixture
-def run(settings: Settings) -> Path:
-    config = settings(steps=8, validation={"every": 4}, checkpoint={"every": 4})
+@pytest.fixture(scope="module")
+def run(make_settings: Callable[[Path], Settings], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make = make_settings(tmp_path_factory.mktemp("export"))
+    config = make(steps=8, validation={"every": 4}, checkpoint={"every": 4})
     train(config)
     return Path(config.out)
 
@@ -72,3 +75,62 @@ def test_nothing_of_ours_is_overwritten_but_an_export(run: Path, tmp_path: Path)
     with pytest.raises(ValueError, match="is not an exported model"):
         export(run, other)
     assert (other / "chapter.txt").read_text() == "precious"
+
+
+def notes(out: Path) -> dict[str, str]:
+    (out / ".git").mkdir(exist_ok=True)
+    kept = {".git/HEAD": "ref: main", "notes.txt": "mine", ".gitattributes": "x", "lora.safetensors": "other"}
+    for name, text in kept.items():
+        (out / name).write_text(text)
+    return kept
+
+
+def test_a_second_export_replaces_its_own_files_only(run: Path, tmp_path: Path) -> None:
+    """It deleted what else lay there: the .git of a clone, notes."""
+    out = tmp_path / "model"
+    export(run, out, "4")
+    kept = notes(out)
+    (out / "model-00001-of-00002.safetensors").write_text("of a larger model")
+    (out / "model.safetensors.index.json").write_text("{}")
+    export(run, out, "8", dtype=torch.float32)
+    assert {name: (out / name).read_text() for name in kept} == kept
+    assert [p.name for p in out.glob("model*.safetensors*")] == ["model.safetensors"]
+    want, got = open_model(run, "8").model.state_dict(), open_model(out).model.state_dict()
+    assert all(torch.equal(want[name], got[name]) for name in want)
+    assert [p.name for p in tmp_path.glob("model*")] == ["model"]
+
+
+@pytest.mark.parametrize("call", [1, 4])
+def test_an_export_that_was_cut_off_does_not_open_and_is_completed(
+    call: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While files move into a folder that holds an older model: no mixture of the two."""
+    out = tmp_path / "model"
+    export(run, out, "4")
+    kept, left, replace = notes(out), [call], os.replace
+
+    def stop(*arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        replace(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("grmoe.files.os.replace", stop)
+        with pytest.raises(KeyboardInterrupt):
+            export(run, out, "8")
+    with pytest.raises(ValueError, match="neither a run of `grmoe train` nor an exported model"):
+        open_model(out)
+    export(run, out, "8")
+    assert open_model(out).model.dtype == torch.bfloat16
+    assert {name: (out / name).read_text() for name in kept} == kept
+    assert [p.name for p in tmp_path.glob("model*")] == ["model"]
+
+
+def test_saving_again_elsewhere_needs_no_checksums(run: Path, tmp_path: Path) -> None:
+    """Weights that a Trainer writes over an export are no damage."""
+    export(run, tmp_path / "model", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.lm_head.weight.data += 1
+    model.save_pretrained(tmp_path / "model")
+    assert torch.equal(open_model(tmp_path / "model").model.lm_head.weight, model.lm_head.weight)

@@ -73,6 +73,9 @@ def test_results_of_an_exported_folder_lie_beside_it(loaded: LoadedModel, tmp_pa
         ({"format": FORMAT - 1}, "was written by another version"),
         ({"kind": "prune"}, "was written by another version"),
         ({"body": None, "drop": "body"}, "is damaged \\(without body\\)"),
+        ({"body": []}, "is damaged \\(body is \\[\\]\\)"),
+        ({"step": "two"}, "is damaged \\(step is 'two'\\)"),
+        ({"card": 5}, "is damaged \\(card is 5\\)"),
     ],
 )
 def test_other_files_are_refused_with_the_command_that_makes_new_ones(
@@ -85,9 +88,10 @@ def test_other_files_are_refused_with_the_command_that_makes_new_ones(
     path.write_text(json.dumps(content))
     with pytest.raises(ResultsError, match=f"{why}.*make it again with: grmoe eval .*run"):
         load_results(path, "eval")
-    path.write_text('{"points": [')
-    with pytest.raises(ResultsError, match="is damaged"):
-        load_results(path, "eval")
+    for content in (b'{"points": [', b"[]", bytes(range(256)), b'{"a":' * 100_000, b""):
+        path.write_bytes(content)
+        with pytest.raises(ResultsError, match=r"^[^\n]*results.json is damaged[^\n]*$"):
+            load_results(path, "eval")
     path.unlink()  # exporting this run would be refused
 
 

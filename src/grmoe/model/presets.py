@@ -9,10 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto import AutoConfig
-
 from grmoe import checks
 from grmoe.model.configuration_grmoe import GrmoeConfig
+from grmoe.model.saved import read_config
 
 _GPT2 = {"vocab_size": 50257, "bos_token_id": 50256, "eos_token_id": 50256, "max_position_embeddings": 1024}
 
@@ -115,8 +114,4 @@ def find_config(name: str | Path) -> GrmoeConfig:
         (Path(name) / "config.json").is_file(),
         f"model must be one of {', '.join(PRESETS)} or a folder with a config.json, got {name}",
     )
-    config = AutoConfig.from_pretrained(name)
-    checks.require(
-        isinstance(config, GrmoeConfig), f"{name} must hold a GrMoE model, got {config.model_type!r}"
-    )
-    return config
+    return read_config(Path(name))

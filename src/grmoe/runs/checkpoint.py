@@ -1,13 +1,16 @@
 """Atomic checkpoints: written under a temporary name, flushed to disk, then renamed.
 
 A checkpoint is a folder `step-00000100`. It holds PyTorch's distributed checkpoint, which any number of processes can
-read, and `meta.json` (step, metric, and what the trainer adds). A crash leaves a folder with a temporary name. It is
-never read, and the next save removes it.
+read, an index of it with checksums (`grmoe.runs.stored`), and `meta.json`: step, metric, what the trainer adds, and the
+checksums of itself and of the index. A crash leaves a folder with a temporary name. It is never read, and the next
+save removes it.
+
+Reading runs nothing that the files hold, and refuses damaged ones. Checkpoints without checksums, of older versions,
+are read too.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -16,18 +19,24 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
-PREFIX, TEMPORARY = "step-", ".writing-"
-META = "meta.json"
+from grmoe.runs.meta import PREFIX, REPLACED, TEMPORARY, read_meta, write_meta
+from grmoe.runs.pickled import DamageError
+from grmoe.runs.stored import Planner, Reader, Sums, read_index, sum_written, write_index
+
+T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
@@ -61,14 +70,24 @@ class Checkpoints:
 
     def all(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
-        found = []
-        for path in self.folder.glob(f"{PREFIX}*"):
-            try:
-                meta = json.loads((path / META).read_text())
-            except (OSError, ValueError):
-                continue  # not ours, or incomplete
-            found.append(Checkpoint(path, int(meta["step"]), meta))
-        return sorted(found, key=lambda c: c.step)
+        return sorted((c for c in self._list() if isinstance(c, Checkpoint)), key=lambda c: c.step)
+
+    def require_readable(self) -> Checkpoints:
+        """Raise if a `meta.json` is damaged: which checkpoint is the last or the best is then unknown. Returns self."""
+        for found in self._list():
+            if isinstance(found, DamageError):
+                raise CheckpointError(f"{found}{self._advice(None)}")
+        return self
+
+    def _list(self) -> Iterator[Checkpoint | DamageError]:
+        for path in sorted(self.folder.glob(f"{PREFIX}*")):
+            if path.name.removeprefix(PREFIX).removesuffix(REPLACED).isdecimal():
+                try:
+                    meta, _ = read_meta(path)
+                    yield Checkpoint(path, meta["step"], meta)
+                except (OSError, ValueError) as error:
+                    if path.exists():  # else a run that is training has removed it just now
+                        yield DamageError(str(error))
 
     def latest(self) -> Checkpoint | None:
         return found[-1] if (found := self.all()) else None
@@ -123,15 +142,18 @@ class Checkpoints:
     def _write(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         final = checkpoint.path
         writing = self.folder / f"{TEMPORARY}{final.name}"
+        writer = _Writer(writing)
+        sums: Sums = {}
 
         def prepare() -> None:
             self._clean()
             writing.mkdir(parents=True)
 
         def finish() -> None:
-            (writing / META).write_text(json.dumps(checkpoint.meta, indent=1))
+            assert writer.content is not None
+            write_meta(writing, checkpoint.meta, write_index(writing, checkpoint.step, writer.content, sums))
             _sync(writing)
-            replaced = final.with_name(f"{final.name}.replaced")
+            replaced = final.with_name(f"{final.name}{REPLACED}")
             if (
                 final.exists()
             ):  # the same step, after a resume: keep the old one until the new one is in place
@@ -149,10 +171,12 @@ class Checkpoints:
             save(
                 state,
                 checkpoint_id=writing,
-                storage_writer=_Writer(writing),
+                storage_writer=writer,
                 process_group=self._group,
                 no_dist=not dist.is_initialized(),
             )
+            for own in _of_all(writer.sums, self._group):
+                sums |= own
             _by_first(finish, self._group)
         except (OSError, RuntimeError, CheckpointException) as error:
             if _first():
@@ -163,13 +187,50 @@ class Checkpoints:
             raise CheckpointError(message, status=1) from error
 
     def load(self, checkpoint: Checkpoint, state: dict[str, Any]) -> dict[str, Any]:
-        """Fill `state`, which has the structure that was saved. Tensors are filled in place. Returns it."""
+        """Fill `state`, which has the structure that was saved. Tensors are filled in place. Returns it.
+
+        Every byte that is used is compared with its checksum. If there is damage, the error names an older checkpoint
+        without any.
+        """
         _ignore_single_process_warning()
         try:
-            load(state, checkpoint_id=checkpoint.path, no_dist=not dist.is_initialized())
-        except (OSError, RuntimeError, CheckpointException) as error:
-            raise CheckpointError(f"could not read checkpoint {checkpoint.path}: {_reason(error)}") from error
+            reader = _on_all(lambda: self._open(checkpoint))
+            load(state, storage_reader=reader, planner=Planner(), no_dist=not dist.is_initialized())
+        except (OSError, RuntimeError, ValueError, CheckpointException) as error:
+            cause = _cause(error)
+            advice = self._advice(checkpoint) if isinstance(cause, DamageError | OSError) and _first() else ""
+            message = f"could not read checkpoint {checkpoint.path}: {_reason(error)}{advice}"
+            raise CheckpointError(message) from error
         return state
+
+    def tensors(self, checkpoint: Checkpoint) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """(shape, dtype) of the saved tensors by name, from the index alone."""
+        try:
+            return self._open(checkpoint).index.shapes()
+        except ValueError as error:
+            message = f"could not read checkpoint {checkpoint.path}: {error}{self._advice(checkpoint)}"
+            raise CheckpointError(message) from error
+
+    def _open(self, checkpoint: Checkpoint) -> Reader:
+        meta, checksum = read_meta(checkpoint.path)
+        index = read_index(checkpoint.path, checksum)
+        if index.step not in (None, meta["step"]):
+            raise DamageError(f"{checkpoint.path} holds the tensors of step {index.step}")
+        return Reader(checkpoint.path, index)
+
+    def _advice(self, damaged: Checkpoint | None) -> str:
+        """Names the newest other checkpoint without damage. Reads each as a whole until one is found."""
+        for other in reversed(self.all()):
+            if damaged is None or other.path != damaged.path:
+                try:
+                    self._open(other).check_all()
+                except (OSError, ValueError):
+                    continue
+                return (
+                    f"; step {other.step} has no damage: open it with --checkpoint {other.step}, or remove the damaged "
+                    "folder and train on from there with --resume"
+                )
+        return "; no other checkpoint of this run can be read"
 
     def _prune(self) -> None:
         found = self.all()
@@ -192,11 +253,21 @@ class Checkpoints:
 
 
 class _Writer(FileSystemWriter):
-    """Raises the system's error. PyTorch's archive hides it behind an error about the unfinished archive."""
+    """Sums what it wrote, and raises the system's error: PyTorch's archive hides it behind one of its own."""
+
+    sums: Sums
+    content: Metadata | None = None
+    """What was written, by all processes. The first process has it."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.content = metadata
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         try:
-            return super().write_data(plan, planner)
+            written = super().write_data(plan, planner)
+            self.sums = sum_written(Path(self.path), written.value())
+            return written
         except RuntimeError as error:
             # Done here, because only the process that failed has the chain of errors.
             cause: BaseException | None = error
@@ -238,10 +309,38 @@ def _by_first(work: Callable[[], None], group: dist.ProcessGroup | None) -> None
         raise failure[0]
 
 
-def _reason(error: BaseException) -> str:
-    """The cause in one line. PyTorch collects the error of each process with its stack."""
+def _of_all(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The values of all processes."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def _on_all(work: Callable[[], T]) -> T:
+    """Run `work` on every process. An error on one of them is raised on all."""
+    result, failure = None, None
+    try:
+        result = work()
+    except (OSError, ValueError) as error:
+        failure = error
+    for found in _of_all(failure, None):
+        if found is not None:
+            raise found
+    assert result is not None
+    return result
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error itself. PyTorch collects the error of each process with its stack."""
     failures = getattr(error, "failures", {})
-    cause = next((failure[0] for failure in failures.values()), error)
+    return next((failure[0] for failure in failures.values()), error)
+
+
+def _reason(error: BaseException) -> str:
+    """The cause in one line."""
+    cause = _cause(error)
     return (str(cause).strip() or type(cause).__name__).splitlines()[-1][:300]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +9,21 @@ from pathlib import Path
 import torch
 
 from grmoe import checks
-from grmoe.files import replace_folder
+from grmoe.files import read_json, replace_files, was_interrupted
 from grmoe.model import export_remote_code
+from grmoe.model.saved import CONFIG, seal
 from grmoe.runs.card import MODEL_CARD, model_card
 from grmoe.runs.checkpoint import Checkpoint
 from grmoe.runs.folder import saved_config
 from grmoe.runs.open import LoadedModel, open_model
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+# Files of an earlier export that would change this model, if this export has none of the name.
+_STALE = (
+    *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
+    *("generation_config.json", "special_tokens_map.json", "added_tokens.json"),
+)
+_NOT_COPIED = (".git", ".cache", "__pycache__")
 
 
 def export(
@@ -38,20 +44,22 @@ def export(
 
 
 def write_model(loaded: LoadedModel, out: Path, card: str) -> Path:
-    """Write safetensors, configuration, tokenizer, remote code and the card, atomically.
+    """Write safetensors, configuration, tokenizer, remote code and the card.
 
     Weights, dtype and dial are those in memory. The run or folder the model came from does not change. Other files
-    of an exported folder (for example a licence) are copied.
+    of an exported folder (for example a licence) are copied. What else lies in `out`, for example the .git of a clone,
+    stays. After a crash `out` has the old model or the new one, or does not open until it is written again.
     """
     check_place(loaded.path, out)
-    with replace_folder(out) as writing:
+    with replace_files(out, last=CONFIG, stale=_STALE) as writing:
         loaded.model.save_pretrained(writing)
+        seal(writing)
         if loaded.is_run:
             for file in sorted(loaded.tokenizer_folder.iterdir()):
                 shutil.copyfile(file, writing / file.name)
         else:
             # Copies the content, because the folder may hold links into a download cache.
-            skipped = shutil.ignore_patterns(*_WEIGHTS, *(p.name for p in writing.iterdir()))
+            skipped = shutil.ignore_patterns(*_WEIGHTS, *_NOT_COPIED, *(p.name for p in writing.iterdir()))
             shutil.copytree(loaded.path, writing, ignore=skipped, dirs_exist_ok=True)
         export_remote_code(writing)
         (writing / MODEL_CARD).write_text(card, encoding="utf-8")
@@ -62,11 +70,11 @@ def check_place(source: Path, out: Path) -> None:
     """Refuse to overwrite anything but an exported model. Call it before long work."""
     place = out.resolve()
     checks.require(
-        not (source / "config.json").is_file() or source.resolve() not in (place, *place.parents),
+        not (source / CONFIG).is_file() or source.resolve() not in (place, *place.parents),
         f"out must be outside the model's own folder {source}, got {out}",
     )
     checks.require(
-        not out.exists() or _is_export(out),
+        not out.exists() or _is_export(out) or was_interrupted(out),
         f"{out} exists and is not an exported model; give another folder (--out)",
     )
 
@@ -74,7 +82,6 @@ def check_place(source: Path, out: Path) -> None:
 def _is_export(folder: Path) -> bool:
     """Whether a folder is empty or holds a model of grmoe."""
     try:
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        return read_json(folder / CONFIG).get("model_type") == "grmoe"
     except (OSError, ValueError):
         return folder.is_dir() and not any(folder.iterdir())
-    return bool(kind == "grmoe")

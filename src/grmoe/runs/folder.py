@@ -28,7 +28,7 @@ from grmoe.config import differences, load, to_dict, to_yaml
 from grmoe.data import TokenDataset
 from grmoe.data.shards import INDEX
 from grmoe.data.tokenizer import load as load_tokenizer
-from grmoe.files import replace_folder, write_file
+from grmoe.files import read_json, reading, replace_folder, write_file
 from grmoe.hardware import device_name, find_device
 from grmoe.runs.checkpoint import Checkpoint, Checkpoints
 from grmoe.runs.config import TrainConfig, may_change_on_resume
@@ -53,12 +53,9 @@ def saved_config(folder: Path) -> TrainConfig:
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} holds no run: {path} is missing")
-    try:
+    with reading(path):
         # A run saves all its choices. Those that are missing are of a version that had no such choice.
         return load(TrainConfig, path).as_old_run()
-    except ValueError as error:
-        text = str(error)
-        raise ValueError(text if str(path) in text else f"{path} is damaged: {text}") from error
 
 
 def find_checkpoint(folder: Path, which: str = "best") -> tuple[TrainConfig, Checkpoint]:
@@ -66,6 +63,8 @@ def find_checkpoint(folder: Path, which: str = "best") -> tuple[TrainConfig, Che
     config = saved_config(folder)
     checkpoints = checkpoints_of(folder, config)
     found = checkpoints.all()
+    if which not in {str(checkpoint.step) for checkpoint in found}:
+        checkpoints.require_readable()
     if not found:
         raise ValueError(f"{folder} has no checkpoint yet")
     if which == "best":
@@ -96,7 +95,7 @@ def find_start(config: TrainConfig, resume: bool) -> Start:
     What the configuration leaves open is as the run has it. Refuses to mix two runs in one folder.
     """
     folder = Path(config.out)
-    latest = checkpoints_of(folder, config).latest()
+    latest = checkpoints_of(folder, config).require_readable().latest()
     if latest is None:
         return Start(config.resolved(), None)
     if not resume:
@@ -186,9 +185,9 @@ def data_checksum(folder: Path) -> str:
 
 def first_start(folder: Path) -> str:
     """When the run began, before it was resumed."""
-    described = json.loads((folder / ENVIRONMENT).read_text())
-    start: str = [*described.get("resumed_from", []), described][0]["started"]
-    return start
+    described = read_json(folder / ENVIRONMENT)
+    with reading(folder / ENVIRONMENT):
+        return str([*described.get("resumed_from", []), described][0]["started"])
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +13,15 @@ from transformers import PreTrainedTokenizerFast
 
 from grmoe import checks
 from grmoe.data import TokenDataset
+from grmoe.files import read_json, reading
 from grmoe.hardware import find_device
 from grmoe.model import GrmoeForCausalLM
-from grmoe.model.presets import find_config
+from grmoe.model.saved import Shapes, check_shapes, check_tensor, load_saved
 from grmoe.routing import routers
 from grmoe.runs.checkpoint import Checkpoint
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import CONFIG, checkpoints_of, data_checksum, find_checkpoint, tokenizer_of, vocabulary
-from grmoe.runs.results import ResultsError, find_results
+from grmoe.runs.results import RESULTS, ResultsError, find_results, results_folder
 from grmoe.runs.state import gather
 
 
@@ -96,26 +98,33 @@ def open_model(
 def _open_run(run: Path, which: str) -> LoadedModel:
     config, checkpoint = find_checkpoint(run, which)
     tokenizer_folder = tokenizer_of(run, config)
-    model = GrmoeForCausalLM(config.model_config(*vocabulary(tokenizer_folder)))
+    with reading(tokenizer_folder):
+        size, end = vocabulary(tokenizer_folder)
+    model_config = config.model_config(size, end)
+    checkpoints = checkpoints_of(run, config)
+    saved = _model_part(checkpoints.tensors(checkpoint))
+    check_shapes(saved, model_config, checkpoint.path, run / CONFIG)
+    model = GrmoeForCausalLM(model_config)
     learned = routers(model) if config.alpha.schedule == "learned" else []
     for router in learned:
         router.learn_alpha()
     weights = gather(model, [])["model"]  # the live tensors, filled in place
-    checkpoints_of(run, config).load(checkpoint, {"model": weights})
+    checkpoints.load(checkpoint, {"model": weights})
+    for name, tensor in weights.items():
+        check_tensor(name, tensor, checkpoint.path)
     for router in learned:
         router.keep_alpha()
     if learned:
         model.set_alpha(model.alpha)
-    model.config.budget_curve = _calibrated(run, checkpoint.step)
-    model.set_budget(None)  # makes room for the largest budget of the curve
+    _add_budgets(run, model, checkpoint.step)
     try:
         data, why = _held_out(config, checkpoint), ""
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         data, why = None, str(error)
     return LoadedModel(
         path=run,
         model=model.eval(),
-        tokenizer=PreTrainedTokenizerFast.from_pretrained(tokenizer_folder),
+        tokenizer=_open_tokenizer(tokenizer_folder, model_config.vocab_size),
         tokenizer_folder=tokenizer_folder,
         length=config.data.sequence_length or model.config.max_position_embeddings,
         checkpoint=checkpoint,
@@ -124,27 +133,47 @@ def _open_run(run: Path, which: str) -> LoadedModel:
     )
 
 
-def _calibrated(run: Path, step: int) -> list[dict[str, Any]] | None:
-    """The curve of budgets that `grmoe dial` measured at this step; None where there is nothing that can be read."""
-    try:
+def _model_part(saved: Shapes) -> Shapes:
+    """The tensors of the model among those of a checkpoint. The others are the optimisers'."""
+    return {name.removeprefix("model."): about for name, about in saved.items() if name.startswith("model.")}
+
+
+def _open_tokenizer(folder: Path, vocab_size: int) -> Any:
+    path = folder / "tokenizer.json"
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file():
+            read_json(folder / name)
+    with reading(path):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        last = max(tokenizer.get_vocab().values(), default=-1)
+        checks.require(last >= 0, f"{path} has no tokens")
+        tokenizer("a")  # a tokenizer can be read and still fail
+    checks.require(
+        last < vocab_size,
+        f"{folder} does not fit its model: token {last} is not in the model's vocabulary of {vocab_size}",
+    )
+    return tokenizer
+
+
+def _add_budgets(run: Path, model: GrmoeForCausalLM, step: int) -> None:
+    """Give the model the curve of budgets that `grmoe dial` measured at this step, if there is one that can be read."""
+    results = None
+    with contextlib.suppress(ResultsError):
         results = find_results(run, "dial")
-    except ResultsError:
-        return None
-    if results is None or results.step != step or not results.body.get("curve"):
-        return None
-    curve: list[dict[str, Any]] = results.body["curve"]
-    return curve
+    curve = results.body.get("curve") if results is not None and results.step == step else None
+    with reading(results_folder(run, "dial") / RESULTS):
+        model.config.budget_curve = curve or None
+        model.set_budget(None)  # makes room for the largest budget of the curve
 
 
 def _open_export(folder: Path) -> LoadedModel:
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{folder} must hold a saved model with its tokenizer: tokenizer.json is missing")
-    find_config(folder)  # a model of another kind is refused by name
-    model: Any = GrmoeForCausalLM.from_pretrained(folder, dtype="auto")
+    model = load_saved(folder)
     return LoadedModel(
         path=folder,
         model=model.eval(),
-        tokenizer=PreTrainedTokenizerFast.from_pretrained(folder),
+        tokenizer=_open_tokenizer(folder, model.config.vocab_size),
         tokenizer_folder=folder,
         length=model.config.max_position_embeddings,
     )
@@ -152,6 +181,6 @@ def _open_export(folder: Path) -> LoadedModel:
 
 def _held_out(config: TrainConfig, checkpoint: Checkpoint) -> TokenDataset:
     data = TokenDataset(config.data.path, "validation")
-    if checkpoint.meta["data"] != data_checksum(data.folder):
+    if checkpoint.meta.get("data") != data_checksum(data.folder):
         raise ValueError(f"{config.data.path} is not the data it was trained on")
     return data

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import grmoe
-from grmoe.files import write_file
+from grmoe.files import read_json, reason, write_file
 from grmoe.hardware import device_name
 from grmoe.runs.folder import CONFIG
 
@@ -28,7 +28,9 @@ if TYPE_CHECKING:  # opening a run reads its results
     from grmoe.runs.open import LoadedModel
 
 FORMAT = 2  # increased when the meaning of a body changes; older files are refused
-_RESULTS = "results.json"
+RESULTS = "results.json"
+# Types of the fields that are no text.
+_TYPES: dict[str, Any] = {"step": int | None, "threads": int, "command": list, "body": dict, "format": int}
 # The command that makes each kind of results, and the folder they go to.
 COMMANDS = {"dial": "dial", "eval": "eval", "analysis": "analyze", "prune": "prune"}
 
@@ -86,27 +88,32 @@ def save_results(loaded: LoadedModel, kind: str, body: Any, out: Path, card: str
     )
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(asdict(results), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    write_file(out / _RESULTS, f"{text}\n".encode())
-    return out / _RESULTS
+    write_file(out / RESULTS, f"{text}\n".encode())
+    return out / RESULTS
 
 
 def load_results(path: Path, kind: str) -> Results:
     """Read a results.json of this version, or raise `ResultsError` with the command that makes a new one."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except ValueError as error:
-        raise ResultsError(f"{path} is damaged ({error})", _command_of(path, kind)) from error
-    if not isinstance(found, Mapping) or found.get("format") != FORMAT or found.get("kind") != kind:
+        why = reason(error.__cause__ or error)
+        raise ResultsError(f"{path} is damaged ({why})", _command_of(path, kind)) from error
+    if found.get("format") != FORMAT or found.get("kind") != kind:
         raise ResultsError(f"{path} was written by another version of grmoe", _command_of(path, kind))
     missing = [f.name for f in fields(Results) if f.name not in found]
     if missing:
         raise ResultsError(f"{path} is damaged (without {', '.join(missing)})", _command_of(path, kind))
+    wrong = [f.name for f in fields(Results) if not isinstance(found[f.name], _TYPES.get(f.name, str))]
+    if wrong:
+        got = f"{wrong[0]} is {found[wrong[0]]!r:.40}"
+        raise ResultsError(f"{path} is damaged ({got})", _command_of(path, kind))
     return Results(**{f.name: found[f.name] for f in fields(Results)})
 
 
 def find_results(model: Path, kind: str) -> Results | None:
     """The results of a command for a model; None if it was never run."""
-    path = results_folder(model, kind) / _RESULTS
+    path = results_folder(model, kind) / RESULTS
     return load_results(path, kind) if path.is_file() else None
 
 
