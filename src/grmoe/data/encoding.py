@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from grmoe.data.cutting import cut_text
 from grmoe.data.documents import Document, Skipped
 from grmoe.data.packing import Tokens
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BATCH_BYTES = 2**19  # large enough to hide the cost of moving a batch between processes
+_IN_FLIGHT_BYTES = 2**27  # of text given to workers: documents may be long
+_PIECE = 2**16  # characters: BPE on one word, a text without spaces, takes n·log n steps and 100 bytes each
+_GROUP = 2**20  # characters encoded at once
 Row = Document | Skipped
 
 
@@ -42,7 +46,8 @@ class DocumentEncoder:
         ids = encode("Some text.")
 
     `tokenizer` is a `tokenizers.Tokenizer` (`.backend_tokenizer` of a fast tokenizer of transformers). It stays as it
-    is: the encoder works on a copy.
+    is: the encoder works on a copy. A text of more than 65,536 characters is encoded in pieces, cut between words,
+    because a tokenizer takes a hundred bytes of memory per character.
     """
 
     def __init__(self, tokenizer: Tokenizer, end_of_text: int, dtype: DTypeLike = np.int64) -> None:
@@ -58,8 +63,27 @@ class DocumentEncoder:
 
     def batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """The tokens of each text. Faster than one call per text."""
-        encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array([*e.ids, self.end_of_text], dtype=self.dtype) for e in encoded]
+        found: list[list[NDArray[Any]]] = [[] for _ in texts]
+        for group in _groups((i, piece) for i, text in enumerate(texts) for piece in cut_text(text, _PIECE)):
+            pieces = [piece for _, piece in group]
+            encoded = self.tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+            for (i, _), encoding in zip(group, encoded, strict=True):
+                found[i].append(np.array(encoding.ids, dtype=self.dtype))
+        end = np.array([self.end_of_text], dtype=self.dtype)
+        return [np.concatenate([*ids, end]) for ids in found]
+
+
+def _groups(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    group: list[tuple[int, str]] = []
+    size = 0
+    for number, piece in pieces:
+        group.append((number, piece))
+        size += len(piece)
+        if size >= _GROUP:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 @dataclass(frozen=True)
@@ -82,6 +106,8 @@ class _InFlight:
     """A batch that a worker is encoding. `tokens` is None if the batch has no document."""
 
     rows: list[Row]
+    size: int
+    """Bytes of text."""
     tokens: Future[list[Tokens]] | None
 
     def result(self) -> Iterator[tuple[Row, Tokens | None]]:
@@ -107,8 +133,9 @@ def encode_documents(
     try:
         for batch in _batches(rows):
             texts = _texts(batch)
-            in_flight.append(_InFlight(batch, pool.submit(_encode_in_worker, texts) if texts else None))
-            if len(in_flight) > 3 * workers:
+            tokens = pool.submit(_encode_in_worker, texts) if texts else None
+            in_flight.append(_InFlight(batch, _size(batch), tokens))
+            while len(in_flight) > 3 * workers or sum(b.size for b in in_flight) > _IN_FLIGHT_BYTES:
                 yield from in_flight.popleft().result()
         while in_flight:
             yield from in_flight.popleft().result()
@@ -132,6 +159,10 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _size(batch: list[Row]) -> int:
+    return sum(row.size for row in batch if isinstance(row, Document))
 
 
 def _texts(batch: list[Row]) -> list[str]:
