@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+PIECE = 2**16  # characters given to a tokenizer at once: it takes a hundred bytes of memory for each
 _SEARCH = 4096  # characters before the wanted place in which a better one is looked for
 
 

@@ -14,7 +14,9 @@ from grmoe.data.sources import optional
 BUFFER = 2**20
 _XZ_MEMORY = 2**28  # bytes: `xz -9` needs 65 MB, but a file may ask for 4 GB
 _ZSTD_WINDOW = 2**27  # bytes: what `zstd` itself accepts without --long
-_ZSTD_INPUT = 2**12  # bytes: a block of four bytes unpacks to 128 KiB, so this becomes at most 128 MiB at once
+_ZSTD_INPUT = (
+    2**12
+)  # bytes: a block of four bytes unpacks to 128 KiB, so this becomes at most 128 MiB at once
 DAMAGE = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile)  # what a damaged file raises
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from grmoe.data.conversations import conversation_text
 from grmoe.data.cutting import cut_tail
 from grmoe.data.decompression import DAMAGE, decompress, read_lines
 from grmoe.data.sources import Unit, optional
@@ -70,6 +71,8 @@ class Reader:
     """What is held out."""
     text_field: str = "text"
     domain_field: str = "domain"
+    chat: bool = False
+    """The text field holds a conversation. The text of a document is then the conversation as JSON."""
     strict: bool = False
     """Raise at the first row that is not a document."""
     max_document: int = MAX_DOCUMENT
@@ -80,21 +83,22 @@ class Reader:
             unit = self.units[number]
             first = start.row if number == start.unit else 0
             for row, content, consumed in self._rows(number, first):
-                if isinstance(content, _Bad):
-                    yield self._skip(unit, row, content)
-                    continue
                 at = Position(number, row)
+                if isinstance(content, _Bad):
+                    yield self.skip(at, *content)
+                    continue
                 for document in self._parts(unit, at, content, consumed):
                     if document.at >= start._replace(token=0):
                         yield document
 
-    def _skip(self, unit: Unit, row: int, bad: _Bad) -> Skipped:
-        line = "" if unit.kind == "text" else f", row {row + 1}"
-        detail = f" ({bad.detail})" if bad.detail else ""
-        sentence = f"{line}: {bad.reason}{detail}"
+    def skip(self, at: Position, reason: str, detail: str = "") -> Skipped:
+        """Describe a row that is not a document."""
+        unit = self.units[at.unit]
+        line = "" if unit.kind == "text" else f", row {at.row + 1}"
+        sentence = f"{line}: {reason}{f' ({detail})' if detail else ''}"
         if self.strict:
             raise ValueError(unit.location + sentence)
-        return Skipped(bad.reason, unit.name + sentence)
+        return Skipped(reason, unit.name + sentence)
 
     def _parts(self, unit: Unit, at: Position, content: _Content, consumed: int) -> Iterator[Document]:
         """The document of a row: in two, where the end of every document is held out."""
@@ -135,6 +139,8 @@ class Reader:
 
     def _decode(self, unit: Unit, raw: bytes) -> _Content | _Bad:
         """A .txt file."""
+        if self.chat:
+            return _Bad(NO_TEXT, "conversations are read from .jsonl and .parquet")
         if len(raw) > self.max_document:
             return self._too_long()
         content = raw.removeprefix(_BOM)
@@ -166,11 +172,14 @@ class Reader:
 
     def _document(self, unit: Unit, fields: Any) -> _Content | _Bad:
         if not isinstance(fields, dict):
-            return _Bad(NO_TEXT, f"it has no field {self.text_field!r}")
+            return _Bad(NO_TEXT, "not an object")
         text, domain = fields.get(self.text_field), fields.get(self.domain_field)
+        if self.chat:
+            text = conversation_text(text)
         if not isinstance(text, str) or not text.strip():
-            found = "is empty" if isinstance(text, str) else "is not text" if text is not None else "is missing"
-            return _Bad(NO_TEXT, f"field {self.text_field!r} {found}")
+            missing = self.text_field not in fields
+            wrong = "is missing" if missing else "holds no conversation" if self.chat else "holds no text"
+            return _Bad(NO_TEXT, f"field {self.text_field!r} {wrong}")
         name = unit.domain if domain is None or domain == "" else str(domain)
         try:
             name.encode()

@@ -65,12 +65,12 @@ def choose_split(
     enough = min(least, _LARGEST_SHARE * total)
     if sum(size for at, size in documents if at < share) >= max(1, enough):
         return Split(share)
-    wanted, held_out = max(1.0, enough, share * total), 0
+    wanted, held_out, last = max(1.0, enough, share * total), 0, 0.0
     for at, size in sorted(documents):
-        held_out += size
+        held_out, last = held_out + size, at
         if held_out >= wanted:
             break
     few = len(documents) < _FEW_DOCUMENTS or held_out > wanted + total / 8
     if few and not whole:
         return Split(tail=wanted / total)
-    return Split(float(f"{1.01 * at:.3g}"))  # above `at`, and short enough to read
+    return Split(float(f"{1.01 * last:.3g}"))  # above `last`, and short enough to read

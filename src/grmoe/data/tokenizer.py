@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grmoe.checks import require
-from grmoe.data.cutting import cut_runs
+from grmoe.data.cutting import PIECE, cut_runs, cut_text
 from grmoe.data.documents import Document
 from grmoe.data.sources import optional
 from grmoe.files import replace_folder, write_file
@@ -107,7 +107,9 @@ def load(name: str) -> LoadedTokenizer:
         configs = [json.loads(text) for text in texts.values()]
     except Exception as error:  # the tokenizers library raises bare Exception for files it cannot read
         raise ValueError(f"tokenizer {place} could not be read: {error}") from error
-    require(all(isinstance(c, dict) for c in configs), f"tokenizer {place}: {files[1].name} must hold an object")
+    require(
+        all(isinstance(c, dict) for c in configs), f"tokenizer {place}: {files[1].name} must hold an object"
+    )
     special: dict[str, str | None] = {}
     for config in configs:
         for key in _SPECIAL:
@@ -213,7 +215,8 @@ def train(size: int, documents: Iterable[Document]) -> LoadedTokenizer:
 
     texts = sample(documents, _SAMPLE_BYTES)
     require(bool(texts), "there is no document to train a tokenizer on")
-    pieces = (piece for text in texts for piece in cut_runs(text, _LONGEST_WORD))
+    long = (piece for text in texts for piece in cut_text(text, PIECE))
+    pieces = (piece for text in long for piece in cut_runs(text, _LONGEST_WORD))
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=size,
