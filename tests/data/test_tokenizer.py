@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,12 +110,13 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 def test_a_hub_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
 
-    def no_network(name: str) -> None:
+    def no_network(name: str, **options: Any) -> None:
         raise OSError("We couldn't connect\nand many more lines")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", no_network)
+    monkeypatch.setattr("grmoe.data.tokenizer._why_unreachable", lambda name: "")
     with pytest.raises(
-        ValueError, match=r"'owner/name' could not be loaded: We couldn't connect \(give a folder"
+        ValueError, match=r"'owner/name' could not be loaded: We couldn't connect; give its tokenizer.json"
     ):
         load("owner/name")
 
@@ -123,7 +125,8 @@ def test_any_fast_tokenizer_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path
     transformers = pytest.importorskip("transformers")
     save(train(300, as_documents(TEXTS)), tmp_path / "hub")
     opened = transformers.AutoTokenizer.from_pretrained(tmp_path / "hub", pad_token="Ġ", model_max_length=7)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: opened)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name, **_: opened)
+    monkeypatch.setattr("grmoe.data.tokenizer._why_unreachable", lambda name: "")
     named = load("owner/name")
     assert named.special["pad_token"] == "Ġ"
     assert named.special["eos_token"] == END_OF_TEXT

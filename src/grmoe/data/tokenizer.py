@@ -107,9 +107,8 @@ def load(name: str) -> LoadedTokenizer:
         configs = [json.loads(text) for text in texts.values()]
     except Exception as error:  # the tokenizers library raises bare Exception for files it cannot read
         raise ValueError(f"tokenizer {place} could not be read: {error}") from error
-    require(
-        all(isinstance(c, dict) for c in configs), f"tokenizer {place}: {files[1].name} must hold an object"
-    )
+    objects = all(isinstance(config, dict) for config in configs)
+    require(objects, f"tokenizer {place}: {', '.join(texts)} must hold a JSON object")
     special: dict[str, str | None] = {}
     for config in configs:
         for key in _SPECIAL:
