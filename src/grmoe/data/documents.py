@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from grmoe.data.conversations import conversation_text
 from grmoe.data.cutting import cut_tail
 from grmoe.data.decompression import DAMAGE, decompress, read_lines
-from grmoe.data.sources import Unit, optional
+from grmoe.data.sources import Unit, is_compressed, optional
 from grmoe.data.splitting import Split
 
 EMPTY, NO_TEXT, BAD_JSON = "empty", "no text", "invalid JSON"
@@ -142,7 +142,7 @@ class Reader:
         if self.chat:
             return _Bad(NO_TEXT, "conversations are read from .jsonl and .parquet")
         if len(raw) > self.max_document:
-            return self._too_long()
+            return self._too_long(0 if is_compressed(unit) else unit.size)
         content = raw.removeprefix(_BOM)
         if raw.startswith(_UTF16):
             return _Bad(NOT_UTF8, "it begins like UTF-16")
@@ -154,8 +154,11 @@ class Reader:
             return _Bad(BINARY, f"a zero byte at position {zero:,}")
         return (text, unit.domain, content) if text.strip() else _Bad(EMPTY if not content else NO_TEXT)
 
-    def _too_long(self) -> _Bad:
-        return _Bad(TOO_LONG, f"more than {self.max_document / 2**20:g} MiB")
+    def _too_long(self, size: int = 0) -> _Bad:
+        """size: bytes, if they are known."""
+        if size:
+            return _Bad(TOO_LONG, f"{size:,} bytes; --max-document-mb {-(-size // 2**20)} reads it")
+        return _Bad(TOO_LONG, f"more than {self.max_document:,} bytes; see --max-document-mb")
 
     def _parse(self, unit: Unit, line: bytes | None) -> _Content | _Bad:
         if line is None:

@@ -107,16 +107,8 @@ def prepare(
     if (finished := _finished(out, recipe, overwrite)) is not None:
         return finished
 
-    revisions = [record.get("revision") for record in records]
-    reader = Reader(
-        units,
-        revisions,
-        text_field=recipe["text_field"],
-        domain_field=domain_field,
-        chat=chat,
-        strict=strict,
-        max_document=max_document,
-    )
+    reader = Reader(units, [record.get("revision") for record in records], text_field=recipe["text_field"],
+                    domain_field=domain_field, chat=chat, strict=strict, max_document=max_document)  # fmt: skip
     split = survey(reader, recipe["validation"], max(1, recipe["at_least"]), whole=chat)
     journal = _begin(out, recipe, overwrite)
     run = _Preparation(out, replace(reader, split=split), journal, size, progress)

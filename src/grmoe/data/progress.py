@@ -44,7 +44,9 @@ def show(index: dict[str, Any], sequence_length: int = SEQUENCE_LENGTH) -> Itera
     yield domains(index)
     if skipped := index["skipped"]:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in skipped.items())
-        yield f"{sum(skipped.values()):,} rows skipped ({reasons}). --strict stops at the first and names it."
+        count = sum(skipped.values())
+        rows = "1 row" if count == 1 else f"{count:,} rows"
+        yield f"{rows} skipped ({reasons}). --strict stops at the first and names it."
         yield from (f"  {sentence}" for sentence in index.get("first_skipped", {}).values())
     yield _validation(index)
     if missing := lacks_room(index, sequence_length):

@@ -31,8 +31,22 @@ def check_room(index: dict[str, Any], sequence_length: int | None) -> None:
     fitting = _other_length(index, sequence_length)
     advice = f", or prepare it for shorter sequences: --sequence-length {fitting}" if fitting else ""
     raise ValueError(
-        f"too little text for sequences of {sequence_length:,} tokens: {missing}; give more text{advice}"
+        f"too little text for sequences of {sequence_length:,} tokens: {missing}; "
+        f"give at least {_least_kilobytes(index, sequence_length):,} kB of text{advice}"
     )
+
+
+def _least_kilobytes(index: dict[str, Any], sequence_length: int) -> int:
+    """Text of this kind that has room for both splits. At most a quarter of it is held out."""
+    size, tokens = _total(index)
+    need = max(training_tokens(sequence_length) / 0.75, validation_tokens(sequence_length) / 0.25)
+    return round(1.1 * need * size / tokens / 1000) + 1  # more text may have fewer tokens per byte
+
+
+def _total(index: dict[str, Any]) -> tuple[int, int]:
+    """(bytes, tokens) of both splits."""
+    sizes = [index["splits"][split] for split in ("train", "validation")]
+    return sum(split["bytes"] for split in sizes), sum(split["tokens"] for split in sizes)
 
 
 def longest_sequence(index: dict[str, Any], sequence_length: int) -> int | None:
@@ -43,8 +57,7 @@ def longest_sequence(index: dict[str, Any], sequence_length: int) -> int | None:
 
 def _other_length(index: dict[str, Any], sequence_length: int) -> int | None:
     """The longest sequences that the same text has room for if it is split for them. None if there are none."""
-    sizes = [index["splits"][split] for split in ("train", "validation")]
-    size, tokens = (sum(split[key] for split in sizes) for key in ("bytes", "tokens"))
+    size, tokens = _total(index)
     for length in _shorter(sequence_length):
         # Other text will be held out, so its number of tokens is an estimate: leave a tenth to spare.
         held_out = 0.9 * tokens * min(0.25, validation_bytes(length) / size)
