@@ -24,7 +24,7 @@ pytest.importorskip("tokenizers")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("damage")
-    write_jsonl(root / "a.jsonl", make_documents(200))
+    write_jsonl(root / "a.jsonl", make_documents(100))
     prepare(
         [root / "a.jsonl"], root / "out", tokenizer="bpe:300", validation=0.2, shard_tokens=700, workers=1
     )
@@ -82,9 +82,9 @@ def test_train_refuses_a_damaged_shard_in_one_line(
 def test_large_data_is_sampled_at_once_and_checked_in_the_background(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataset, "_VERIFIED_WHEN_OPENED", 4000)
+    monkeypatch.setattr(dataset, "_VERIFIED_WHEN_OPENED", 3000)
     shards = sorted(copy.glob("train-*.bin"))
-    assert len(shards) > 6
+    assert len(shards) > 5
     flipped(copy / "train-00001.bin")
     data = TokenDataset(copy)  # a sample: shards 0, 3, 6, …
     with pytest.raises(ValueError, match=r"train-00001.bin is damaged: its checksum"):
@@ -169,7 +169,7 @@ def test_a_damaged_index_is_one_line(folder: Path, copy: Path) -> None:
     path.write_text(whole)
     old = json.dumps(without_checksums(copy))
     messages = []
-    for _ in range(150):
+    for _ in range(60):
         path.write_text(json.dumps(changed(json.loads(old), draw)))
         try:
             for split in ("train", "validation"):
@@ -178,7 +178,7 @@ def test_a_damaged_index_is_one_line(folder: Path, copy: Path) -> None:
                 list(data.iter_documents())
         except ValueError as error:
             messages.append(str(error))
-    assert len(messages) > 20
+    assert len(messages) > 10
     assert all("\n" not in message and str(copy) in message for message in messages)
 
 

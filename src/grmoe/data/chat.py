@@ -43,10 +43,11 @@ class ChatEncoder:
     def __init__(self, folder: Path, end_of_text: int, dtype: np.dtype[np.unsignedinteger]) -> None:
         self.tokenizer = optional("transformers").PreTrainedTokenizerFast.from_pretrained(folder)
         self.end_of_text, self.dtype = end_of_text, dtype
-        self.special = set(self.tokenizer.all_special_tokens)
+        added = self.tokenizer.added_tokens_decoder.values()
+        self.special = {token.content for token in added if token.special}
 
     def batch(self, texts: Sequence[str]) -> list[NDArray[np.unsignedinteger] | str]:
-        """The tokens of each conversation, or the reason why it has none."""
+        """The tokens of each conversation, or why it has none: a reason, or "reason: detail"."""
         return [self.encode(json.loads(text)) for text in texts]
 
     def encode(self, messages: list[dict[str, str]]) -> NDArray[np.unsignedinteger] | str:
@@ -56,8 +57,8 @@ class ChatEncoder:
             return SPECIAL  # it would end an answer, or begin a message
         try:
             text, spans = self._render(messages)
-        except Exception:  # templates raise errors of many kinds
-            return TEMPLATE
+        except Exception as error:  # templates raise errors of many kinds
+            return f"{TEMPLATE}: {' '.join(str(error).split()):.80}"
         if len(text) > _LONGEST:
             return LONG
         encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)

@@ -272,7 +272,8 @@ class _Preparation:
             if isinstance(row, Skipped):
                 packer.skip(row)
             elif isinstance(ids, str):
-                packer.skip(self.reader.skip(row.at, ids))
+                reason, _, detail = ids.partition(": ")
+                packer.skip(self.reader.skip(row.at, reason, detail))
             else:
                 assert ids is not None
                 first = start.token if row.at == start._replace(token=0) else 0

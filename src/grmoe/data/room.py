@@ -22,9 +22,8 @@ def lacks_room(index: dict[str, Any], sequence_length: int) -> str:
 
 def check_room(index: dict[str, Any], sequence_length: int | None) -> None:
     """Raise if the text is too short, with a length of sequences that it is long enough for. None: any length."""
-    require(
-        index["splits"]["train"]["tokens"] > 0, "no text is left to train on: give more, or hold out less"
-    )
+    why = next(iter(index["first_skipped"].values()), "give more text, or hold out less")
+    require(index["splits"]["train"]["tokens"] > 0, f"no document is left to train on; {why}")
     missing = "" if sequence_length is None else lacks_room(index, sequence_length)
     if sequence_length is None or not missing:
         return
