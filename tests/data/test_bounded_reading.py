@@ -159,6 +159,18 @@ def test_input_that_is_not_text_is_named_with_its_reason(tmp_path: Path, name: s
     assert not (tmp_path / "out").exists()
 
 
+def test_a_validation_source_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "good.jsonl").write_bytes(GOOD)
+    (tmp_path / "latin.txt").write_bytes(BAD_FILES["latin.txt"][0])
+    message = r"no document is left to validate on; latin.txt: not UTF-8 \(byte 0xfc at position 2\)"
+    with pytest.raises(ValueError, match=message):
+        prepare(
+            [tmp_path / "good.jsonl"], tmp_path / "out", tokenizer="bpe:257", workers=1,
+            validation_source=tmp_path / "latin.txt",
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
 def test_bad_files_among_good_ones_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(GOOD * 20 + b'{"text": "cut\n' * 3)
     for name in ("latin.txt", "program.txt"):

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_corpus import folder_bytes
 
+from grmoe.data import prepare
 from grmoe.data.documents import Document, Position
 from grmoe.data.tokenizer import (
     END_OF_TEXT,
@@ -162,6 +164,23 @@ def test_a_hub_name_fails_at_once_without_the_hub(monkeypatch: pytest.MonkeyPatc
         load("owner/name")
     assert time.monotonic() - start < 5
     assert len(asked) == (0 if offline else 1)
+
+
+def test_a_tokenizer_that_cannot_be_loaded_leaves_nothing_behind(corpus: Path, tmp_path: Path) -> None:
+    """Before, the next try with another tokenizer was refused: "was prepared differently"."""
+    good: dict[str, Any] = {"tokenizer": "bpe:300", "validation": 0.1, "workers": 1}
+    for _ in range(2):  # with an empty folder, then with prepared data that would be replaced
+        before = folder_bytes(tmp_path / "out")
+        with pytest.raises(ValueError, match="is neither a file nor a folder"):
+            prepare(
+                [corpus], tmp_path / "out", **good | {"tokenizer": "no/such/file.json", "overwrite": True}
+            )
+        assert folder_bytes(tmp_path / "out") == before
+        prepare([corpus], tmp_path / "out", **good)
+    (corpus / "0.jsonl").write_text("not JSON")
+    with pytest.raises(ValueError, match="row 1: invalid JSON"):
+        prepare([corpus], tmp_path / "strict", strict=True, **good)
+    assert not (tmp_path / "strict").exists()
 
 
 def test_a_chat_template_stays_with_its_tokenizer(tmp_path: Path) -> None:

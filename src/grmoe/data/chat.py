@@ -53,7 +53,8 @@ class ChatEncoder:
     def encode(self, messages: list[dict[str, str]]) -> NDArray[np.unsignedinteger] | str:
         if not any(message["role"] == ASSISTANT for message in messages):
             return NO_ANSWER
-        if any(token in message["content"] for message in messages for token in self.special):
+        said = [text for message in messages for text in message.values()]
+        if any(token in text for text in said for token in self.special):
             return SPECIAL  # it would end an answer, or begin a message
         try:
             text, spans = self._render(messages)

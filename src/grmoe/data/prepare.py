@@ -30,6 +30,7 @@ from grmoe.data.shards import INDEX, TOKENIZER, check_shard, remove_unlisted, to
 from grmoe.data.sources import STDLIB, Unit, find_units, fingerprints, folder_domain, is_compressed
 from grmoe.data.splitting import SEQUENCE_LENGTH, SHARE, Split, validation_bytes
 from grmoe.data.survey import survey
+from grmoe.data.tokenizer import LoadedTokenizer
 
 _SHARD_TOKENS = 2**25
 _FEW_DOCUMENTS_SHARE = 0.05  # the standard library has about 700 files, and every domain needs a few
@@ -97,7 +98,7 @@ def prepare(
         "sources": records,
         "tokenizer": tokenizer_name,
         "validation": 0.0 if validation_source is not None else float(validation),
-        "at_least": validation_bytes(sequence_length) if automatic else 0,
+        "validation_bytes": validation_bytes(sequence_length) if automatic else 0,
         "shard_tokens": shard_tokens,
         "text_field": text_field or ("messages" if chat else "text"),
         "domain_field": domain_field,
@@ -109,19 +110,23 @@ def prepare(
 
     reader = Reader(units, [record.get("revision") for record in records], text_field=recipe["text_field"],
                     domain_field=domain_field, chat=chat, strict=strict, max_document=max_document)  # fmt: skip
-    split = survey(reader, recipe["validation"], max(1, recipe["at_least"]), whole=chat)
+    split = survey(reader, recipe["validation"], max(1, recipe["validation_bytes"]), whole=chat)
+    # A tokenizer that cannot be loaded must not cost the data that --overwrite replaces.
+    loaded = None if tokenizers.bpe_size(tokenizer) else tokenizers.load(tokenizer)
     journal = _begin(out, recipe, overwrite)
     run = _Preparation(out, replace(reader, split=split), journal, size, progress)
     try:
-        run.ensure_tokenizer(tokenizer)
+        run.ensure_tokenizer(tokenizer, loaded)
         run.write_ranges(shard_tokens, workers or _automatic_workers(units))
         index = _index(journal, split)
-        try:
-            check_room(index, sequence_length if automatic else None)
-        except ValueError:
-            _discard(out)
-            raise
+        check_room(index, sequence_length if automatic else None, bool(validation_source or validation))
         return run.finish(index)
+    except ValueError:
+        if not journal.ranges or journal.ranges[-1]["end"] is None:
+            _discard(
+                out
+            )  # no range is finished, or all of them and the text is too short: nothing to continue
+        raise
     except OSError as error:
         done = sum(len(r["shards"]) for r in journal.ranges)
         kept = f"{done} finished shards are kept: run the same command again to continue"
@@ -136,9 +141,8 @@ def _units(sources: Sequence[str | Path], validation_source: str | Path | None) 
     taken = {_identity(unit) for unit in held_out}
     training = [unit for unit in find_units(sources) if _identity(unit) not in taken]
     require(bool(training), "sources must hold more than the validation source")
-    return _one_domain_per_folder(
-        [*sources, *([validation_source] if validation_source else [])], training + held_out
-    )
+    given = [*sources] if validation_source is None else [*sources, validation_source]
+    return _one_domain_per_folder(given, training + held_out)
 
 
 def _one_domain_per_folder(sources: Sequence[str | Path], units: list[Unit]) -> list[Unit]:
@@ -234,11 +238,11 @@ class _Preparation:
         for unit in reader.units:
             self.before.append(self.before[-1] + unit.size)
 
-    def ensure_tokenizer(self, name: str) -> None:
+    def ensure_tokenizer(self, name: str, loaded: LoadedTokenizer | None) -> None:
+        """loaded: the tokenizer, unless it is to be trained."""
         if self.journal.tokenizer is not None:
             return
-        size = tokenizers.bpe_size(name)
-        made = tokenizers.load(name) if size is None else tokenizers.train(size, self._training_texts())
+        made = loaded or tokenizers.train(tokenizers.bpe_size(name) or 0, self._training_texts())
         if self.reader.chat and made.chat_template is None:
             made = replace(made, chat_template=DEFAULT_TEMPLATE)
         self.journal.record_tokenizer(tokenizers.save(made, self.out / TOKENIZER))

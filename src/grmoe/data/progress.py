@@ -58,7 +58,8 @@ def show(index: dict[str, Any], sequence_length: int = SEQUENCE_LENGTH) -> Itera
 def _validation(index: dict[str, Any]) -> str:
     tokens, by = index["splits"]["validation"]["tokens"], index.get("held_out", {})
     if not tokens:
-        return "Validation: nothing is held out, and `grmoe train` needs some text. Leave out --validation 0."
+        advice = "prepare it again with --overwrite and without --validation"
+        return f"Validation: nothing is held out, and `grmoe train` needs some text: {advice}."
     if tail := by.get("tail"):
         part = f"the last {tail:.1%} of each document"
         return f"Validation: {tokens:,} tokens, {part}, because there are few documents or long ones."

@@ -20,10 +20,15 @@ def lacks_room(index: dict[str, Any], sequence_length: int) -> str:
     return ""
 
 
-def check_room(index: dict[str, Any], sequence_length: int | None) -> None:
-    """Raise if the text is too short, with a length of sequences that it is long enough for. None: any length."""
-    why = next(iter(index["first_skipped"].values()), "give more text, or hold out less")
+def check_room(index: dict[str, Any], sequence_length: int | None, validates: bool) -> None:
+    """Raise if the text is too short, with a length of sequences that it is long enough for. None: any length.
+
+    validates: some text must be held out.
+    """
+    why = next(iter(index["first_skipped"].values()), "give more text")
     require(index["splits"]["train"]["tokens"] > 0, f"no document is left to train on; {why}")
+    held_out = index["splits"]["validation"]["tokens"] > 0
+    require(held_out or not validates, f"no document is left to validate on; {why}")
     missing = "" if sequence_length is None else lacks_room(index, sequence_length)
     if sequence_length is None or not missing:
         return
