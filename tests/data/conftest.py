@@ -1,4 +1,4 @@
-"""A small corpus."""
+"""A small corpus, and a configuration small enough to train in a second: see `small_runs`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 from small_corpus import make_documents, write_jsonl
+from small_runs import make_settings, prepared, settings
+
+__all__ = ["make_settings", "prepared", "settings"]
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def test_files_hold_what_was_packed(drawn: Drawn, limit: int) -> None:
             record = write_shard(folder, "train-00000", shard, np.dtype("<u2"))
             check_shard(folder, record, np.dtype("<u2"))
             verify_shard(folder, record)
-            offsets, domains, continues = read_pieces(folder / "train-00000.idx")
+            offsets, domains, continues = read_pieces(folder / "train-00000.idx", 3)
             tokens = np.fromfile(folder / "train-00000.bin", dtype="<u2")
             assert domains.tolist() == shard.domains
             assert continues == shard.continues

@@ -295,5 +295,7 @@ def test_mistakes_are_named_before_anything_is_written(
 
 def test_no_document_at_all(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"title": "nothing"}\n')
-    with pytest.raises(ValueError, match="no document to train a tokenizer on"):
+    message = r"no document to train on; empty.jsonl, row 1: no text \(field 'text' is missing\)"
+    with pytest.raises(ValueError, match=message):
         prepare([tmp_path / "empty.jsonl"], tmp_path / "out", tokenizer="bpe:300")
+    assert not (tmp_path / "out").exists()

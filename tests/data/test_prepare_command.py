@@ -37,20 +37,23 @@ def test_table_skipped_rows_and_the_next_command(corpus: Path, tmp_path: Path) -
 def test_mistakes_are_one_line(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (corpus / "bad.jsonl").write_text("not JSON\n")
-    code, output = run(corpus, "--out", out, "--tokenizer", "bpe:300", "--strict")
+    options = ("--out", out, "--validation", 0.1, "--tokenizer")
+    code, output = run(corpus, *options, "bpe:300", "--strict")
     assert code == 2
     assert "bad.jsonl, row 1: invalid JSON" in output.replace("\n", "")
-    assert run(corpus, "--out", out, "--tokenizer", "bpe:300")[0] == 0  # what --strict began goes on without
-    code, output = run(corpus, "--out", out, "--tokenizer", "bpe:400")
+    assert run(corpus, *options, "bpe:300")[0] == 0  # what --strict began goes on without
+    code, output = run(corpus, *options, "bpe:400")
     assert code == 2
     assert "tokenizer: 'bpe:300' before, 'bpe:400' now" in output.replace("\n", "")
 
 
-def test_without_a_validation_document_it_says_so(tmp_path: Path) -> None:
+def test_without_validation_it_says_so(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("a single document")
-    code, output = run(tmp_path / "one.txt", "--out", tmp_path / "out", "--tokenizer", "bpe:257")
+    options = ("--out", tmp_path / "out", "--tokenizer", "bpe:257", "--validation", 0)
+    code, output = run(tmp_path / "one.txt", *options)
     assert code == 0
-    assert "No document is held out for validation" in output
+    assert "nothing is held out" in output
+    assert "Next:" not in output  # nothing to train on would come of it
 
 
 def test_progress_names_each_phase_and_now_and_then_the_tokens() -> None:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from small_corpus import folder_bytes
 
+from grmoe.data import prepare
 from grmoe.data.documents import Document, Position
-from grmoe.data.tokenizer import END_OF_TEXT, bpe_size, load, sample, save, tokenizer_recipe, train
+from grmoe.data.tokenizer import (
+    END_OF_TEXT,
+    LoadedTokenizer,
+    bpe_size,
+    load,
+    sample,
+    save,
+    tokenizer_recipe,
+    train,
+)
 
 pytest.importorskip("tokenizers")
 SHARED = Path(os.environ.get("GRMOE_DATA", Path(__file__).parents[3] / "shared" / "data")) / "tokenizer"
@@ -106,15 +119,93 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         train(300, [])
 
 
+def test_a_tokenizer_json_is_a_tokenizer(tmp_path: Path) -> None:
+    """Before, only a folder was: a path to the file itself was looked up on the hub."""
+    trained = train(300, as_documents(TEXTS))
+    record = save(trained, tmp_path / "folder")
+    whole = load(str(tmp_path / "folder" / "tokenizer.json"))
+    assert save(whole, tmp_path / "again") == record
+    (tmp_path / "mine.json").write_text(trained.tokenizer.to_str())
+    alone = load(str(tmp_path / "mine.json"))
+    assert alone.special["eos_token"] == END_OF_TEXT
+    assert tokenizer_recipe(str(tmp_path / "mine.json")).startswith("mine.json (sha256 ")
+    (tmp_path / "mine.json").write_text('{"text": "no tokenizer"}')
+    with pytest.raises(ValueError, match=r"tokenizer .*mine.json could not be read"):
+        load(str(tmp_path / "mine.json"))
+    (tmp_path / "folder" / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"tokenizer_config.json must hold a JSON object"):
+        load(str(tmp_path / "folder"))
+
+
+def test_a_file_that_is_not_there_is_not_looked_up_on_the_hub() -> None:
+    for name in ("some/where/tokenizer.json", "/no/such/folder", "./tokenizer", "~/x", "tokenizer.json"):
+        with pytest.raises(ValueError, match=f"tokenizer {name} is neither a file nor a folder"):
+            load(name)
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_hub_name_fails_at_once_without_the_hub(monkeypatch: pytest.MonkeyPatch, offline: bool) -> None:
+    """Before, transformers tried for 46 seconds. The hub is asked once, and then only the cache is."""
+    hub = pytest.importorskip("huggingface_hub")
+    asked = []
+
+    def no_network(self: Any, name: str, timeout: float) -> None:
+        asked.append(timeout)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(hub.HfApi, "model_info", no_network)
+    reason = "HF_HUB_OFFLINE is set" if offline else "Name or service not known"
+    message = (
+        rf"'owner/name' could not be loaded: it is not in the local cache, and .* \({reason}\); give its"
+    )
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=message):
+        load("owner/name")
+    assert time.monotonic() - start < 5
+    assert len(asked) == (0 if offline else 1)
+
+
+def test_a_tokenizer_that_cannot_be_loaded_leaves_nothing_behind(corpus: Path, tmp_path: Path) -> None:
+    """Before, the next try with another tokenizer was refused: "was prepared differently"."""
+    good: dict[str, Any] = {"tokenizer": "bpe:300", "validation": 0.1, "workers": 1}
+    for _ in range(2):  # with an empty folder, then with prepared data that would be replaced
+        before = folder_bytes(tmp_path / "out")
+        with pytest.raises(ValueError, match="is neither a file nor a folder"):
+            prepare(
+                [corpus], tmp_path / "out", **good | {"tokenizer": "no/such/file.json", "overwrite": True}
+            )
+        assert folder_bytes(tmp_path / "out") == before
+        prepare([corpus], tmp_path / "out", **good)
+    (corpus / "0.jsonl").write_text("not JSON")
+    with pytest.raises(ValueError, match="row 1: invalid JSON"):
+        prepare([corpus], tmp_path / "strict", strict=True, **good)
+    assert not (tmp_path / "strict").exists()
+
+
+def test_a_chat_template_stays_with_its_tokenizer(tmp_path: Path) -> None:
+    trained = train(300, as_documents(TEXTS))
+    save(LoadedTokenizer(trained.tokenizer, trained.special, "{{ messages }}"), tmp_path / "a")
+    assert load(str(tmp_path / "a")).chat_template == "{{ messages }}"
+    (tmp_path / "a" / "chat_template.jinja").write_text("{{ other }}")
+    assert load(str(tmp_path / "a")).chat_template == "{{ other }}"
+    (tmp_path / "a" / "chat_template.jinja").unlink()
+    config = json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
+    (tmp_path / "a" / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    assert load(str(tmp_path / "a")).chat_template == "yes"
+
+
 def test_a_hub_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
 
-    def no_network(name: str) -> None:
+    def no_network(name: str, **options: Any) -> None:
         raise OSError("We couldn't connect\nand many more lines")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", no_network)
+    monkeypatch.setattr("grmoe.data.tokenizer._why_unreachable", lambda name: "")
     with pytest.raises(
-        ValueError, match=r"'owner/name' could not be loaded: We couldn't connect \(give a folder"
+        ValueError, match=r"'owner/name' could not be loaded: We couldn't connect; give its tokenizer.json"
     ):
         load("owner/name")
 
@@ -123,7 +214,8 @@ def test_any_fast_tokenizer_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path
     transformers = pytest.importorskip("transformers")
     save(train(300, as_documents(TEXTS)), tmp_path / "hub")
     opened = transformers.AutoTokenizer.from_pretrained(tmp_path / "hub", pad_token="Ġ", model_max_length=7)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: opened)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name, **_: opened)
+    monkeypatch.setattr("grmoe.data.tokenizer._why_unreachable", lambda name: "")
     named = load("owner/name")
     assert named.special["pad_token"] == "Ġ"
     assert named.special["eos_token"] == END_OF_TEXT

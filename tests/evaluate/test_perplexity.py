@@ -104,7 +104,7 @@ def test_texts_in_every_form_are_one_text(
         assert (text.tokens == end).sum() == 3
         assert text.tokens[[0, -1]].tolist() == [end, end]
     (tmp_path / "a.txt").write_text("one two")
-    assert {text.domain for text in read_domains([str(tmp_path)], loaded)} == {"a", "d"}
+    assert {text.domain for text in read_domains([str(tmp_path)], loaded)} == {tmp_path.name, "d"}
 
 
 def test_a_cut_text_counts_what_is_left(loaded: LoadedModel, tmp_path: Path) -> None:

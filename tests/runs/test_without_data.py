@@ -80,7 +80,7 @@ def test_what_needs_text_asks_for_it_and_takes_it(run: Path, data: Path, tmp_pat
 
 def test_other_data_in_the_same_place_are_not_taken_for_its_own(run: Path, data: Path) -> None:
     index = json.loads((data / "index.json").read_text())
-    (data / "index.json").write_text(json.dumps(index | {"note": "prepared anew"}))
+    (data / "index.json").write_text(json.dumps(index))  # the same content, and not the same file
     opened = open_model(run)
     assert opened.data is None
     with pytest.raises(ValueError, match=r"is not the data it was trained on\): give --text FILE"):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import threading
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,41 +15,32 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grmoe.checks import one_of, positive_int, require
+from grmoe.data.index import MASKED, read_index
 from grmoe.data.packing import SPLITS, Tokens
-from grmoe.data.shards import INDEX, VERSION, check_shard, read_pieces, token_dtype, verify_shard
+from grmoe.data.shards import INDEX, check_shard, context_bit, read_pieces, token_dtype, verify_shard
 
+_VERIFIED_WHEN_OPENED = 2**28  # bytes: a fraction of a second
 _CHUNK = 2**20  # tokens read at once, because a document may have any length
 
 
 class TokenDataset:
     """The tokens of one split of a prepared folder, as one stream over all its shards.
 
-    Opening checks the size and the header of every shard. `verify=True` also reads them all and compares checksums.
-    A shard is mapped into memory when it is first read.
+    Opening checks the index, the size and the header of every shard, and the checksums of up to 256 MiB of shards,
+    spread over the split. `batches` checks the rest in the background. `verify=True` checks all of them at once. Every
+    read checks that tokens lie in the vocabulary. A shard is mapped into memory when it is first read.
     """
 
     def __init__(self, folder: str | Path, split: str = "train", verify: bool = False) -> None:
         self.folder = Path(folder)
         self.split = one_of("split", split, SPLITS)
-        path = self.folder / INDEX
-        try:
-            self.index = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ValueError(
-                f"{path} is missing: {self.folder} holds no prepared data, or an unfinished preparation "
-                "(run the same `grmoe prepare` again to finish it)"
-            ) from None
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
-        version = self.index.get("version")
-        require(
-            version == VERSION,
-            f"{path} has version {version!r}, this grmoe reads {VERSION}: prepare the data again",
-        )
+        self.index = read_index(self.folder)
         self.vocab_size: int = self.index["tokenizer"]["vocab_size"]
         self.end_of_text: int = self.index["tokenizer"]["end_of_text"]
         self.tokenizer_folder = self.folder / self.index["tokenizer"]["folder"]
-        self._dtype = token_dtype(self.vocab_size)
+        self.masked: bool = self.index["version"] == MASKED
+        """Whether a loss counts on some tokens only: those that an assistant says in a conversation."""
+        self._dtype = token_dtype(self.vocab_size, self.masked)
         content = self.index["splits"][split]
         self.tokens: int = content["tokens"]
         self.documents: int = content["documents"]
@@ -56,8 +48,10 @@ class TokenDataset:
         self._shards = content["shards"]
         for shard in self._shards:
             check_shard(self.folder, shard, self._dtype)
-        if verify:
-            self.verify()
+        self._check_tokenizer()
+        self._unverified: list[dict[str, Any]] = self._shards
+        self._damage: ValueError | None = None
+        self.verify(None if verify else _VERIFIED_WHEN_OPENED)
         self._starts = np.cumsum([0, *(shard["tokens"] for shard in self._shards)])
         self._maps: dict[int, np.memmap[tuple[int], np.dtype[np.unsignedinteger]]] = {}
 
@@ -66,23 +60,50 @@ class TokenDataset:
         """Names of the numbers that `domains_of` returns: all domains of the folder, in either split."""
         return list(self.index["domains"])
 
-    def verify(self) -> None:
-        """Compare every shard with its checksum. Raises with the name of a damaged one."""
-        for shard in self._shards:
+    def verify(self, limit: int | None = None) -> None:
+        """Compare shards with their checksums: all, or about `limit` bytes. Raises with the name of a damaged one."""
+        total = self.tokens * self._dtype.itemsize
+        every = 1 if limit is None else max(1, -(-total // limit))
+        for shard in self._shards[::every]:
             verify_shard(self.folder, shard)
+        self._unverified = [shard for number, shard in enumerate(self._shards) if number % every]
+
+    def _check_tokenizer(self) -> None:
+        path, wanted = self.tokenizer_folder / "tokenizer.json", self.index["tokenizer"].get("sha256")
+        if wanted is not None and path.is_file():
+            found = hashlib.sha256(path.read_bytes()).hexdigest()
+            require(found == wanted, f"{path} is damaged: its checksum does not match {INDEX}")
+
+    def _verify_in_background(self, rank: int, world_size: int) -> None:
+        """Check what opening left out, each process its part. `_batches` raises what it finds."""
+        mine, self._unverified = self._unverified[rank::world_size], []
+
+        def work() -> None:
+            try:
+                for shard in mine:
+                    verify_shard(self.folder, shard)
+            except (ValueError, OSError) as error:
+                self._damage = ValueError(str(error))
+
+        if mine:
+            threading.Thread(target=work, name="verify shards", daemon=True).start()
 
     def _map(self, number: int) -> Tokens:
         if number not in self._maps:
             shard = self._shards[number]
             # Again, because the dataset may have been opened days ago.
             check_shard(self.folder, shard, self._dtype)
-            self._maps[number] = np.memmap(
-                self.folder / (shard["name"] + ".bin"), dtype=self._dtype, mode="r"
-            )
+            path = self.folder / (shard["name"] + ".bin")
+            self._maps[number] = np.memmap(path, dtype=self._dtype, mode="r")
         return self._maps[number]
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Tokens `start` to `stop` of the stream, which may span several shards."""
+        ids = self.read_rows(start, stop)
+        return np.where(ids < 0, ~ids, ids) if self.masked else ids
+
+    def read_rows(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The same for training: in a masked folder, a token that no loss counts on is −1 − its id."""
         require(0 <= start <= stop <= self.tokens, f"no tokens {start} to {stop} among {self.tokens}")
         out = np.empty(stop - start, dtype=np.int64)
         at = start
@@ -90,16 +111,31 @@ class TokenDataset:
             number = int(np.searchsorted(self._starts, at, side="right")) - 1
             first = int(self._starts[number])
             end = min(stop, int(self._starts[number + 1]))
-            out[at - start : end - start] = self._map(number)[at - first : end - first]
+            out[at - start : end - start] = self._ids(number, self._map(number)[at - first : end - first])
             at = end
         return out
+
+    def _ids(self, number: int, stored: Tokens) -> NDArray[np.int64]:
+        """Stored tokens of a shard, checked."""
+        ids = stored.astype(np.int64)
+        is_context = None
+        if self.masked:
+            bit = context_bit(self._dtype)
+            is_context, ids = ids >= bit, ids % bit
+        if len(ids) and ids.max() >= self.vocab_size:
+            path = self.folder / (self._shards[number]["name"] + ".bin")
+            raise ValueError(
+                f"{path} is damaged: it holds a token outside the vocabulary of {self.vocab_size}"
+            )
+        return ids if is_context is None else np.where(is_context, ~ids, ids)
 
     @cached_property
     def _pieces(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """(start in the stream, domain id, whether a document ends here) of every piece. One more start is the end."""
         starts, domains, ends = [], [], []
         for first, shard in zip(self._starts, self._shards, strict=False):
-            offsets, ids, continues = read_pieces(self.folder / (shard["name"] + ".idx"))
+            path = self.folder / (shard["name"] + ".idx")
+            offsets, ids, continues = read_pieces(path, len(self.index["domains"]))
             starts.append(offsets[:-1] + first)
             domains.append(ids)
             ends.append(np.ones(len(ids), dtype=bool))
@@ -139,7 +175,7 @@ class TokenDataset:
         world_size: int = 1,
         start_step: int = 0,
     ) -> Iterator[Tensor]:
-        """Endless batches from step `start_step` on: int64, (batch_size, sequence_length + 1).
+        """Endless batches from step `start_step` on: int64, (batch_size, sequence_length + 1), read with `read_rows`.
 
         Window w holds the tokens wS … wS + S of the stream, so inputs `[:, :-1]` and targets `[:, 1:]` predict each
         token once. Every epoch visits all windows in its own order. The batch of a step and a rank depends on the
@@ -157,6 +193,7 @@ class TokenDataset:
                 f"{self.folder} ({self.split}) holds {self.tokens} tokens: {windows} windows of {sequence_length}, "
                 f"less than one batch of {together}; use more data, a smaller batch or shorter sequences"
             )
+        self._verify_in_background(rank, world_size)
         return self._batches(batch_size, sequence_length, seed, rank, together, start_step)
 
     def _batches(
@@ -174,12 +211,14 @@ class TokenDataset:
                     orders = {e: o for e, o in orders.items() if e == epoch - 1}
                     orders[epoch] = epoch_order(windows, seed, epoch)
                 start = int(orders[epoch][place]) * length
-                batch[row] = self.read(start, start + length + 1)
+                batch[row] = self.read_rows(start, start + length + 1)
+            if self._damage is not None:
+                raise self._damage
             yield torch.from_numpy(batch)
             step += 1
 
     def windows(self, sequence_length: int, batch_size: int, domain: str | None = None) -> Iterator[Tensor]:
-        """One pass over the split, or over the documents of one domain, in order: int64, (b, s + 1).
+        """One pass over the split, or over the documents of one domain, in order: int64, (b, s + 1), as `read_rows`.
 
         Every token but the first is a target exactly once. After the full batches come a smaller batch and one
         shorter window. With a domain, documents of other domains are left out.
@@ -212,13 +251,13 @@ class TokenDataset:
             spans = [(int(starts[i]), int(starts[i + 1])) for i in pieces]
         for start, stop in spans:
             for at in range(start, stop, _CHUNK):
-                yield self.read(at, min(stop, at + _CHUNK))
+                yield self.read_rows(at, min(stop, at + _CHUNK))
 
     def token_counts(self, domain: str | None = None) -> NDArray[np.int64]:
         """Number of occurrences of each token of the vocabulary."""
         counts = np.zeros(self.vocab_size, dtype=np.int64)
         for chunk in self._chunks(domain):
-            counts += np.bincount(chunk, minlength=self.vocab_size)
+            counts += np.bincount(np.where(chunk < 0, ~chunk, chunk), minlength=self.vocab_size)
         return counts
 
 

@@ -1,30 +1,36 @@
-"""From files to documents: decompress, decode and parse. Every row becomes a document or a reason to skip it."""
+"""From files to documents: decode and parse. Every row becomes a document or a reason to skip it."""
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import io
 import json
-import lzma
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from grmoe.data.sources import Unit, optional
+from grmoe.data.conversations import conversation_text
+from grmoe.data.cutting import cut_tail
+from grmoe.data.decompression import DAMAGE, decompress, read_lines
+from grmoe.data.sources import Unit, is_compressed, optional
+from grmoe.data.splitting import Split
 
-NO_TEXT, BAD_JSON, UNDECODABLE = "no text", "invalid JSON", "undecodable bytes"
-_BUFFER = 2**20
+EMPTY, NO_TEXT, BAD_JSON = "empty", "no text", "invalid JSON"
+NOT_UTF8, BINARY, TOO_LONG = "not UTF-8", "binary", "too long"
+MAX_DOCUMENT = 64 * 2**20  # bytes
+_PARQUET_BATCH = 64 * 2**20  # bytes, about
 _BOM = b"\xef\xbb\xbf"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 class Position(NamedTuple):
-    """A point in the sources: unit, row in it (from 0), token in the document of that row."""
+    """A point in the sources."""
 
     unit: int = 0
     row: int = 0
+    """In the unit, from 0."""
     token: int = 0
+    """In the document of that row."""
+    part: int = 0
+    """1: the end of the row's text, where it is held out."""
 
 
 class Document(NamedTuple):
@@ -40,6 +46,18 @@ class Skipped(NamedTuple):
     """A row that is not a document, and why."""
 
     reason: str
+    sentence: str
+    """File, row, reason and what is wrong there."""
+
+
+class _Bad(NamedTuple):
+    """Why a row is not a document, before it is known which row it is."""
+
+    reason: str
+    detail: str = ""
+
+
+_Content = tuple[str, str, bytes]  # text, domain, UTF-8
 
 
 @dataclass(frozen=True)
@@ -49,30 +67,54 @@ class Reader:
     units: Sequence[Unit]
     revisions: Sequence[str | None]
     """The commit of each unit that is a dataset of the hub."""
-    validation: float
-    """Share of the documents to hold out."""
-    text_field: str
-    domain_field: str
-    strict: bool
+    split: Split = Split()  # noqa: RUF009  frozen
+    """What is held out."""
+    text_field: str = "text"
+    domain_field: str = "domain"
+    chat: bool = False
+    """The text field holds a conversation. The text of a document is then the conversation as JSON."""
+    strict: bool = False
     """Raise at the first row that is not a document."""
+    max_document: int = MAX_DOCUMENT
+    """Bytes. Longer rows of .jsonl and longer .txt files are skipped, and never in memory as a whole."""
 
-    def read(self, start: Position) -> Iterator[Document | Skipped]:
+    def read(self, start: Position = Position()) -> Iterator[Document | Skipped]:  # noqa: B008  immutable
         for number in range(start.unit, len(self.units)):
             unit = self.units[number]
             first = start.row if number == start.unit else 0
             for row, content, consumed in self._rows(number, first):
-                if isinstance(content, Skipped):
-                    if self.strict:
-                        line = "" if unit.kind == "text" else f", row {row + 1}"
-                        raise ValueError(f"{unit.location}{line}: {content.reason}")
-                    yield content
+                at = Position(number, row)
+                if isinstance(content, _Bad):
+                    yield self.skip(at, *content)
                     continue
-                text, domain, raw = content
-                split = "validation" if unit.held_out or held_out(raw, self.validation) else "train"
-                yield Document(Position(number, row), text, domain, len(raw), split, consumed)
+                for document in self._parts(unit, at, content, consumed):
+                    if document.at >= start._replace(token=0):
+                        yield document
 
-    def _rows(self, number: int, first: int) -> Iterator[tuple[int, tuple[str, str, bytes] | Skipped, int]]:
-        """(row, (text, domain, UTF-8) or a reason, bytes of the unit read so far) from row `first` on."""
+    def skip(self, at: Position, reason: str, detail: str = "") -> Skipped:
+        """Describe a row that is not a document."""
+        unit = self.units[at.unit]
+        line = "" if unit.kind == "text" else f", row {at.row + 1}"
+        sentence = f"{line}: {reason}{f' ({detail})' if detail else ''}"
+        if self.strict:
+            raise ValueError(unit.location + sentence)
+        return Skipped(reason, unit.name + sentence)
+
+    def _parts(self, unit: Unit, at: Position, content: _Content, consumed: int) -> Iterator[Document]:
+        """The document of a row: in two, where the end of every document is held out."""
+        text, domain, raw = content
+        if unit.held_out or not self.split.tail:
+            held_out = unit.held_out or self.split.holds_out(raw)
+            yield Document(at, text, domain, len(raw), "validation" if held_out else "train", consumed)
+            return
+        for part, (split, piece) in enumerate(
+            zip(("train", "validation"), cut_tail(text, self.split.tail), strict=True)
+        ):
+            if piece.strip():
+                yield Document(at._replace(part=part), piece, domain, len(piece.encode()), split, consumed)
+
+    def _rows(self, number: int, first: int) -> Iterator[tuple[int, _Content | _Bad, int]]:
+        """(row, content or a reason, bytes of the unit read so far) from row `first` on."""
         unit = self.units[number]
         if unit.kind in ("parquet", "hub"):
             rows = _parquet_rows if unit.kind == "parquet" else _hub_rows
@@ -82,104 +124,77 @@ class Reader:
             return
         row = 0
         try:
-            with open(unit.location, "rb") as raw, _decompress(raw, unit) as stream:
+            with open(unit.location, "rb") as raw, decompress(raw, unit.location) as stream:
                 if unit.kind == "text":
                     if first == 0:
-                        yield 0, _decode_text(stream.read(), unit.domain), unit.size
+                        yield 0, self._decode(unit, stream.read(self.max_document + 1)), unit.size
                     return
-                for line in stream:
-                    content = line.removeprefix(_BOM) if row == 0 else line
-                    if row >= first and content.strip():  # a blank line is not a row
+                for line in read_lines(stream, self.max_document):
+                    content = line.removeprefix(_BOM) if line and row == 0 else line
+                    if row >= first and (content is None or content.strip()):  # a blank line is not a row
                         yield row, self._parse(unit, content), raw.tell()
                     row += 1
-        except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
+        except DAMAGE as error:
             raise ValueError(f"{unit.location} is damaged after row {row}: {error}") from error
 
-    def _parse(self, unit: Unit, line: bytes) -> tuple[str, str, bytes] | Skipped:
+    def _decode(self, unit: Unit, raw: bytes) -> _Content | _Bad:
+        """A .txt file."""
+        if self.chat:
+            return _Bad(NO_TEXT, "conversations are read from .jsonl and .parquet")
+        if len(raw) > self.max_document:
+            return self._too_long(0 if is_compressed(unit) else unit.size)
+        content = raw.removeprefix(_BOM)
+        if raw.startswith(_UTF16):
+            return _Bad(NOT_UTF8, "it begins like UTF-16")
+        try:
+            text = content.decode()
+        except UnicodeDecodeError as error:
+            return _not_utf8(error, len(raw) - len(content))
+        if (zero := raw.find(0)) != -1:
+            return _Bad(BINARY, f"a zero byte at position {zero:,}")
+        return (text, unit.domain, content) if text.strip() else _Bad(EMPTY if not content else NO_TEXT)
+
+    def _too_long(self, size: int = 0) -> _Bad:
+        """size: bytes, if they are known."""
+        if size:
+            return _Bad(TOO_LONG, f"{size:,} bytes; --max-document-mb {-(-size // 2**20)} reads it")
+        return _Bad(TOO_LONG, f"more than {self.max_document:,} bytes; see --max-document-mb")
+
+    def _parse(self, unit: Unit, line: bytes | None) -> _Content | _Bad:
+        if line is None:
+            return self._too_long()
         try:
             fields = json.loads(line.decode())
-        except UnicodeDecodeError:
-            return Skipped(UNDECODABLE)
-        except (ValueError, RecursionError):
-            return Skipped(BAD_JSON)
+        except UnicodeDecodeError as error:
+            return _not_utf8(error)
+        except json.JSONDecodeError as error:
+            return _Bad(BAD_JSON, f"{error.msg} at position {error.pos:,}")
+        except (ValueError, RecursionError):  # a number of thousands of digits, or nested too deeply
+            return _Bad(BAD_JSON)
         return self._document(unit, fields)
 
-    def _document(self, unit: Unit, fields: Any) -> tuple[str, str, bytes] | Skipped:
+    def _document(self, unit: Unit, fields: Any) -> _Content | _Bad:
         if not isinstance(fields, dict):
-            return Skipped(NO_TEXT)
+            return _Bad(NO_TEXT, "not an object")
         text, domain = fields.get(self.text_field), fields.get(self.domain_field)
+        if self.chat:
+            text = conversation_text(text)
         if not isinstance(text, str) or not text.strip():
-            return Skipped(NO_TEXT)
+            missing = self.text_field not in fields
+            wrong = "is missing" if missing else "holds no conversation" if self.chat else "holds no text"
+            return _Bad(NO_TEXT, f"field {self.text_field!r} {wrong}")
         name = unit.domain if domain is None or domain == "" else str(domain)
         try:
             name.encode()
-            return text, name, text.encode()
-        except UnicodeEncodeError:  # half of a surrogate pair: JSON can write it, UTF-8 cannot
-            return Skipped(UNDECODABLE)
+            raw = text.encode()
+        except UnicodeEncodeError:  # JSON can write it, UTF-8 cannot
+            return _Bad(NOT_UTF8, "half of a surrogate pair")
+        return (text, name, raw) if len(raw) <= self.max_document else self._too_long()
 
 
-def held_out(raw: bytes, share: float) -> bool:
-    """Whether a document is for validation. Depends on its text alone, so it stays the same when others are added."""
-    digest = hashlib.blake2b(raw, digest_size=8, person=b"grmoe-validation").digest()
-    return int.from_bytes(digest, "little") < share * 2**64
-
-
-def _decode_text(raw: bytes, domain: str) -> tuple[str, str, bytes] | Skipped:
-    raw = raw.removeprefix(_BOM)
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError:
-        return Skipped(UNDECODABLE)
-    return (text, domain, raw) if text.strip() else Skipped(NO_TEXT)
-
-
-def _decompress(raw: IO[bytes], unit: Unit) -> IO[bytes]:
-    name = unit.location.lower()
-    if name.endswith(".gz"):
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), buffer_size=_BUFFER)
-    if name.endswith(".xz"):
-        return io.BufferedReader(lzma.LZMAFile(raw), buffer_size=_BUFFER)
-    if name.endswith(".zst"):
-        return io.BufferedReader(_Zstd(raw), buffer_size=_BUFFER)
-    return raw
-
-
-class _Zstd(io.RawIOBase):
-    """A .zst file of one or more frames. zstandard's own reader does not notice that a file was cut off."""
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        self.zstandard = optional("zstandard")
-        self.raw, self.ready = raw, b""
-        self.frame: Any = None  # the frame that is being read
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.ready:
-            compressed = self.raw.read(_BUFFER)
-            if not compressed:
-                if self.frame is not None:
-                    raise EOFError("it ends inside a compressed frame")
-                return 0
-            self.ready = self._decompress(compressed)
-        count = min(len(buffer), len(self.ready))
-        buffer[:count], self.ready = self.ready[:count], self.ready[count:]
-        return count
-
-    def _decompress(self, compressed: bytes) -> bytes:
-        parts = []
-        while compressed:
-            if self.frame is None:
-                self.frame = self.zstandard.ZstdDecompressor().decompressobj()
-            try:
-                parts.append(self.frame.decompress(compressed))
-            except self.zstandard.ZstdError as error:
-                raise EOFError(str(error)) from error
-            if not self.frame.eof:
-                break
-            compressed, self.frame = self.frame.unused_data, None
-        return b"".join(parts)
+def _not_utf8(error: UnicodeDecodeError, before: int = 0) -> _Bad:
+    place = error.start + before
+    return _Bad(NOT_UTF8, f"byte 0x{error.object[error.start]:02x} at position {place:,}")
 
 
 Rows = Iterator[tuple[int, dict[str, Any], int]]
@@ -195,7 +210,9 @@ def _parquet_rows(unit: Unit, revision: str | None, first: int, fields: tuple[st
             raise ValueError(f"{unit.location} has no column {text_field!r}; its columns are {names}")
         columns = [name for name in fields if name in file.schema_arrow.names]
         total, row = file.metadata.num_rows, 0
-        for batch in file.iter_batches(batch_size=1024, columns=columns):
+        groups = (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups))
+        rows = _PARQUET_BATCH * total // max(1, sum(group.total_byte_size for group in groups))
+        for batch in file.iter_batches(batch_size=min(1024, max(1, rows)), columns=columns):
             if row + batch.num_rows > first:
                 for offset, values in enumerate(batch.to_pylist()):
                     if row + offset >= first:

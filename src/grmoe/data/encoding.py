@@ -18,11 +18,13 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from grmoe.data.chat import ChatEncoder
+from grmoe.data.cutting import PIECE, cut_text
 from grmoe.data.documents import Document, Skipped
 from grmoe.data.packing import Tokens
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BATCH_BYTES = 2**19  # large enough to hide the cost of moving a batch between processes
+_IN_FLIGHT_BYTES = 2**27  # of text given to workers: documents may be long
+_GROUP = 2**20  # characters encoded at once
 Row = Document | Skipped
 
 
@@ -42,7 +46,8 @@ class DocumentEncoder:
         ids = encode("Some text.")
 
     `tokenizer` is a `tokenizers.Tokenizer` (`.backend_tokenizer` of a fast tokenizer of transformers). It stays as it
-    is: the encoder works on a copy.
+    is: the encoder works on a copy. A text of more than 65,536 characters is encoded in pieces, cut between words,
+    because a tokenizer takes a hundred bytes of memory per character.
     """
 
     def __init__(self, tokenizer: Tokenizer, end_of_text: int, dtype: DTypeLike = np.int64) -> None:
@@ -58,22 +63,51 @@ class DocumentEncoder:
 
     def batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """The tokens of each text. Faster than one call per text."""
-        encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array([*e.ids, self.end_of_text], dtype=self.dtype) for e in encoded]
+        found: list[list[NDArray[Any]]] = [[] for _ in texts]
+        for group in _groups((i, piece) for i, text in enumerate(texts) for piece in cut_text(text, PIECE)):
+            pieces = [piece for _, piece in group]
+            encoded = self.tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+            for (i, _), encoding in zip(group, encoded, strict=True):
+                found[i].append(np.array(encoding.ids, dtype=self.dtype))
+        end = np.array([self.end_of_text], dtype=self.dtype)
+        return [np.concatenate([*ids, end]) for ids in found]
+
+
+def _groups(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    group: list[tuple[int, str]] = []
+    size = 0
+    for number, piece in pieces:
+        group.append((number, piece))
+        size += len(piece)
+        if size >= _GROUP:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+class Encoder(Protocol):
+    """Turns texts into tokens, or into the reason why a text has none."""
+
+    def batch(self, texts: Sequence[str]) -> Sequence[Tokens | str]: ...
 
 
 @dataclass(frozen=True)
 class EncoderFile:
-    """What a worker process needs to build its own `DocumentEncoder`."""
+    """What a worker process needs to build its own encoder."""
 
-    tokenizer_file: Path
+    folder: Path
+    """Of the tokenizer."""
     end_of_text: int
     dtype: np.dtype[np.unsignedinteger]
+    chat: bool = False
 
-    def open(self) -> DocumentEncoder:
+    def open(self) -> Encoder:
+        if self.chat:
+            return ChatEncoder(self.folder, self.end_of_text, self.dtype)
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(str(self.tokenizer_file))
+        tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         return DocumentEncoder(tokenizer, self.end_of_text, self.dtype)
 
 
@@ -82,16 +116,21 @@ class _InFlight:
     """A batch that a worker is encoding. `tokens` is None if the batch has no document."""
 
     rows: list[Row]
-    tokens: Future[list[Tokens]] | None
+    size: int
+    """Bytes of text."""
+    tokens: Future[Sequence[Tokens | str]] | None
 
-    def result(self) -> Iterator[tuple[Row, Tokens | None]]:
+    def result(self) -> Iterator[tuple[Row, Tokens | str | None]]:
         return _pair(self.rows, [] if self.tokens is None else self.tokens.result())
 
 
 def encode_documents(
     rows: Iterable[Row], encoder_file: EncoderFile, workers: int
-) -> Iterator[tuple[Row, Tokens | None]]:
-    """Yield every row with its tokens, in the order of `rows`. Skipped rows have no tokens (None)."""
+) -> Iterator[tuple[Row, Tokens | str | None]]:
+    """Yield every row with its tokens, in the order of `rows`. Skipped rows have no tokens (None).
+
+    In place of tokens may be the reason why a document has none.
+    """
     if workers == 1:
         encoder = encoder_file.open()
         for batch in _batches(rows):
@@ -107,8 +146,9 @@ def encode_documents(
     try:
         for batch in _batches(rows):
             texts = _texts(batch)
-            in_flight.append(_InFlight(batch, pool.submit(_encode_in_worker, texts) if texts else None))
-            if len(in_flight) > 3 * workers:
+            tokens = pool.submit(_encode_in_worker, texts) if texts else None
+            in_flight.append(_InFlight(batch, _size(batch), tokens))
+            while len(in_flight) > 3 * workers or sum(b.size for b in in_flight) > _IN_FLIGHT_BYTES:
                 yield from in_flight.popleft().result()
         while in_flight:
             yield from in_flight.popleft().result()
@@ -134,18 +174,22 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
+def _size(batch: list[Row]) -> int:
+    return sum(row.size for row in batch if isinstance(row, Document))
+
+
 def _texts(batch: list[Row]) -> list[str]:
     return [row.text for row in batch if isinstance(row, Document)]
 
 
-def _pair(batch: list[Row], tokens: list[Tokens]) -> Iterator[tuple[Row, Tokens | None]]:
+def _pair(batch: list[Row], tokens: Sequence[Tokens | str]) -> Iterator[tuple[Row, Tokens | str | None]]:
     remaining = iter(tokens)
     for row in batch:
         yield row, next(remaining) if isinstance(row, Document) else None
 
 
 # Each worker process builds its encoder once and keeps it between batches.
-_worker_encoder: DocumentEncoder | None = None
+_worker_encoder: Encoder | None = None
 
 
 def _start_worker(encoder_file: EncoderFile) -> None:
@@ -164,6 +208,6 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_in_worker(texts: list[str]) -> list[Tokens]:
+def _encode_in_worker(texts: list[str]) -> Sequence[Tokens | str]:
     assert _worker_encoder is not None
     return _worker_encoder.batch(texts)

@@ -99,9 +99,11 @@ def recipe_of(folder: Path) -> dict[str, Any] | None:
     if (folder / INDEX).exists():
         try:
             recipe = json.loads((folder / INDEX).read_text())["recipe"]
-        except (ValueError, KeyError, TypeError):
-            message = f"{folder / INDEX} is not the index of prepared data; choose another folder"
-            raise ValueError(message) from None
+            known = isinstance(recipe, dict)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            known = False
+        if not known:
+            raise ValueError(f"{folder / INDEX} is not the index of prepared data; choose another folder")
         return recipe
     if folder.exists():
         foreign = sorted(p.name for p in folder.iterdir() if not p.name.endswith(PARTIAL))

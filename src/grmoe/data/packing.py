@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from grmoe.data.documents import Document, Position
+from grmoe.data.documents import Document, Position, Skipped
 
 SPLITS = ("train", "validation")
 Tokens = NDArray[np.unsignedinteger]
@@ -55,6 +55,8 @@ class Range:
     """By split."""
     skipped: Counter[str]
     """Number of rows that are not documents, by reason."""
+    first_skipped: dict[str, str]
+    """The first of them, as a sentence, by reason."""
     domains: list[str]
     """All domains found so far. The id of a domain is its index here."""
     end: Position | None
@@ -72,15 +74,17 @@ class Packer:
     def _open(self) -> None:
         self.shards: dict[str, Shard] = {}
         self.skipped: Counter[str] = Counter()
+        self.first_skipped: dict[str, str] = {}
 
     def _close(self, end: Position | None) -> Range:
         shards = {split: self.shards[split] for split in SPLITS if split in self.shards}
-        closed = Range(shards, self.skipped, list(self.ids), end)
+        closed = Range(shards, self.skipped, self.first_skipped, list(self.ids), end)
         self._open()
         return closed
 
-    def skip(self, reason: str) -> None:
-        self.skipped[reason] += 1
+    def skip(self, row: Skipped) -> None:
+        self.skipped[row.reason] += 1
+        self.first_skipped.setdefault(row.reason, row.sentence)
 
     def add(self, document: Document, tokens: Tokens, first: int = 0) -> Iterator[Range]:
         """Add a document (its tokens, with the end-of-text token) to the open range. Yields the ranges that are full.

@@ -6,35 +6,34 @@ the journal, at last `index.json`. Then the journal is removed. Every file appea
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from grmoe.checks import finite, positive_int, require
 from grmoe.data import tokenizer as tokenizers
-from grmoe.data.documents import Document, Position, Reader
+from grmoe.data.chat import DEFAULT_TEMPLATE
+from grmoe.data.conversations import spoken_text
+from grmoe.data.documents import MAX_DOCUMENT, Document, Position, Reader, Skipped
 from grmoe.data.encoding import EncoderFile, encode_documents
+from grmoe.data.index import MASKED, PLAIN, read_index, write_index
 from grmoe.data.journal import JOURNAL, Journal, changes, recipe_of
 from grmoe.data.packing import SPLITS, Packer, Range, Tally
-from grmoe.data.shards import (
-    INDEX,
-    TOKENIZER,
-    VERSION,
-    check_shard,
-    remove_unlisted,
-    token_dtype,
-    write_shard,
-)
-from grmoe.data.sources import STDLIB, Unit, find_units, fingerprints, is_compressed
-from grmoe.files import write_file
+from grmoe.data.room import check_room
+from grmoe.data.shards import INDEX, TOKENIZER, check_shard, remove_unlisted, token_dtype, write_shard
+from grmoe.data.sources import STDLIB, Unit, find_units, fingerprints, folder_domain, is_compressed
+from grmoe.data.splitting import SEQUENCE_LENGTH, SHARE, Split, validation_bytes
+from grmoe.data.survey import survey
+from grmoe.data.tokenizer import LoadedTokenizer
 
 _SHARD_TOKENS = 2**25
-VALIDATION = 0.01
-_FEW_DOCUMENTS_VALIDATION = 0.05  # the standard library has about 700 files, and every domain needs a few
+_FEW_DOCUMENTS_SHARE = 0.05  # the standard library has about 700 files, and every domain needs a few
 _BYTES_PER_WORKER = 16 * 2**20  # of text: with less, a worker takes longer to start than it saves
 
 
@@ -56,9 +55,12 @@ def prepare(
     tokenizer: str = "bpe:4096",
     validation: float | None = None,
     validation_source: str | Path | None = None,
+    sequence_length: int = SEQUENCE_LENGTH,
     shard_tokens: int = _SHARD_TOKENS,
-    text_field: str = "text",
+    chat: bool = False,
+    text_field: str | None = None,
     domain_field: str = "domain",
+    max_document: int = MAX_DOCUMENT,
     workers: int | None = None,
     strict: bool = False,
     overwrite: bool = False,
@@ -67,14 +69,22 @@ def prepare(
     """Tokenise `sources` into the folder `out`. Returns its index (the content of index.json).
 
     The files depend on the sources and the options alone: not on `workers`, and not on interruptions. A folder that
-    was finished with the same sources and options stays as it is. `validation` defaults to 0.01, and to 0.05 for the
-    standard library.
+    was finished with the same sources and options stays as it is.
+
+    `validation` is a share of the documents. Default: 0.01 (0.05 for the standard library), and more where later
+    commands need more: eight windows of `sequence_length` tokens. Then text that is too short for these windows, or for
+    a batch of training, is refused. Few or long documents are cut, and the end of each is held out.
+
+    chat: rows hold conversations, `{"messages": [{"role": …, "content": …}, …]}`. `text_field` defaults to "messages".
     """
+    asked = validation
     if validation is None:
-        validation = _FEW_DOCUMENTS_VALIDATION if list(sources) == [STDLIB] else VALIDATION
+        validation = _FEW_DOCUMENTS_SHARE if list(sources) == [STDLIB] else SHARE
     finite("validation", validation, at_least=0)
     require(validation < 1, f"validation must be a share below 1, got {validation!r}")
+    positive_int("sequence_length", sequence_length)
     positive_int("shard_tokens", shard_tokens, at_least=2)
+    positive_int("max_document", max_document)
     if workers is not None:
         positive_int("workers", workers)
     require(bool(sources), "sources must name at least one source")
@@ -82,27 +92,41 @@ def prepare(
     units = _units(sources, validation_source)
     size = None if any(unit.kind == "hub" for unit in units) else sum(unit.size for unit in units)
     records = fingerprints(units, lambda read: progress(Progress("reading the sources", read, size)))
+    automatic = asked is None and validation_source is None
     recipe: dict[str, Any] = {
-        "version": VERSION,
+        "version": MASKED if chat else PLAIN,
         "sources": records,
         "tokenizer": tokenizer_name,
         "validation": 0.0 if validation_source is not None else float(validation),
+        "validation_bytes": validation_bytes(sequence_length) if automatic else 0,
         "shard_tokens": shard_tokens,
-        "text_field": text_field,
+        "text_field": text_field or ("messages" if chat else "text"),
         "domain_field": domain_field,
+        "max_document": max_document,
     }
     out = Path(out)
     if (finished := _finished(out, recipe, overwrite)) is not None:
         return finished
 
-    revisions = [record.get("revision") for record in records]
-    reader = Reader(units, revisions, recipe["validation"], text_field, domain_field, strict)
+    reader = Reader(units, [record.get("revision") for record in records], text_field=recipe["text_field"],
+                    domain_field=domain_field, chat=chat, strict=strict, max_document=max_document)  # fmt: skip
+    split = survey(reader, recipe["validation"], max(1, recipe["validation_bytes"]), whole=chat)
+    # A tokenizer that cannot be loaded must not cost the data that --overwrite replaces.
+    loaded = None if tokenizers.bpe_size(tokenizer) else tokenizers.load(tokenizer)
     journal = _begin(out, recipe, overwrite)
-    run = _Preparation(out, reader, journal, size, progress)
+    run = _Preparation(out, replace(reader, split=split), journal, size, progress)
     try:
-        run.ensure_tokenizer(tokenizer)
+        run.ensure_tokenizer(tokenizer, loaded)
         run.write_ranges(shard_tokens, workers or _automatic_workers(units))
-        return run.finish()
+        index = _index(journal, split)
+        check_room(index, sequence_length if automatic else None, bool(validation_source or validation))
+        return run.finish(index)
+    except ValueError:
+        if not journal.ranges or journal.ranges[-1]["end"] is None:
+            _discard(
+                out
+            )  # no range is finished, or all of them and the text is too short: nothing to continue
+        raise
     except OSError as error:
         done = sum(len(r["shards"]) for r in journal.ranges)
         kept = f"{done} finished shards are kept: run the same command again to continue"
@@ -117,7 +141,23 @@ def _units(sources: Sequence[str | Path], validation_source: str | Path | None) 
     taken = {_identity(unit) for unit in held_out}
     training = [unit for unit in find_units(sources) if _identity(unit) not in taken]
     require(bool(training), "sources must hold more than the validation source")
-    return training + held_out
+    given = [*sources] if validation_source is None else [*sources, validation_source]
+    return _one_domain_per_folder(given, training + held_out)
+
+
+def _one_domain_per_folder(sources: Sequence[str | Path], units: list[Unit]) -> list[Unit]:
+    """A file that is a source is a domain, unless its folder or other files of the folder are sources, too.
+
+    Because a shell turns corpus/*.txt into many files.
+    """
+    paths = [Path(source).resolve() for source in map(str, sources) if Path(source).exists()]
+    folders = Counter(path if path.is_dir() else path.parent for path in paths)
+    named = []
+    for unit in units:
+        folder = Path(unit.location).resolve().parent
+        shared = unit.kind != "hub" and "/" not in unit.name and folders[folder] > 1
+        named.append(replace(unit, domain=folder_domain(folder)) if shared else unit)
+    return named
 
 
 def _identity(unit: Unit) -> str:
@@ -131,15 +171,19 @@ def _finished(out: Path, recipe: dict[str, Any], overwrite: bool) -> dict[str, A
     before = recipe_of(out)
     if before is None or overwrite:
         return None
-    if differences := changes(before, json.loads(json.dumps(recipe))):
+    is_finished = not (out / JOURNAL).exists()
+    now = json.loads(json.dumps(recipe))
+    if is_finished:  # by an older version, perhaps, which had fewer options
+        now = {key: value for key, value in now.items() if key in before}
+    if differences := changes(before, now):
         raise ValueError(
             f"{out} was prepared differently ({'; '.join(differences)}); start again with --overwrite, "
             "or choose another folder"
         )
-    if (out / JOURNAL).exists():
+    if not is_finished:
         return None
-    index: dict[str, Any] = json.loads((out / INDEX).read_text())
-    dtype = token_dtype(index["tokenizer"]["vocab_size"])
+    index = read_index(out)
+    dtype = token_dtype(index["tokenizer"]["vocab_size"], index["version"] == MASKED)
     for split in SPLITS:
         for record in index["splits"][split]["shards"]:
             check_shard(out, record, dtype)
@@ -154,10 +198,19 @@ def _begin(out: Path, recipe: dict[str, Any], overwrite: bool) -> Journal:
     listed = [record for r in journal.ranges for record in r["shards"].values()]
     remove_unlisted(out, [record["name"] for record in listed])
     if journal.tokenizer is not None:
-        dtype = token_dtype(journal.tokenizer["vocab_size"])
+        dtype = token_dtype(journal.tokenizer["vocab_size"], recipe["version"] == MASKED)
         for record in listed:
             check_shard(out, record, dtype)
     return journal
+
+
+def _discard(out: Path) -> None:
+    """Remove what this preparation wrote, so that other options can be tried in the same folder."""
+    remove_unlisted(out, [])
+    shutil.rmtree(out / TOKENIZER, ignore_errors=True)
+    (out / JOURNAL).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        out.rmdir()  # only if it is empty
 
 
 def _automatic_workers(units: Sequence[Unit]) -> int:
@@ -185,17 +238,19 @@ class _Preparation:
         for unit in reader.units:
             self.before.append(self.before[-1] + unit.size)
 
-    def ensure_tokenizer(self, name: str) -> None:
+    def ensure_tokenizer(self, name: str, loaded: LoadedTokenizer | None) -> None:
+        """loaded: the tokenizer, unless it is to be trained."""
         if self.journal.tokenizer is not None:
             return
-        size = tokenizers.bpe_size(name)
-        made = tokenizers.load(name) if size is None else tokenizers.train(size, self._training_texts())
+        made = loaded or tokenizers.train(tokenizers.bpe_size(name) or 0, self._training_texts())
+        if self.reader.chat and made.chat_template is None:
+            made = replace(made, chat_template=DEFAULT_TEMPLATE)
         self.journal.record_tokenizer(tokenizers.save(made, self.out / TOKENIZER))
 
     def _training_texts(self) -> Iterator[Document]:
-        for number, row in enumerate(self.reader.read(Position())):
+        for number, row in enumerate(self.reader.read()):
             if isinstance(row, Document):
-                yield row
+                yield row._replace(text=spoken_text(row.text)) if self.reader.chat else row
                 if number % 256 == 0:
                     self._report("training the tokenizer", row, number, 0)
 
@@ -211,21 +266,25 @@ class _Preparation:
             if ranges[-1]["end"] is None:
                 return
             start = Position(*ranges[-1]["end"])
-        self.dtype = token_dtype(tokenizer["vocab_size"])
-        encoder = EncoderFile(self.out / TOKENIZER / "tokenizer.json", tokenizer["end_of_text"], self.dtype)
+        chat = self.reader.chat
+        self.dtype = token_dtype(tokenizer["vocab_size"], masked=chat)
+        encoder = EncoderFile(self.out / TOKENIZER, tokenizer["end_of_text"], self.dtype, chat)
         packer = Packer(shard_tokens, ranges[-1]["domains"] if ranges else [])
         earlier = [Tally(**t) for r in ranges for s in r["shards"].values() for t in s["domains"].values()]
         documents, tokens = sum(t.documents for t in earlier), sum(t.tokens for t in earlier)
         for row, ids in encode_documents(self.reader.read(start), encoder, workers):
-            if isinstance(row, Document):
+            if isinstance(row, Skipped):
+                packer.skip(row)
+            elif isinstance(ids, str):
+                reason, _, detail = ids.partition(": ")
+                packer.skip(self.reader.skip(row.at, reason, detail))
+            else:
                 assert ids is not None
                 first = start.token if row.at == start._replace(token=0) else 0
                 for finished in packer.add(row, ids, first):
                     self._write(finished)
                 documents, tokens = documents + 1, tokens + len(ids) - first
                 self._report("tokenising", row, documents, tokens)
-            else:
-                packer.skip(row.reason)
         self._write(packer.finish())
 
     def _write(self, finished: Range) -> None:
@@ -238,24 +297,27 @@ class _Preparation:
             {
                 "shards": shards,
                 "skipped": dict(sorted(finished.skipped.items())),
+                "first_skipped": finished.first_skipped,
                 "domains": finished.domains,
                 "end": finished.end,
             }
         )
 
-    def finish(self) -> dict[str, Any]:
-        index = _index(self.journal)
-        write_file(self.out / INDEX, json.dumps(index, indent=1, ensure_ascii=False).encode())
+    def finish(self, index: dict[str, Any]) -> dict[str, Any]:
+        index = write_index(self.out, index)
         self.journal.remove()
         return index
 
 
-def _index(journal: Journal) -> dict[str, Any]:
+def _index(journal: Journal, split_by: Split) -> dict[str, Any]:
     assert journal.tokenizer is not None
     ranges = journal.ranges
     skipped: Counter[str] = Counter()
+    first_skipped: dict[str, str] = {}
     for finished in ranges:
         skipped.update(finished["skipped"])
+        first_skipped = finished["first_skipped"] | first_skipped
+    masked = journal.recipe["version"] == MASKED
     splits = {}
     for split in SPLITS:
         shards = [r["shards"][split] for r in ranges if split in r["shards"]]
@@ -270,11 +332,13 @@ def _index(journal: Journal) -> dict[str, Any]:
         splits[split] = asdict(total) | {"domains": by_domain, "shards": shards}
     return {
         "format": "grmoe tokens",
-        "version": VERSION,
-        "dtype": token_dtype(journal.tokenizer["vocab_size"]).name,
+        "version": journal.recipe["version"],
+        "dtype": token_dtype(journal.tokenizer["vocab_size"], masked).name,
         "tokenizer": {"name": journal.recipe["tokenizer"], "folder": TOKENIZER, **journal.tokenizer},
         "domains": ranges[-1]["domains"],
         "splits": splits,
+        "held_out": asdict(split_by),
         "skipped": dict(sorted(skipped.items())),
+        "first_skipped": dict(sorted(first_skipped.items())),
         "recipe": journal.recipe,
     }

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+from grmoe.data.packing import Tally
 from grmoe.data.prepare import Progress
+from grmoe.data.room import lacks_room, longest_sequence
+from grmoe.data.splitting import SEQUENCE_LENGTH
 from grmoe.tables import Table
 from grmoe.terminal import Progress as Show
 
+_MOST_DOMAINS = 10  # rows of the table
 _SECONDS_BETWEEN_UPDATES = 0.1
 _SECONDS_BETWEEN_COUNTS = 10.0  # without a terminal each new label is a line
 
@@ -34,33 +39,73 @@ class Reporter:
         self.show(self.label, now.done, now.total or 0)
 
 
-def show(index: dict[str, Any]) -> Iterator[Table | str]:
-    """The table of domains, what was skipped, and a warning if nothing is held out."""
+def show(index: dict[str, Any], sequence_length: int = SEQUENCE_LENGTH) -> Iterator[Table | str]:
+    """The table of domains, what was skipped, what is held out, and a warning if that is too little."""
     yield domains(index)
     if skipped := index["skipped"]:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in skipped.items())
-        yield f"{sum(skipped.values()):,} rows skipped ({reasons}). --strict stops at the first and names it."
-    if not index["splits"]["validation"]["tokens"]:
-        yield "No document is held out for validation. Give --validation-source or a larger --validation."
+        count = sum(skipped.values())
+        rows = "1 row" if count == 1 else f"{count:,} rows"
+        yield f"{rows} skipped ({reasons}). --strict stops at the first and names it."
+        yield from (f"  {sentence}" for sentence in index.get("first_skipped", {}).values())
+    yield _validation(index)
+    if missing := lacks_room(index, sequence_length):
+        fitting = longest_sequence(index, sequence_length)
+        advice = f" Shorter sequences fit: data.sequence_length={fitting}." if fitting else " Give more text."
+        yield f"Too little for sequences of {sequence_length:,} tokens: {missing}.{advice}"
+
+
+def _validation(index: dict[str, Any]) -> str:
+    tokens, by = index["splits"]["validation"]["tokens"], index.get("held_out", {})
+    if not tokens:
+        advice = "prepare it again with --overwrite and without --validation"
+        return f"Validation: nothing is held out, and `grmoe train` needs some text: {advice}."
+    if tail := by.get("tail"):
+        part = f"the last {tail:.1%} of each document"
+        return f"Validation: {tokens:,} tokens, {part}, because there are few documents or long ones."
+    share = by.get("share", 0.0)
+    if share > index["recipe"]["validation"]:
+        return f"Validation: {tokens:,} tokens, {share:.1%} of the documents, so that later commands have enough."
+    return f"Validation: {tokens:,} tokens."
+
+
+def next_command(index: dict[str, Any], out: Path, sequence_length: int = SEQUENCE_LENGTH) -> str:
+    """The command to train on what was prepared, with sequences that it has room for; empty if there are none."""
+    fitting = longest_sequence(index, sequence_length)
+    if fitting is None:
+        return ""
+    length = "" if fitting == SEQUENCE_LENGTH else f" data.sequence_length={fitting}"
+    return f"grmoe train data.path={out}{length}"
 
 
 def domains(index: dict[str, Any]) -> Table:
-    """Documents, bytes, tokens and bytes per token of each domain, training and validation."""
+    """Documents, bytes, tokens and bytes per token of each domain, in both splits. Many small ones are summed up."""
     train, validation = index["splits"]["train"], index["splits"]["validation"]
     title = f"{index['tokenizer']['name']}, {index['tokenizer']['vocab_size']:,} tokens"
     counts = ["documents", "bytes", "tokens", "bytes/token", "validation documents", "validation tokens"]
     table = Table(title, ["domain", *counts])
-    empty = {"documents": 0, "bytes": 0, "tokens": 0}
-    for name in sorted(index["domains"]):
-        row = train["domains"].get(name, empty), validation["domains"].get(name, empty)
-        table.add(name, *_cells(*row))
+    rows = {
+        name: [Tally(**split["domains"].get(name, {})) for split in (train, validation)]
+        for name in sorted(index["domains"])
+    }
+    largest = sorted(rows, key=lambda name: -sum(tally.tokens for tally in rows[name]))
+    shown = largest[:_MOST_DOMAINS] if len(rows) > _MOST_DOMAINS + 1 else largest
+    others = [Tally(), Tally()]
+    for name, tallies in rows.items():
+        if name in shown:
+            table.add(name if len(name) <= 40 else name[:39] + "…", *_cells(*tallies))
+        else:
+            others[0] += tallies[0]
+            others[1] += tallies[1]
+    if len(shown) < len(rows):
+        table.add(f"{len(rows) - len(shown):,} others", *_cells(*others))
     table.end_section()
-    table.add("all", *_cells(train, validation))
+    table.add("all", *_cells(*(Tally(s["documents"], s["bytes"], s["tokens"]) for s in (train, validation))))
     return table
 
 
-def _cells(train: dict[str, int], validation: dict[str, int]) -> list[str]:
-    size, tokens = (train[key] + validation[key] for key in ("bytes", "tokens"))
-    counts = [train["documents"], train["bytes"], train["tokens"]]
-    held_out = [validation["documents"], validation["tokens"]]
+def _cells(train: Tally, validation: Tally) -> list[str]:
+    size, tokens = train.bytes + validation.bytes, train.tokens + validation.tokens
+    counts = [train.documents, train.bytes, train.tokens]
+    held_out = [validation.documents, validation.tokens]
     return [*(f"{n:,}" for n in counts), f"{size / max(1, tokens):.2f}", *(f"{n:,}" for n in held_out)]

@@ -1,6 +1,7 @@
 """The files of a prepared folder: layout, writing and checks.
 
-`NAME.bin` holds the tokens of a shard, little endian. `NAME.idx` holds little-endian int64 values:
+`NAME.bin` holds the tokens of a shard, little endian. In a masked folder (conversations) the highest bit of a token
+says that it is context only: no loss counts on it. `NAME.idx` holds little-endian int64 values:
 
     magic, version, tokens, pieces, continues (0 or 1),
     offset of each piece and, last, the number of tokens (pieces + 1 values),
@@ -28,9 +29,17 @@ _MAGIC = int.from_bytes(b"grmoeidx", "little")
 HEADER = 5  # int64 values
 
 
-def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """The smallest unsigned integer type for every id: two bytes for up to 65536 tokens, else four."""
-    return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
+def token_dtype(vocab_size: int, masked: bool = False) -> np.dtype[np.unsignedinteger]:
+    """The smallest unsigned integer type for every id: two bytes for up to 65536 tokens, else four.
+
+    masked: one bit more, see `context_bit`.
+    """
+    return np.dtype("<u2") if vocab_size * (2 if masked else 1) <= 2**16 else np.dtype("<u4")
+
+
+def context_bit(dtype: np.dtype[np.unsignedinteger]) -> int:
+    """The highest bit of a token. In a masked folder it marks tokens that no loss counts on."""
+    return int(1 << (8 * dtype.itemsize - 1))
 
 
 def write_shard(folder: Path, name: str, shard: Shard, dtype: np.dtype[np.unsignedinteger]) -> dict[str, Any]:
@@ -75,19 +84,28 @@ def check_shard(folder: Path, record: dict[str, Any], dtype: np.dtype[np.unsigne
 
 
 def verify_shard(folder: Path, record: dict[str, Any]) -> None:
-    """Raise if the checksum of a shard has changed."""
+    """Raise if the checksum of a shard has changed. A record of an old version may have none."""
     for suffix in (".bin", ".idx"):
+        wanted = record.get("sha256" + suffix)
+        if wanted is None:
+            continue
         path = folder / (record["name"] + suffix)
         with open(path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256" + suffix]:
-                raise ValueError(f"{path} is damaged: its checksum does not match {INDEX}")
+            if hashlib.file_digest(file, "sha256").hexdigest() != wanted:
+                raise ValueError(
+                    f"{path} is damaged: its checksum does not match {INDEX}; prepare the data again with --overwrite"
+                )
 
 
-def read_pieces(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64], bool]:
+def read_pieces(path: Path, domains: int) -> tuple[NDArray[np.int64], NDArray[np.int64], bool]:
     """(offsets, domain ids, continues) of a .idx file."""
     values = np.fromfile(path, dtype="<i8")
-    pieces = int(values[3])
-    return values[HEADER : HEADER + pieces + 1], values[HEADER + pieces + 1 :], bool(values[4])
+    tokens, pieces, continues = values[2:HEADER].tolist()
+    offsets, ids = values[HEADER : HEADER + pieces + 1], values[HEADER + pieces + 1 :]
+    fits = offsets[0] == 0 and offsets[-1] == tokens and bool((np.diff(offsets) > 0).all())
+    if not fits or continues not in (0, 1) or not ((ids >= 0) & (ids < domains)).all():
+        raise ValueError(f"{path} is damaged: its pieces do not fit the shard")
+    return offsets, ids, bool(continues)
 
 
 def remove_unlisted(folder: Path, listed: Iterable[str]) -> None:

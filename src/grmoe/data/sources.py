@@ -49,7 +49,7 @@ class Unit:
     """A path, or NAME[:CONFIG] on the hub."""
     kind: Kind | Literal["hub"]
     domain: str
-    """Domain of the rows that name none."""
+    """Domain of the rows that name none: the folder, or the file where a source is a single one."""
     held_out: bool
     """Everything in it is for validation."""
     size: int
@@ -97,7 +97,7 @@ def _find(source: str, held_out: bool) -> list[Unit]:
         return _files(path, found, held_out)
     if path.is_file():
         require(_kind_of(path) is not None, f"source {source} must end in {_READABLE}")
-        return _files(path.parent, [path], held_out)
+        return _files(path.parent, [path], held_out, domain=_stem(path))
     found = [Path(p) for p in glob.glob(source, recursive=True) if Path(p).is_file()]
     require(bool(found), f"source {source} is neither a file, nor a folder, nor a pattern that matches one")
     for p in found:
@@ -122,17 +122,30 @@ def _hidden(relative: Path) -> bool:
     return any(part.startswith(".") for part in relative.parts)
 
 
-def _files(root: Path, paths: list[Path], held_out: bool) -> list[Unit]:
+def _files(root: Path, paths: list[Path], held_out: bool, domain: str | None = None) -> list[Unit]:
+    """Files of a folder are one domain. Each folder in it is a domain of its own."""
     named = sorted((p.relative_to(root).as_posix(), p) for p in paths)
     units = []
     for name, path in named:
         kind = _kind_of(path)
         assert kind is not None
-        stem = path.name
-        while Path(stem).suffix.lower() in (*_COMPRESSIONS, *KINDS):
-            stem = Path(stem).stem
-        units.append(Unit(name, str(path), kind, stem, held_out, path.stat().st_size))
+        folder, _, rest = name.partition("/")
+        own = folder if rest else domain or folder_domain(root)
+        units.append(Unit(name, str(path), kind, own, held_out, path.stat().st_size))
     return units
+
+
+def folder_domain(folder: Path) -> str:
+    """The domain of the files that lie directly in a folder."""
+    return folder.resolve().name or "text"
+
+
+def _stem(path: Path) -> str:
+    """The name of a file without its endings."""
+    stem = path.name
+    while Path(stem).suffix.lower() in (*_COMPRESSIONS, *KINDS):
+        stem = Path(stem).stem
+    return stem
 
 
 def _standard_library(held_out: bool) -> list[Unit]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grmoe.checks import require
+from grmoe.data.cutting import PIECE, cut_runs, cut_text
 from grmoe.data.documents import Document
 from grmoe.data.sources import optional
 from grmoe.files import replace_folder, write_file
@@ -23,9 +25,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
+_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")  # names that models give it
+_SPECIAL = ("eos_token", "bos_token", "pad_token", "unk_token")
+_TEMPLATE = "chat_template.jinja"
+_HUB_NAME = re.compile(r"(?!.*\.json$)\w[\w.-]*(/\w[\w.-]*)?")
+_HUB_SECONDS = 10.0
 BPE = "bpe:"
 _SMALLEST_BPE = 257  # all 256 bytes, and the end-of-text token
 _SAMPLE_BYTES = 64 * 2**20  # more text hardly changes the merges
+_LONGEST_WORD = 1024  # characters: every merge looks through all words, so long ones take for ever
 _GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 
 
@@ -36,6 +44,8 @@ class LoadedTokenizer:
     tokenizer: Tokenizer
     special: dict[str, str]
     """eos_token, bos_token, pad_token, and unk_token if it has one."""
+    chat_template: str | None = None
+    """Turns a conversation into text: a template of Jinja."""
 
 
 def bpe_size(name: str) -> int | None:
@@ -49,20 +59,24 @@ def bpe_size(name: str) -> int | None:
 
 
 def tokenizer_recipe(name: str) -> str:
-    """What identifies a tokenizer: its name, and the content of its files if it is a folder."""
-    folder = Path(name)
-    if bpe_size(name) is not None or not folder.is_dir():
+    """What identifies a tokenizer: its name, and the content of its files if it is a file or a folder."""
+    path = Path(name)
+    if bpe_size(name) is not None or not path.exists():
         return name
     digest = hashlib.sha256()
-    for path in _tokenizer_files(folder):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return f"{folder.resolve().name} (sha256 {digest.hexdigest()[:16]})"
+    for file in _tokenizer_files(path):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return f"{path.resolve().name} (sha256 {digest.hexdigest()[:16]})"
 
 
-def _tokenizer_files(folder: Path) -> list[Path]:
+def _tokenizer_files(path: Path) -> list[Path]:
+    """The files of a tokenizer, given as a folder or as its tokenizer.json. The main one comes first."""
+    if path.is_file():
+        beside = path.name == "tokenizer.json"  # another name is a file of its own
+        return [path, *(_companions(path.parent) if beside else [])]
+    folder = path
     if (folder / "tokenizer.json").exists():
-        names = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
-        return [folder / name for name in names if (folder / name).exists()]
+        return [folder / "tokenizer.json", *_companions(folder)]
     for names in map(list, _GPT2_FILES):
         if all((folder / name).exists() for name in names):
             return [folder / name for name in names]
@@ -70,26 +84,48 @@ def _tokenizer_files(folder: Path) -> list[Path]:
     raise ValueError(f"tokenizer folder {folder} holds neither tokenizer.json nor {pairs}")
 
 
+def _companions(folder: Path) -> list[Path]:
+    """Files that name the special tokens and the chat template."""
+    names = ("tokenizer_config.json", "special_tokens_map.json", _TEMPLATE)
+    return [folder / name for name in names if (folder / name).is_file()]
+
+
 def load(name: str) -> LoadedTokenizer:
-    """Load an existing tokenizer: from a folder, or from the hub by name."""
-    folder = Path(name)
-    if not folder.is_dir():
+    """Load an existing tokenizer: from a folder, from a tokenizer.json, or from the hub by name."""
+    place = Path(name)
+    if not place.exists():
         return _from_hub(name)
     tokenizers = optional("tokenizers")
-    files = _tokenizer_files(folder)
+    files = _tokenizer_files(place)
+    gpt2 = place.is_dir() and files[0].name != "tokenizer.json"
     try:
-        if files[0].name != "tokenizer.json":
+        if gpt2:
             return _from_gpt2_files(*files)
         tokenizer = tokenizers.Tokenizer.from_file(str(files[0]))
-        configs = [json.loads(path.read_text(encoding="utf-8")) for path in files[1:]]
+        texts = {path.name: path.read_text(encoding="utf-8") for path in files[1:]}
+        template = texts.pop(_TEMPLATE, None)
+        configs = [json.loads(text) for text in texts.values()]
     except Exception as error:  # the tokenizers library raises bare Exception for files it cannot read
-        raise ValueError(f"tokenizer folder {folder} could not be read: {error}") from error
+        raise ValueError(f"tokenizer {place} could not be read: {error}") from error
+    objects = all(isinstance(config, dict) for config in configs)
+    require(objects, f"tokenizer {place}: {', '.join(texts)} must hold a JSON object")
     special: dict[str, str | None] = {}
     for config in configs:
-        for key in ("eos_token", "bos_token", "pad_token", "unk_token"):
+        for key in _SPECIAL:
             token = config.get(key)
-            special.setdefault(key, token.get("content") if isinstance(token, dict) else token)
-    return _with_special_tokens(tokenizer, special, name)
+            token = token.get("content") if isinstance(token, dict) else token
+            special.setdefault(key, token if isinstance(token, str) else None)
+        template = template or _template(config.get("chat_template"))
+    return _with_special_tokens(tokenizer, special, name, template)
+
+
+def _template(given: Any) -> str | None:
+    """The chat template of a tokenizer's configuration. Several have names; the one to use is "default"."""
+    if isinstance(given, list):
+        given = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}
+    if isinstance(given, dict):
+        given = given.get("default")
+    return given if isinstance(given, str) else None
 
 
 def _from_gpt2_files(vocab: Path, merges: Path) -> LoadedTokenizer:
@@ -117,33 +153,58 @@ def _byte_level(model: Any) -> Tokenizer:
     return tokenizer
 
 
-def _from_hub(name: str) -> LoadedTokenizer:
-    transformers = optional("transformers")
+def _why_unreachable(name: str) -> str:
+    """Why the hub does not answer; empty if it does. One question: transformers would try for a minute."""
+    hub = optional("huggingface_hub")
+    if hub.constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
     try:
-        loaded = transformers.AutoTokenizer.from_pretrained(name)
+        hub.HfApi().model_info(name, timeout=_HUB_SECONDS)
+    except hub.errors.HfHubHTTPError:
+        return ""  # it answered: what is wrong is known better by who loads
+    except Exception as error:  # of the network, a proxy or the machine
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ""
+
+
+def _from_hub(name: str) -> LoadedTokenizer:
+    advice = "give its tokenizer.json or a folder with its files, or bpe:8192 to train one"
+    require(bool(_HUB_NAME.fullmatch(name)), f"tokenizer {name} is neither a file nor a folder: {advice}")
+    transformers = optional("transformers")
+    unreachable = _why_unreachable(name)
+    try:
+        # A cached tokenizer opens without the hub. No question is asked, and no code of the hub runs.
+        loaded = transformers.AutoTokenizer.from_pretrained(
+            name, local_files_only=bool(unreachable), trust_remote_code=False
+        )
     except Exception as error:  # from the hub, the network or a proxy
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
-            f"tokenizer {name!r} could not be loaded: {reason[0]} "
-            f"(give a folder with its files to work without the hub, or bpe:8192 to train one)"
-        ) from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if unreachable:
+            reason = f"it is not in the local cache, and the hub cannot be asked ({unreachable})"
+        raise ValueError(f"tokenizer {name!r} could not be loaded: {reason}; {advice}") from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"tokenizer {name!r} has no fast version")
-    special = {key: getattr(loaded, key) for key in ("eos_token", "bos_token", "pad_token", "unk_token")}
-    return _with_special_tokens(backend, special, name)
+    special = {key: getattr(loaded, key) for key in _SPECIAL}
+    return _with_special_tokens(backend, special, name, _template(loaded.chat_template))
 
 
-def _with_special_tokens(tokenizer: Tokenizer, special: dict[str, str | None], name: str) -> LoadedTokenizer:
+def _with_special_tokens(
+    tokenizer: Tokenizer, special: dict[str, str | None], name: str, chat_template: str | None = None
+) -> LoadedTokenizer:
     """Fill in missing special tokens as GPT-2 does: the end-of-text token also begins and pads."""
-    candidates = (special.get("eos_token"), END_OF_TEXT, "</s>")
+    candidates = (special.get("eos_token"), *_ENDS)
     end = next((t for t in candidates if t is not None and tokenizer.token_to_id(t) is not None), None)
     if end is None:
-        raise ValueError(f"tokenizer {name} has no end-of-text token (eos_token)")
+        raise ValueError(
+            f"tokenizer {name} has no end-of-text token: name one of its tokens in tokenizer_config.json beside it, "
+            'as {"eos_token": "…"}'
+        )
     tokenizer.no_truncation()
     tokenizer.no_padding()
     known = {key: token for key, token in special.items() if token is not None}
-    return LoadedTokenizer(tokenizer, {"bos_token": end, "pad_token": end} | known | {"eos_token": end})
+    special_tokens = {"bos_token": end, "pad_token": end} | known | {"eos_token": end}
+    return LoadedTokenizer(tokenizer, special_tokens, chat_template)
 
 
 def train(size: int, documents: Iterable[Document]) -> LoadedTokenizer:
@@ -153,6 +214,8 @@ def train(size: int, documents: Iterable[Document]) -> LoadedTokenizer:
 
     texts = sample(documents, _SAMPLE_BYTES)
     require(bool(texts), "there is no document to train a tokenizer on")
+    long = (piece for text in texts for piece in cut_text(text, PIECE))
+    pieces = (piece for text in long for piece in cut_runs(text, _LONGEST_WORD))
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=size,
@@ -160,7 +223,7 @@ def train(size: int, documents: Iterable[Document]) -> LoadedTokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
+    tokenizer.train_from_iterator(pieces, trainer)
     return _with_special_tokens(tokenizer, {}, f"{BPE}{size}")
 
 
@@ -179,17 +242,20 @@ def sample(documents: Iterable[Document], budget: int) -> list[str]:
         total += document.size
         while total > budget and len(kept) > 1:
             total -= heapq.heappop(kept)[3]
-    return [text for _, _, text, _ in sorted(kept, key=lambda item: item[1])]
+    # The last document may be longer than the budget. A character has at least one byte.
+    return [text[:budget] for _, _, text, _ in sorted(kept, key=lambda item: item[1])]
 
 
 def save(loaded: LoadedTokenizer, folder: Path) -> dict[str, Any]:
     """Write the folder atomically. Returns the entry for index.json."""
     content = loaded.tokenizer.to_str().encode()
-    config = {
+    config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **dict(sorted(loaded.special.items())),
     }
+    if loaded.chat_template is not None:
+        config["chat_template"] = loaded.chat_template
     with replace_folder(folder) as writing:
         write_file(writing / "tokenizer.json", content)
         write_file(writing / "tokenizer_config.json", json.dumps(config, indent=1).encode())

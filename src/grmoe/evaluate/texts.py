@@ -45,7 +45,8 @@ class _Domain:
 def read_domains(sources: Iterable[str], loaded: LoadedModel, limit: int | None = None) -> list[DomainText]:
     """The domains of all texts. limit: most tokens of each domain; None takes all.
 
-    The domain of a row is its field "domain", or the name of its file. A .txt file is one document.
+    The domain of a row is its field "domain", or the name of its folder (of the file, if the text is one file). A .txt
+    file is one document.
     """
     return [domain for source in dict.fromkeys(sources) for domain in _read_text(source, loaded, limit)]
 

@@ -605,7 +605,8 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         target_T = shift_labels.reshape(-1).to(hidden.device)
-        count = (target_T != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        # At least one, because all tokens of a short batch may be context: its loss is 0, and not 0/0.
+        count = (target_T != IGNORED).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         count = torch.as_tensor(count, device=hidden.device)
         x = as_autocast(hidden)
         return next_token_loss(x.reshape(-1, x.shape[-1]), self.lm_head.weight, target_T, count)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grmoe.checks import positive_int, require
 from grmoe.data import TokenDataset
-from grmoe.data.documents import Document, Position, Reader
+from grmoe.data.documents import Document, Reader
 from grmoe.data.encoding import DocumentEncoder
 from grmoe.data.shards import INDEX
 from grmoe.data.sources import Unit, find_units
@@ -133,8 +133,7 @@ def _read_units(
     units: list[Unit], loaded: LoadedModel, skipped: Callable[[str], None] = lambda reason: None
 ) -> Iterator[TokenDocument]:
     encode, size = document_encoder(loaded), loaded.model.config.vocab_size
-    reader = Reader(units, [None] * len(units), 0.0, "text", "domain", strict=False)
-    for row in reader.read(Position()):
+    for row in Reader(units, [None] * len(units)).read():
         if isinstance(row, Document):
             ids = encode(row.text)
             require(ids.max() < size, f"token {ids.max()} is outside the model's vocabulary of {size}")

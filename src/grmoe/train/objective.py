@@ -2,7 +2,7 @@
 
     L = M + β·Σ_layers O,        M = CE + c·Σ_layers R
 
-CE  cross-entropy of the next token, nats per token
+CE  cross-entropy of the next token, nats per token; of conversations: the mean over what the assistant says
 R   a router's own losses (load balancing, z-loss), with their coefficients; c is the model's `router_aux_loss_coef`
 O   Σ_{e≠e'} max(0, ‖U_eᵀU_e'‖²_F − ρ₀·k²/d), the overlap penalty (eq:subspace_reg): its hinge ρ₀ is a share of the
     overlap k²/d of random subspaces; β is `routing.overlap_weight`, ρ₀ is `routing.overlap_rho`
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grmoe.head import IGNORED
 from grmoe.model import GrmoeForCausalLM
 from grmoe.runs.config import RoutingConfig
 
@@ -67,7 +68,11 @@ def loss_parts(output: Any, count: int) -> LossParts:
 
 
 def forward_loss(forward: Callable[..., Any], rows_BS: Tensor, **options: Any) -> Any:
-    """The model's output for sequences (B, S + 1) on its device: the loss without the logits."""
-    targets = rows_BS[:, 1:].contiguous()
-    sequences = {"input_ids": rows_BS[:, :-1], "labels": targets, "shift_labels": targets}
+    """The model's output for sequences (B, S + 1) on its device: the loss without the logits.
+
+    A negative token −1 − id is context (`TokenDataset.read_rows`): the model reads it, and no loss counts on it.
+    """
+    ids_BS = torch.where(rows_BS < 0, ~rows_BS, rows_BS)
+    targets = torch.where(rows_BS < 0, IGNORED, rows_BS)[:, 1:].contiguous()
+    sequences = {"input_ids": ids_BS[:, :-1], "labels": targets, "shift_labels": targets}
     return forward(**sequences, use_cache=False, skip_logits=True, **options)

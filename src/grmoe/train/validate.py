@@ -46,7 +46,7 @@ def validate(trainer: Trainer) -> Validation:
                 with nullcontext() if counts else uncounted(model):
                     loss = trainer.run(model, rows.to(world.device)).loss
                 if counts:
-                    targets = rows[:, 1:].numel()
+                    targets = int((rows[:, 1:] >= 0).sum())  # negative: context only
                     sum_2 += torch.stack([loss.double() * targets, loss.new_full((), targets)])
             sums[domain] = total(world, sum_2).tolist()
         sync_metrics(model, world)

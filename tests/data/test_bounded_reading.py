@@ -1,0 +1,182 @@
+"""Input that would take all memory or all time, and input that is not text. Before, a line of 50 MB took 6.6 GB, 20 MB
+without a space never ended, and an .xz file of 305 kB took 23 GB."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import grmoe.data.decompression as decompression
+from grmoe.cli import app
+from grmoe.data import prepare
+from grmoe.data.cutting import PIECE, cut_runs, cut_text
+from grmoe.data.decompression import read_lines
+from grmoe.data.documents import Document, Reader, Skipped
+from grmoe.data.encoding import DocumentEncoder
+from grmoe.data.sources import find_units
+from grmoe.data.tokenizer import train
+
+pytest.importorskip("tokenizers")
+LIMIT = 2**16
+GOOD = b'{"text": "a good row"}\n'
+
+
+@contextmanager
+def at_most(megabytes: float) -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < megabytes * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def rows_of(path: Path, **options: Any) -> list[Document | Skipped]:
+    return list(Reader(find_units([path]), [None], max_document=LIMIT, **options).read())
+
+
+def xz(data: bytes) -> bytes:
+    return lzma.compress(data, preset=0)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
+def test_a_row_or_file_that_is_too_long_is_skipped_and_never_in_memory(tmp_path: Path, suffix: str) -> None:
+    pack: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": lambda d: gzip.compress(d, 1), ".xz": xz}
+    bomb = b"a" * 24 * 2**20
+    (tmp_path / f"rows.jsonl{suffix}").write_bytes(pack[suffix](GOOD + b'{"text": "' + bomb + b'"}\n' + GOOD))
+    (tmp_path / f"file.txt{suffix}").write_bytes(pack[suffix](bomb))
+    with at_most(12):
+        rows = rows_of(tmp_path / f"rows.jsonl{suffix}")
+        file = rows_of(tmp_path / f"file.txt{suffix}")
+    assert [type(row) for row in rows] == [Document, Skipped, Document]
+    sentence = f"rows.jsonl{suffix}, row 2: too long (more than 65,536 bytes; see --max-document-mb)"
+    assert rows[1] == Skipped("too long", sentence)
+    assert [type(row) for row in file] == [Skipped]
+
+
+def test_an_xz_file_that_asks_for_too_much_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"text " * 100, preset=6))  # needs 9 MiB
+    monkeypatch.setattr(decompression, "_XZ_MEMORY", 2**20)
+    with pytest.raises(
+        ValueError, match=r"a.txt.xz is damaged after row 0: it needs more than 1 MiB to unpack"
+    ):
+        rows_of(tmp_path / "a.txt.xz")
+
+
+def test_xz_files_of_several_streams_and_padding_are_whole(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.xz").write_bytes(xz(b"one ") + b"\0" * 8 + xz(b"two") + b"\0" * 4)
+    (row,) = rows_of(tmp_path / "a.txt.xz")
+    assert isinstance(row, Document)
+    assert row.text == "one two"
+
+
+@given(st.lists(st.integers(0, 12), max_size=8), st.integers(1, 10), st.booleans())
+def test_bounded_lines_are_the_lines(lengths: list[int], limit: int, ends: bool) -> None:
+    import io
+
+    content = b"\n".join(b"x" * n for n in lengths) + (b"\n" if ends else b"")
+    found = list(read_lines(io.BytesIO(content), limit))
+    wanted = content.splitlines(keepends=True)
+    assert found == [line if len(line.rstrip(b"\n")) <= limit else None for line in wanted]
+
+
+def test_text_without_spaces_is_tokenised_in_pieces() -> None:
+    """BPE on one word of megabytes takes all memory; training on it never ends."""
+    text = "etaoinshrdlu" * 50_000
+    documents = [Document(None, text[:100_000], "", 100_000, "train", 0)]  # type: ignore[arg-type]
+    trained = train(300, documents).tokenizer
+    encode = DocumentEncoder(trained, 0)
+    with at_most(40):
+        ids = encode(text)
+    assert trained.decode(ids[:-1].tolist()) == text
+    assert max(map(len, cut_runs(text, 1000))) == 1000
+
+
+@given(st.text(alphabet="ab .\n", max_size=300), st.integers(1, 40))
+def test_pieces_are_the_text(text: str, limit: int) -> None:
+    pieces = list(cut_text(text, limit))
+    assert "".join(pieces) == text == "".join(cut_runs(text, limit))
+    assert all(len(piece) <= limit for piece in pieces)
+    assert all(pieces[:-1])
+
+
+def test_pieces_of_a_long_text_have_the_tokens_of_the_whole() -> None:
+    text = "".join(f"def f{n}(x):\n    return [x, {n}]  # über n't, 東京\n\n" for n in range(3000))
+    assert len(text) > 2 * PIECE
+    documents = [Document(None, text, "", len(text), "train", 0)]  # type: ignore[arg-type]
+    trained = train(400, documents).tokenizer
+    assert (
+        DocumentEncoder(trained, 0)(text)[:-1].tolist() == trained.encode(text, add_special_tokens=False).ids
+    )
+    for before, after in pairwise(cut_text(text, PIECE)):
+        assert not before[-1].isspace()
+        assert after[0] == " "
+
+
+BAD_FILES = {
+    "latin.txt": ("grüße".encode("latin-1"), "latin.txt: not UTF-8 (byte 0xfc at position 2)"),
+    "bom.txt": (b"\xef\xbb\xbfab\xff", "bom.txt: not UTF-8 (byte 0xff at position 5)"),
+    "wide.txt": ("grüße".encode("utf-16"), "wide.txt: not UTF-8 (it begins like UTF-16)"),
+    "program.txt": (b"MZ\x01\x00\x02", "program.txt: binary (a zero byte at position 3)"),
+    "empty.txt": (b"", "empty.txt: empty"),
+    "blank.txt": (b" \n\t\n", "blank.txt: no text"),
+    "rows.jsonl": (b'{"text": "\xff"}', "rows.jsonl, row 1: not UTF-8 (byte 0xff at position 10)"),
+    "cut.jsonl": (
+        b'{"text": "a',
+        "cut.jsonl, row 1: invalid JSON (Unterminated string starting at at position 9)",
+    ),
+    "none.jsonl": (b"", "none.jsonl is empty"),
+    "other.jsonl": (b'{"body": "x"}', "other.jsonl, row 1: no text (field 'text' is missing)"),
+    "number.jsonl": (b'{"text": 3}', "number.jsonl, row 1: no text (field 'text' holds no text)"),
+    "digits.jsonl": (b'{"text": ' + b"1" * 10_000 + b"}", "digits.jsonl, row 1: invalid JSON"),
+    "long.txt": (b"words " * 400, "long.txt: too long (2,400 bytes; --max-document-mb 1 reads it)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_input_that_is_not_text_is_named_with_its_reason(tmp_path: Path, name: str) -> None:
+    content, sentence = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    limit = ["--max-document-mb", "0.001"] if name == "long.txt" else []
+    command = ["prepare", str(tmp_path / name), "--out", str(tmp_path / "out"), *limit]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert f"error: the sources hold no document to train on; {sentence}" in result.output.replace("\n", "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_validation_source_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "good.jsonl").write_bytes(GOOD)
+    (tmp_path / "latin.txt").write_bytes(BAD_FILES["latin.txt"][0])
+    message = r"no document is left to validate on; latin.txt: not UTF-8 \(byte 0xfc at position 2\)"
+    with pytest.raises(ValueError, match=message):
+        prepare(
+            [tmp_path / "good.jsonl"], tmp_path / "out", tokenizer="bpe:257", workers=1,
+            validation_source=tmp_path / "latin.txt",
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_files_among_good_ones_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(GOOD * 20 + b'{"text": "cut\n' * 3)
+    for name in ("latin.txt", "program.txt"):
+        (tmp_path / name).write_bytes(BAD_FILES[name][0])
+    index = prepare([tmp_path], tmp_path / "out", tokenizer="bpe:257", validation=0, workers=1)
+    assert index["skipped"] == {"binary": 1, "invalid JSON": 3, "not UTF-8": 1}
+    assert index["first_skipped"]["not UTF-8"] == BAD_FILES["latin.txt"][1]
+    assert index["first_skipped"]["invalid JSON"].startswith("rows.jsonl, row 21: invalid JSON")
+    assert json.loads((tmp_path / "out" / "index.json").read_text()) == index
