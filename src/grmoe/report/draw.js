@@ -153,7 +153,7 @@ function table(headings, rows, attributes = {}) {
   return el(
     "div",
     { class: "scroll", tabindex: 0, role: "region", "aria-label": attributes.label },
-    el("table", {}, el("thead", {}, head), el("tbody", {}, body)),
+    el("table", { class: attributes.class }, el("thead", {}, head), el("tbody", {}, body)),
   );
 }
 
@@ -180,7 +180,7 @@ function legend(entries) {
             })
             : null,
           ring
-            ? svg("circle", { cx: 13, cy: 6, r: 5, class: "ring" })
+            ? ringAt(13, 6, ring, 4.5)
             : mark
             ? markAt(mark, 13, 6, color, 3.4, hollow ? HOLLOW(color) : {})
             : svg("rect", { x: 4, y: 1, width: 18, height: 10, fill: color, rx: 2 }),
@@ -210,6 +210,8 @@ function figure(caption, draw, attributes = {}) {
 function note({ text, command }) {
   return el("p", { class: "note" }, text, command ? [" Get it with ", el("code", {}, command)] : null);
 }
+
+const fold = (title, ...children) => el("details", {}, el("summary", {}, title), ...children);
 
 // A run's notes on some sections, with its name where several runs are shown.
 const notesOf = (run, sections, named = false) =>

@@ -15,8 +15,8 @@ import grmoe
 from grmoe.report.content import Content
 
 _SCRIPTS = (
-    "math.js", "draw.js", "plot.js", "summary.js", "frontier.js", "controls.js", "dial.js", "types.js", "text.js",
-    "main.js",
+    "math.js", "draw.js", "plot.js", "budget.js", "slider.js", "writing.js", "summary.js", "frontier.js", "controls.js",
+    "layers.js", "types.js", "text.js", "main.js",
 )  # fmt: skip
 
 
@@ -26,21 +26,46 @@ def render(runs: Sequence[Content]) -> str:
     script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n{script}'
     names = " · ".join(run.name for run in runs)
-    data = {
-        "grmoe": grmoe.__version__,
-        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "runs": [run.as_json() for run in runs],
-    }
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     parts = {
         "policy": f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{_hash(script)}'",
         "title": html.escape(f"{names} – grmoe report"),
+        "heading": html.escape(names),
         "style": folder.joinpath("page.css").read_text(encoding="utf-8"),
-        "data": as_json(data),
+        "story": _story(runs),
+        "next": _next(runs),
+        "footer": f"grmoe {grmoe.__version__}, {made}. This page contains all its data and loads nothing.",
+        "data": as_json({"runs": [run.as_json() for run in runs]}),
         "script": script,
     }
     # In one pass, so that a placeholder inside the data stays as it is.
     page = folder.joinpath("page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
+
+
+def _story(runs: Sequence[Content]) -> str:
+    """The paragraphs of each model, with its name where there are several."""
+    parts = []
+    for run in runs:
+        name = f"<b>{html.escape(run.name)}.</b> " if len(runs) > 1 else ""
+        paragraphs = [html.escape(" ".join(part)) for part in (run.story, run.found) if part]
+        parts += [f"<p>{name}{text}</p>" for text in ([" ".join(paragraphs)] if name else paragraphs)]
+    return "\n".join(parts)
+
+
+def _next(runs: Sequence[Content]) -> str:
+    """The commands, the first two of each model where there are several. The script adds buttons to copy them."""
+    parts = []
+    for run in runs:
+        steps = run.next if len(runs) == 1 else run.next[:2]
+        items = "\n".join(
+            f"<li><span>{html.escape(step.text)}</span><code>{html.escape(step.command)}</code></li>"
+            for step in steps
+        )
+        name = f"<h3>{html.escape(run.name)}</h3>\n" if len(runs) > 1 else ""
+        if items:
+            parts.append(f'{name}<ul class="next">\n{items}\n</ul>')
+    return "\n".join(parts) or "<p>Nothing can be done with this folder: its model cannot be opened.</p>"
 
 
 def as_json(data: object) -> str:
