@@ -31,6 +31,7 @@ from grmoe.runs.results import (
 from grmoe.terminal import Progress, silent
 
 DIGITS = 6  # significant digits of numbers in the page
+_PERCENT_DIGITS = 4
 # Keys of an analysis that the page uses.
 _ANALYSIS = ("text", "tokens", "types", "type_tokens", "domains", "domain_tokens")
 _LAYER = ("layer", "alpha", "counts", "domain_of_expert", "entropy", "kappa", "information")
@@ -89,8 +90,9 @@ class Content:
     notes: list[Note] = field(default_factory=list)
 
     def as_json(self) -> Any:
-        # The sample keeps all digits: the page computes with them.
-        return plain(vars(self) | {"sample": None}, DIGITS) | {"sample": plain(self.sample)}
+        # The sample keeps all digits, because the page computes with them. An analysis is shown in percent.
+        few = {"sample": plain(self.sample), "analysis": plain(self.analysis, _PERCENT_DIGITS)}
+        return plain(vars(self) | {"sample": None}, DIGITS) | few
 
 
 def collect(folder: Path, name: str, plan: Plan, progress: Progress = silent) -> Content:

@@ -1,8 +1,8 @@
 """What `grmoe dial` measured, in the form the page shows: the stops of its slider, and the frontier of every rule.
 
-The slider follows the curve of budgets, because that is what `set_budget` and `--budget` follow. Each point of the curve
-is a stop with its measured perplexity. Speeds were measured on the frontiers, so they are kept apart: the page shows the
-speed of a stop that was timed, and otherwise interpolates between the two timed settings around it, and says so.
+The slider follows the curve of budgets, because that is what `set_budget` and `--budget` follow. Each point of the
+curve is a stop with its measured perplexity. Speeds were measured on the frontiers, so they are kept apart. Between two
+stops, or between two timed settings, the page interpolates and says so.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def tells(certificate: Row) -> bool:
     return bool(certificate["holds"]) and bound is not None and bound < output
 
 
-def slider_stops(body: Row | None, curve: Sequence[Row] | None, budget: float | None) -> dict[str, Any] | None:
+def slider_stops(
+    body: Row | None, curve: Sequence[Row] | None, budget: float | None
+) -> dict[str, Any] | None:
     """The stops of the slider, fewest experts first, and the two settings with a name. None without any.
 
     body: of the dial's results; None where they are not there. Then the curve saved with the model is all there is.

@@ -104,18 +104,14 @@ const tip = {
 // Lifting a finger does not hide the tooltip. Tapping elsewhere does.
 const hasLeft = (event) => event.pointerType !== "touch";
 
-// Shows a tooltip when the node is pointed at, tapped or focused.
+// Shows a tooltip when the node is pointed at or tapped. Keyboards get the same numbers from tables: a listener for focus
+// would make each of a hundred marks a stop of the Tab key.
 function explain(node, content) {
   const follow = ({ clientX: x, clientY: y }) =>
     tip.owner === node ? tip.move(x, y) : tip.show(node, content(), x, y);
   // Also when the pointer moves: scrolling may have hidden the tooltip.
   for (const kind of ["pointerenter", "pointermove", "click"]) node.addEventListener(kind, follow);
   node.addEventListener("pointerleave", (event) => hasLeft(event) && tip.hide(node));
-  node.addEventListener("focus", () => {
-    const box = node.getBoundingClientRect();
-    if (tip.owner !== node) tip.show(node, content(), box.right, box.bottom);
-  });
-  node.addEventListener("blur", () => tip.hide(node));
   return node;
 }
 

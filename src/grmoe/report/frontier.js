@@ -135,7 +135,7 @@ function drawRules(section, runs, state) {
       section.hidden = !run.dial;
       if (!run.dial) return;
       const { chosen, trained } = run.dial, series = seriesOf(run.dial);
-      picture = pareto("All settings on a frontier, lower is better", series, { chosen, trained }, false, 320);
+      picture = pareto("All settings on a frontier, lower is better", series, { chosen, trained }, false, 340);
       section.querySelector(".body").replaceChildren(picture, legendOf(series));
     }
     if (run.dial) picture.point(measuredAt(run.slider, state));
@@ -258,7 +258,7 @@ function alphaTable(dial) {
 function certificates(dial) {
   const telling = dial.certificates.filter((c) => c.tells), all = dial.certificates;
   const size = (c) => percent(c.exact / c.output, 0);
-  const meaning = "A certificate bounds how far the output of a block can be from the output with all experts. It holds for " +
+  const meaning = "A certificate bounds how far the output of a block can be from the output with all experts at the same α. It holds for " +
     "each of the " + `${grouped(all[0].tokens)} tokens. It says something where the bound is below the size of the output.`;
   if (telling.length) {
     return el(
@@ -270,7 +270,7 @@ function certificates(dial) {
     );
   }
   return fold(
-    `Certificates: they exclude nothing here. Measured error: ${all.map(size).join(", ")} of the output`,
+    `Certificates: they exclude nothing here. Measured: ${all.map(size).join(", ")} of the output is missing`,
     el("p", {}, meaning),
     certificateTable(all),
   );

@@ -59,13 +59,18 @@ def _next(runs: Sequence[Content]) -> str:
     for run in runs:
         steps = run.next if len(runs) == 1 else run.next[:2]
         items = "\n".join(
-            f"<li><span>{html.escape(step.text)}</span><code>{html.escape(step.command)}</code></li>"
+            f"<li><span>{html.escape(step.text)}</span><code>{_command(step.command)}</code></li>"
             for step in steps
         )
         name = f"<h3>{html.escape(run.name)}</h3>\n" if len(runs) > 1 else ""
         if items:
             parts.append(f'{name}<ul class="next">\n{items}\n</ul>')
     return "\n".join(parts) or "<p>Nothing can be done with this folder: its model cannot be opened.</p>"
+
+
+def _command(command: str) -> str:
+    """A line breaks before an option, not inside it."""
+    return re.sub(r"(?<= )--[\w-]+", r'<span class="option">\g<0></span>', html.escape(command))
 
 
 def as_json(data: object) -> str:

@@ -69,11 +69,13 @@ def _found(dial: Facts) -> Iterator[str]:
     chosen, trained = dial["chosen"], dial["trained"]
     less, more = (f"{p['experts_per_token']:.2f}" for p in (chosen, trained))
     if chosen["experts_per_token"] >= trained["experts_per_token"]:
-        yield f"The dial found nothing cheaper within its target ({dial['asked']}): {more} experts per token, as trained."
+        yield f"The dial found nothing cheaper within its target ({dial['asked']})."
+        yield f"It stays at {more} experts per token."
         return
+    grown = percent(chosen["increase"]["value"])
     yield (
-        f"The dial found: {less} experts per token instead of {more} for {percent(chosen['increase']['value'])} perplexity "
-        f"({chosen['perplexity']:.2f} instead of {trained['perplexity']:.2f})."
+        f"The dial found: {less} experts per token instead of {more} for {grown} perplexity "
+        f"({chosen['perplexity']:.2f} instead of {trained['perplexity']:.2f} on its calibration text)."
     )
     if chosen["speed"] is not None:
         yield _speed(chosen["speed"])
@@ -106,23 +108,21 @@ def next_steps(
         return []
     words = shlex.quote(" ".join(re.findall(r"[^\W\d_]+", prompt or "")[:3]) or "The")
     folder = shlex.quote(path)
-    text = " --text FILE" if exported else ""
-    chosen = dialled and (dialled["chosen"] or dialled["stops"][-1])
-    steps = []
-    budget = ""
-    if chosen:
-        budget = f" --budget {_within(chosen['experts_per_token'], dialled['stops'])}" if dialled["exact"] else ""
-    elif model["dial"]:
-        steps.append(
-            NextStep("Find out how few experts it needs (some minutes)", f"grmoe dial {folder}{text}")
-        )
-    named = " at the chosen budget" if budget else ""
+    steps, budget, named = [], "", ""
+    if dialled is not None and dialled["exact"]:
+        chosen = dialled["chosen"] or dialled["stops"][-1]
+        budget = f" --budget {_within(chosen['experts_per_token'], dialled['stops'])}"
+        named = " at the chosen budget" if dialled["chosen"] else ""
+    elif dialled is None and model["dial"]:
+        dial = f"grmoe dial {folder}" + (" --text FILE" if exported else "")
+        steps.append(NextStep("Find out how few experts it needs (some minutes)", dial))
     steps.append(NextStep(f"Let it write{named}", f"grmoe generate {folder} --prompt {words}{budget}"))
     if exported:
         steps.append(NextStep(f"Serve it{named}", f"grmoe serve {folder}{budget}"))
     else:
         out = shlex.quote(f"{path.rstrip('/')}/model")
-        steps.append(NextStep(f"Save and serve it{named}", f"grmoe export {folder} --out {out} && grmoe serve {out}{budget}"))
+        both = f"grmoe export {folder} --out {out} && grmoe serve {out}{budget}"
+        steps.append(NextStep(f"Save and serve it{named}", both))
     steps.append(NextStep("Measure it on your own text", f"grmoe eval {folder} --text FILE{budget}"))
     return steps
 

@@ -3,6 +3,9 @@
 const PASSAGE = 220; // tokens shown together at least, in whole windows
 const MANY = 12; // experts in a tooltip; of more, the largest gates are shown
 
+// The strongest colour behind a token, so that its text stays readable. Hues for many experts are less even.
+const strongest = (N) => (N <= EXPERTS.length ? 0.5 : 0.35);
+
 // Windows in groups that are long enough to read: [{from, windows, tokens}].
 function passagesOf(windows) {
   const out = [];
@@ -80,7 +83,7 @@ function textView(run, state) {
       const found = tokenGate(gates[state.layer], Number(span.dataset.t), alpha, selection),
         e = found.order[0];
       leads[e]++;
-      span.style.backgroundColor = expertColor(e, N, 0.12 + 0.43 * Math.sqrt(found.p[e]));
+      span.style.backgroundColor = expertColor(e, N, 0.1 + (strongest(N) - 0.1) * Math.sqrt(found.p[e]));
       span.dataset.expert = e;
       span.classList.toggle("faded", only !== null && e !== only);
     }

@@ -49,14 +49,15 @@ def write_samples(
     loaded: LoadedModel, ids: Sequence[int], budgets: Sequence[float | None], new_tokens: int
 ) -> dict[str, Any]:
     """One text per budget. The model is left as it was."""
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model: Any = loaded.model
+    tokenizer = loaded.tokenizer
     room = model.config.max_position_embeddings - len(ids)
     texts = []
     for budget in budgets:
         with _at(model, budget), torch.random.fork_rng():
             torch.manual_seed(SEED)
             given = torch.tensor([ids], device=model.device)
-            out: Any = model.generate(  # type: ignore[operator]
+            out = model.generate(
                 given,
                 attention_mask=torch.ones_like(given),
                 max_new_tokens=min(new_tokens, room),
