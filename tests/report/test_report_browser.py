@@ -498,6 +498,7 @@ def test_several_runs_side_by_side(both: tuple[Path, str], show: Callable[[Path]
     shown.js("setState({...firstState(data.runs[1]), run: 1})")
     shown.settle()
     assert f"grmoe dial {second['path']}" in shown.text("#dial .note")
+    assert [node.is_displayed() for node in shown.all("#next ul")] == [False, True]
     assert not shown.one("#rules").is_displayed()
     want = expected(second, 0, 1.0, Mass(0.5, cap=2))
     assert number(shown.text(".card [data-stat=entropy]")) == pytest.approx(want["entropy"], abs=0.000501)

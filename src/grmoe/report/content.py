@@ -77,7 +77,7 @@ class Content:
     story: list[str] = field(default_factory=list)
     """What the model is and how it was trained, one sentence each."""
     found: list[str] = field(default_factory=list)
-    """What the dial found, one sentence each."""
+    """What the dial found, one sentence each. Empty if it was not measured."""
     next: list[NextStep] = field(default_factory=list)
     model: dict[str, Any] | None = None
     training: dict[str, Any] | None = None
@@ -119,7 +119,7 @@ def collect(folder: Path, name: str, plan: Plan, progress: Progress = silent) ->
         stream = _add_experts(content, loaded, plan, progress)
         _add_writing(content, loaded, stream, plan, progress)
     content.story = list(what_it_is(content.model, content.training))
-    content.found = list(what_the_dial_found(content.model, content.dial, content.slider))
+    content.found = list(what_the_dial_found(content.dial, content.slider))
     prompt = None if content.writing is None else content.writing["prompt"]
     content.next = next_steps(content.path, content.exported, content.model, content.slider, prompt)
     return content

@@ -63,7 +63,7 @@ function start() {
   state.run = Math.max(0, shown);
   Object.assign(state, firstState(runs[state.run]));
   drawDial(body("dial"), runs, state);
-  addCopyButtons(body("next"));
+  drawNext(body("next"), state);
   drawRules(document.getElementById("rules"), runs, state);
   const parts = [
     () => drawWriting(body("writing"), runs, state),

@@ -44,28 +44,26 @@ def render(runs: Sequence[Content]) -> str:
 
 
 def _story(runs: Sequence[Content]) -> str:
-    """The paragraphs of each model, with its name where there are several."""
-    parts = []
-    for run in runs:
-        name = f"<b>{html.escape(run.name)}.</b> " if len(runs) > 1 else ""
-        paragraphs = [html.escape(" ".join(part)) for part in (run.story, run.found) if part]
-        parts += [f"<p>{name}{text}</p>" for text in ([" ".join(paragraphs)] if name else paragraphs)]
-    return "\n".join(parts)
+    """What the model is and what the dial found. Of several models, in one paragraph each, only the latter."""
+    if len(runs) == 1:
+        paragraphs = [runs[0].story, runs[0].found]
+        return "\n".join(f"<p>{html.escape(' '.join(part))}</p>" for part in paragraphs if part)
+    return "\n".join(
+        f"<p><b>{html.escape(run.name)}.</b> {html.escape(' '.join(run.found or run.story))}</p>"
+        for run in runs
+    )
 
 
 def _next(runs: Sequence[Content]) -> str:
-    """The commands, the first two of each model where there are several. The script adds buttons to copy them."""
-    parts = []
+    """The commands of each model. The script adds buttons to copy them, and shows those of the chosen model."""
+    lists = []
     for run in runs:
-        steps = run.next if len(runs) == 1 else run.next[:2]
         items = "\n".join(
             f"<li><span>{html.escape(step.text)}</span><code>{_command(step.command)}</code></li>"
-            for step in steps
+            for step in run.next
         )
-        name = f"<h3>{html.escape(run.name)}</h3>\n" if len(runs) > 1 else ""
-        if items:
-            parts.append(f'{name}<ul class="next">\n{items}\n</ul>')
-    return "\n".join(parts) or "<p>Nothing can be done with this folder: its model cannot be opened.</p>"
+        lists.append(f'<ul class="next">\n{items}\n</ul>' if items else "<p>Its model cannot be opened.</p>")
+    return "\n".join(lists)
 
 
 def _command(command: str) -> str:

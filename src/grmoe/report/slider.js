@@ -141,9 +141,9 @@ function readout(run, { experts_per_token: experts, perplexity, increase, speed 
   );
 }
 
-// A button beside each command of "Next" and of the notes.
-function addCopyButtons(host) {
-  const said = el("p", { class: "unseen", role: "status" });
+// A button beside each command, and only the commands of the chosen model.
+function drawNext(host, state) {
+  const lists = [...host.children], said = el("p", { class: "unseen", role: "status" });
   host.append(said);
   for (const code of host.querySelectorAll("li code")) {
     const button = el("button", { type: "button", class: "copy", "aria-label": `Copy: ${code.textContent}` }, "Copy");
@@ -155,6 +155,7 @@ function addCopyButtons(host) {
     });
     code.after(button);
   }
+  listen(() => lists.forEach((list, i) => (list.hidden = i !== state.run)));
 }
 
 // Copies the text of a node, or selects it where the browser does not allow that.

@@ -32,15 +32,13 @@ def what_it_is(model: Facts | None, training: Facts | None) -> Iterator[str]:
         yield from _trained(training, model)
 
 
-def what_the_dial_found(model: Facts | None, dial: Facts | None, slider: Facts | None) -> Iterator[str]:
+def what_the_dial_found(dial: Facts | None, slider: Facts | None) -> Iterator[str]:
     """dial, slider: of `grmoe.report.dialled`. None where nothing was measured."""
     if dial is not None:
         yield from _found(dial)
     elif slider is not None:
         low, high = (slider["stops"][i]["experts_per_token"] for i in (0, -1))
         yield f"Its dial was measured: any budget from {low:.2f} to {high:.2f} experts per token."
-    elif model is not None and model["dial"]:
-        yield "Its dial was not measured yet."
 
 
 def _kind(model: Facts) -> str:

@@ -30,8 +30,10 @@ function writingView(run) {
     el(
       "p",
       {},
-      `The same prompt (underlined) and the same seed at each budget. Temperature ${digits(temperature)}, seed ${seed}. ` +
-        (texts.length > 1 ? "" : "Texts at other budgets need the dial to be measured."),
+      (texts.length > 1
+        ? "The same prompt (underlined) and the same seed at each budget. "
+        : "The prompt is underlined. Texts at other budgets need the dial to be measured. ") +
+        `Temperature ${digits(temperature)}, seed ${seed}.`,
     ),
     el("div", { class: "columns" }, columns),
   ];
