@@ -184,7 +184,7 @@ def test_next_commands_are_ones_that_the_program_takes(exported: bool, slider: d
     root: Any = typer.main.get_command(app)
     said = " ".join(step.command for step in steps)
     assert ("grmoe dial" in said) == (slider is None)
-    assert ("--budget" in said) == (slider is not None)
+    assert ("--budget" in said) == (slider is not None and slider["chosen"] is not None)
     assert "'Shared things'" in said
     for command in [part for step in steps for part in step.command.split(" && ")]:
         program, name, *arguments = shlex.split(command)
@@ -193,7 +193,7 @@ def test_next_commands_are_ones_that_the_program_takes(exported: bool, slider: d
         (model,) = [context.params[key] for key in ("model", "run", "folder") if key in context.params]
         assert str(model).startswith(folder)
         if context.params.get("budget"):
-            assert context.params["budget"] in (1.3894, 2.0, ("1.3894",), ("2",), ["1.3894"], ["2"])
+            assert context.params["budget"] in (1.3894, ("1.3894",), ["1.3894"])
 
 
 def test_commands_of_the_page_have_the_real_path(page: Path, run: Path) -> None:

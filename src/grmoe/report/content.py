@@ -143,7 +143,13 @@ def _add_frontier(content: Content, folder: Path, loaded: LoadedModel | None) ->
     command = remake(folder, "dial") + (" --text FILE" if content.exported else "")
     found, problem = _find(content, "dial")
     if found is None:
-        content.notes.append(Note("frontier", problem or "Not measured yet.", command))
+        curve = loaded is not None and loaded.model.config.budget_curve
+        missing = (
+            "The results of its dial are not here, only its curve of budgets."
+            if curve
+            else "Not measured yet."
+        )
+        content.notes.append(Note("frontier", problem or missing, command))
         return None
     if loaded is not None and found.step != loaded.step:
         text = f"Measured at step {found.step}. This page shows step {loaded.step}."

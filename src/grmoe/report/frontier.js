@@ -220,16 +220,16 @@ function rulesTable(series) {
   const rows = series.flatMap(({ name, points }) =>
     points.map((p) => [
       name,
-      p.name,
       fixed(p.experts_per_token, 3),
       fixed(p.perplexity, 3),
       signed(p.increase.value),
       p.speed ? fixed(p.speed.relative, 2) : "–",
+      p.name,
     ])
   );
-  return table(["rule", "setting", "experts per token", "perplexity", "increase", "speed"], rows, {
+  return table(["rule", "experts per token", "perplexity", "increase", "speed", "setting"], rows, {
     label: "All settings in the pictures",
-    class: "left2",
+    class: "worded",
   });
 }
 

@@ -107,10 +107,9 @@ def next_steps(
     words = shlex.quote(" ".join(re.findall(r"[^\W\d_]+", prompt or "")[:3]) or "The")
     folder = shlex.quote(path)
     steps, budget, named = [], "", ""
-    if dialled is not None and dialled["exact"]:
-        chosen = dialled["chosen"] or dialled["stops"][-1]
-        budget = f" --budget {_within(chosen['experts_per_token'], dialled['stops'])}"
-        named = " at the chosen budget" if dialled["chosen"] else ""
+    if dialled is not None and dialled["exact"] and dialled["chosen"]:
+        budget = f" --budget {_within(dialled['chosen']['experts_per_token'], dialled['stops'])}"
+        named = " at the chosen budget"
     elif dialled is None and model["dial"]:
         dial = f"grmoe dial {folder}" + (" --text FILE" if exported else "")
         steps.append(NextStep("Find out how few experts it needs (some minutes)", dial))

@@ -1,6 +1,7 @@
 // Text that the model wrote at three budgets, side by side.
 
 function drawWriting(host, runs, state) {
+  if (runs.every((run) => !run.writing && !notesOf(run, ["writing"]).length)) return hideSection("writing");
   let shown = null;
   listen(() => {
     if (shown === state.run) return;
