@@ -42,7 +42,7 @@ def train_run(out: Path, data: Path, steps: int = 40, **model: object) -> Path:
 def collect(folder: Path, *, tokens: int = 500, progress: Progress = silent, **plan: Any) -> Content:
     """What a page of one model would show."""
     return collect_content(
-        folder, "run", Plan(models=[folder], analyse=analyze, tokens=tokens, **plan), progress
+        folder, "run", Plan(models=[folder], analyse=analyze, tokens=tokens, new_tokens=2, **plan), progress
     )
 
 

@@ -30,10 +30,11 @@ def report(
     ] = 50_000,
     checkpoint: Checkpoint = "best",
 ) -> None:
-    """Write one HTML page about one or several models: curves, frontiers, experts and text, with a dial that moves.
+    """Write one HTML page about one or several models. Its first screen says what the model is and what to do next.
 
-    The page needs no network and no other file. It shows what `grmoe dial` and `grmoe analyze` measured. A missing
-    analysis is made here. A missing frontier takes minutes: the page names the command that measures it.
+    The page has a dial with the perplexity and speed that `grmoe dial` measured, texts written at three budgets,
+    curves, experts and tokens. It needs no network and no other file. A missing analysis is made here. A missing dial
+    takes minutes: the page names the command that measures it.
 
     Example: [bold]grmoe report runs/first runs/second --out report.html[/]
     """

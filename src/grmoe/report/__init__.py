@@ -1,7 +1,8 @@
-"""`grmoe report`: models as one HTML page with curves, frontiers, experts and text, and a dial that moves.
+"""`grmoe report`: models as one HTML page with a dial that moves, texts, curves, frontiers and experts.
 
-`facts` and `sample` say what one model is and does, `content` puts that together, `page` writes the file. The page is
-`page.html`, `page.css` and the scripts; `math.js` computes gates and bounds in the browser.
+`facts`, `dialled`, `sample` and `writing` say what one model is and does, `story` puts the first of it into words,
+`content` collects it, `page` writes the file. The page is `page.html`, `page.css` and the scripts: `slider.js` is the
+first screen, `budget.js` what a budget means, `math.js` computes gates and bounds in the browser.
 """
 
 from grmoe.report.content import Content, Note, Plan, collect

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from grmoe.model.configuration_grmoe import OWN_CHOICE
-from grmoe.probe.text import open_stream
+from grmoe.probe.text import Stream, open_stream
+from grmoe.report.dialled import dial_facts, slider_stops
 from grmoe.report.facts import curves, model_facts, training_facts
 from grmoe.report.sample import sample_gates
+from grmoe.report.story import NextStep, next_steps, what_it_is, what_the_dial_found
+from grmoe.report.writing import prompt_ids, three_budgets, write_samples
 from grmoe.runs.checkpoint import CheckpointError
 from grmoe.runs.folder import CONFIG
 from grmoe.runs.open import LoadedModel, open_model
@@ -28,11 +31,10 @@ from grmoe.runs.results import (
 from grmoe.terminal import Progress, silent
 
 DIGITS = 6  # significant digits of numbers in the page
+_PERCENT_DIGITS = 4
 # Keys of an analysis that the page uses.
 _ANALYSIS = ("text", "tokens", "types", "type_tokens", "domains", "domain_tokens")
-_LAYER = (
-    "layer", "alpha", "counts", "of_expert", "of_type", "domain_of_expert", "entropy", "kappa", "information",
-)  # fmt: skip
+_LAYER = ("layer", "alpha", "counts", "domain_of_expert", "entropy", "kappa", "information")
 
 Analyse = Callable[[LoadedModel, Sequence[str], int, Progress], Any]
 
@@ -50,6 +52,8 @@ class Plan:
     tokens: int = 50_000
     """Of an analysis that has to be made."""
     checkpoint: str = "best"
+    new_tokens: int = 60
+    """Length of the texts the model writes."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Note:
     """What a section lacks."""
 
     section: str
-    """"model", "curves", "frontier" or "experts"."""
+    """"model", "curves", "frontier", "writing" or "experts"."""
     text: str
     command: str | None = None
     """Makes what is missing."""
@@ -70,17 +74,25 @@ class Content:
     name: str
     path: str
     exported: bool
+    story: list[str] = field(default_factory=list)
+    """What the model is and how it was trained, one sentence each."""
+    found: list[str] = field(default_factory=list)
+    """What the dial found, one sentence each. Empty if it was not measured."""
+    next: list[NextStep] = field(default_factory=list)
     model: dict[str, Any] | None = None
     training: dict[str, Any] | None = None
     curves: dict[str, Any] | None = None
     dial: dict[str, Any] | None = None
+    slider: dict[str, Any] | None = None
+    writing: dict[str, Any] | None = None
     analysis: dict[str, Any] | None = None
     sample: dict[str, Any] | None = None
     notes: list[Note] = field(default_factory=list)
 
     def as_json(self) -> Any:
-        # The sample keeps all digits: the page computes with them.
-        return plain(vars(self) | {"sample": None}, DIGITS) | {"sample": plain(self.sample)}
+        # The sample keeps all digits, because the page computes with them. An analysis is shown in percent.
+        few = {"sample": plain(self.sample), "analysis": plain(self.analysis, _PERCENT_DIGITS)}
+        return plain(vars(self) | {"sample": None}, DIGITS) | few
 
 
 def collect(folder: Path, name: str, plan: Plan, progress: Progress = silent) -> Content:
@@ -100,9 +112,16 @@ def collect(folder: Path, name: str, plan: Plan, progress: Progress = silent) ->
         content.curves = curves(folder)
         if content.curves is None:
             content.notes.append(Note("curves", "The log is still empty."))
-    _add_frontier(content, folder, loaded)
+    body = _add_frontier(content, folder, loaded)
+    if content.model is not None:
+        content.slider = slider_stops(body, content.model["curve"], content.model["budget"])
     if loaded is not None:
-        _add_experts(content, loaded, plan, progress)
+        stream = _add_experts(content, loaded, plan, progress)
+        _add_writing(content, loaded, stream, plan, progress)
+    content.story = list(what_it_is(content.model, content.training))
+    content.found = list(what_the_dial_found(content.dial, content.slider))
+    prompt = None if content.writing is None else content.writing["prompt"]
+    content.next = next_steps(content.path, content.exported, content.model, content.slider, prompt)
     return content
 
 
@@ -114,26 +133,50 @@ def _find(content: Content, kind: str) -> tuple[Results | None, str | None]:
         return None, f"{error.problem}."
 
 
-def _add_frontier(content: Content, folder: Path, loaded: LoadedModel | None) -> None:
+def _add_frontier(content: Content, folder: Path, loaded: LoadedModel | None) -> dict[str, Any] | None:
+    """What the dial measured. Returns the body of its results, if they are of this checkpoint."""
     router = None if loaded is None else loaded.model.config.router
     if router in OWN_CHOICE:
         text = f"Router {router!r} selects experts by its own rule: it has no dial to set."
         content.notes.append(Note("frontier", text))
-        return
+        return None
     command = remake(folder, "dial") + (" --text FILE" if content.exported else "")
     found, problem = _find(content, "dial")
     if found is None:
-        content.notes.append(Note("frontier", problem or "Not measured yet.", command))
-    elif loaded is not None and found.step != loaded.step:
+        curve = loaded is not None and loaded.model.config.budget_curve
+        missing = (
+            "The results of its dial are not here, only its curve of budgets."
+            if curve
+            else "Not measured yet."
+        )
+        content.notes.append(Note("frontier", problem or missing, command))
+        return None
+    if loaded is not None and found.step != loaded.step:
         text = f"Measured at step {found.step}. This page shows step {loaded.step}."
         content.notes.append(Note("frontier", text, f"{command} --checkpoint {loaded.step}"))
-    else:
-        body = {key: value for key, value in found.body.items() if key != "sensitivities"}
-        content.dial = body | {"device": found.device, "dtype": found.dtype}
+        return None
+    content.dial = dial_facts(found.body) | {"device": found.device, "dtype": found.dtype}
+    return found.body
 
 
-def _add_experts(content: Content, loaded: LoadedModel, plan: Plan, progress: Progress) -> None:
-    """The analysis and the sample of gates. An analysis that does not fit this model and text is made again."""
+def _add_writing(
+    content: Content, loaded: LoadedModel, stream: Stream | None, plan: Plan, progress: Progress
+) -> None:
+    """Texts at three budgets, or the reason why there are none."""
+    ids = prompt_ids(loaded, stream)
+    if not ids:
+        content.notes.append(Note("writing", "The tokenizer has no token for a prompt: nothing was written."))
+        return
+    progress("writing", 0, 1)
+    content.writing = write_samples(loaded, ids, three_budgets(content.slider), plan.new_tokens)
+    progress("writing", 1, 1)
+
+
+def _add_experts(content: Content, loaded: LoadedModel, plan: Plan, progress: Progress) -> Stream | None:
+    """The analysis and the sample of gates. An analysis that does not fit this model and text is made again.
+
+    Returns the text that was routed.
+    """
     found, problem = _find(content, "analysis")
     if problem is not None:
         content.notes.append(Note("experts", problem, remake(loaded.path, "analysis")))
@@ -144,7 +187,7 @@ def _add_experts(content: Content, loaded: LoadedModel, plan: Plan, progress: Pr
     if loaded.data is None and not texts:
         command = f"grmoe report {shlex.quote(content.path)} --text FILE"
         content.notes.append(Note("experts", f"There is no text to route: {loaded.no_data}.", command))
-        return
+        return None
     try:
         if found is None or body is None or not _fits(found, loaded, plan.texts):
             body = plain(plan.analyse(loaded, texts, plan.tokens, progress), DIGITS)
@@ -160,6 +203,8 @@ def _add_experts(content: Content, loaded: LoadedModel, plan: Plan, progress: Pr
         if plan.texts:
             raise
         content.notes.append(Note("experts", f"No text could be routed: {error}."))
+        return None
+    return stream
 
 
 def _fits(found: Results, loaded: LoadedModel, texts: Sequence[str]) -> bool:

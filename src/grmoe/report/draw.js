@@ -104,18 +104,14 @@ const tip = {
 // Lifting a finger does not hide the tooltip. Tapping elsewhere does.
 const hasLeft = (event) => event.pointerType !== "touch";
 
-// Shows a tooltip when the node is pointed at, tapped or focused.
+// Shows a tooltip when the node is pointed at or tapped. Keyboards get the same numbers from tables: a listener for focus
+// would make each of a hundred marks a stop of the Tab key.
 function explain(node, content) {
   const follow = ({ clientX: x, clientY: y }) =>
     tip.owner === node ? tip.move(x, y) : tip.show(node, content(), x, y);
   // Also when the pointer moves: scrolling may have hidden the tooltip.
   for (const kind of ["pointerenter", "pointermove", "click"]) node.addEventListener(kind, follow);
   node.addEventListener("pointerleave", (event) => hasLeft(event) && tip.hide(node));
-  node.addEventListener("focus", () => {
-    const box = node.getBoundingClientRect();
-    if (tip.owner !== node) tip.show(node, content(), box.right, box.bottom);
-  });
-  node.addEventListener("blur", () => tip.hide(node));
   return node;
 }
 
@@ -153,7 +149,7 @@ function table(headings, rows, attributes = {}) {
   return el(
     "div",
     { class: "scroll", tabindex: 0, role: "region", "aria-label": attributes.label },
-    el("table", {}, el("thead", {}, head), el("tbody", {}, body)),
+    el("table", { class: attributes.class }, el("thead", {}, head), el("tbody", {}, body)),
   );
 }
 
@@ -180,7 +176,7 @@ function legend(entries) {
             })
             : null,
           ring
-            ? svg("circle", { cx: 13, cy: 6, r: 5, class: "ring" })
+            ? ringAt(13, 6, ring, 4.5)
             : mark
             ? markAt(mark, 13, 6, color, 3.4, hollow ? HOLLOW(color) : {})
             : svg("rect", { x: 4, y: 1, width: 18, height: 10, fill: color, rx: 2 }),
@@ -210,6 +206,8 @@ function figure(caption, draw, attributes = {}) {
 function note({ text, command }) {
   return el("p", { class: "note" }, text, command ? [" Get it with ", el("code", {}, command)] : null);
 }
+
+const fold = (title, ...children) => el("details", {}, el("summary", {}, title), ...children);
 
 // A run's notes on some sections, with its name where several runs are shown.
 const notesOf = (run, sections, named = false) =>

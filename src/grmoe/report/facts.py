@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grmoe.data import unigram_perplexity
+from grmoe.data import TokenDataset, unigram_perplexity
 from grmoe.model.configuration_grmoe import OWN_CHOICE, GrmoeConfig
 from grmoe.model.count import count
 from grmoe.runs.folder import ENVIRONMENT, load_keys, read_log, saved_config
@@ -37,17 +38,11 @@ def model_facts(loaded: LoadedModel) -> dict[str, Any]:
         "active": cost.active,
         "alphas": [numbers.alpha for numbers in config.numbers],
         "budget": config.budget,
-        "curve": _drawable(config),
+        "curve": config.budget_curve,
+        "dial": config.router not in OWN_CHOICE,
         "selection": _selection(config),
         "step": loaded.step,
     }
-
-
-def _drawable(config: GrmoeConfig) -> list[dict[str, Any]] | None:
-    """The curve of budgets, if the page can follow it: one cap for all layers."""
-    curve = config.budget_curve or []
-    other = any(isinstance(p["cap"], list) for p in curve)
-    return None if other else config.budget_curve
 
 
 def _selection(config: GrmoeConfig) -> dict[str, Any]:
@@ -84,7 +79,21 @@ def training_facts(folder: Path, loaded: LoadedModel | None) -> dict[str, Any]:
         "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
         "validation": {key: validated[-1].get(key) for key in VALIDATION} if validated else None,
         "unigram": None if data is None or not data.tokens else unigram_perplexity(data),
+        "data": None if loaded is None or loaded.checkpoint is None else loaded.checkpoint.meta["data"],
+        "bits_per_byte": bits_per_byte(validated[-1]["domains"], data) if validated and data else None,
     }
+
+
+def bits_per_byte(losses: dict[str, float], data: TokenDataset) -> float | None:
+    """Σ loss · tokens / (bytes · ln 2) over the domains of the validation split. None without bytes or losses.
+
+    Runs on different data have different tokens, so their losses per token cannot be compared. Bits per byte can.
+    """
+    domains = data.index["splits"][data.split]["domains"]
+    known = {name: loss for name, loss in losses.items() if loss is not None and name in domains}
+    size = sum(domains[name]["bytes"] for name in known)
+    nats = sum(loss * domains[name]["tokens"] for name, loss in known.items())
+    return nats / (size * math.log(2)) if size and math.isfinite(nats) else None
 
 
 def _device(folder: Path) -> str | None:

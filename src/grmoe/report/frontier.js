@@ -1,18 +1,32 @@
 // What `grmoe dial` measured: perplexity against experts per token and against speed, and the certificates.
 
-const frontierOf = (dial) => dial.points.filter((p) => p.on_frontier);
-const uniformOf = (dial) => dial.points.filter((p) => p.on_uniform_frontier);
+// How the rules are drawn. Rules that are not listed get what is left.
+const RULES = {
+  "one α for all": { mark: "circle", r: 2.8, line: true },
+  "one α per layer allowed": { mark: "square", dash: "6 3", r: 4.6, line: true, hollow: true },
+  "top-k": { mark: "triangle", r: 4.4 },
+  "k per layer": { mark: "diamond", dash: "2 3", r: 4.2, line: true },
+  "gate × norm": { mark: "triangle", dash: "8 3 2 3", r: 4.2, line: true, hollow: true },
+};
 
-const topKOf = (dial) =>
-  dial.points.filter((p) => ["top-k", "trained"].includes(p.family) && p.setting.selection === "topk");
-
-function saySetting({ alpha, selection, selection_tau: tau, num_experts_per_tok: k }) {
-  return `α ${sayAlphas([alpha].flat())}, ${saySelection({ kind: selection, tau, k })}`;
+// Every rule that was measured, as series of a picture.
+function seriesOf(dial) {
+  const names = Object.keys(RULES);
+  const families = [...dial.families].sort((a, b) => names.indexOf(a.name) - names.indexOf(b.name));
+  return families.map(({ name, points }, i) => ({
+    name,
+    color: seriesColor(name in RULES ? names.indexOf(name) : i),
+    ...(RULES[name] || { mark: MARKS[i % 4], dash: DASHES[i % 4], r: 4, line: true }),
+    points: points.map((j) => dial.points[j]),
+  }));
 }
+
+// The best frontier of a run, for a picture of several.
+const frontierOf = (dial) => seriesOf(dial).find((s) => s.name === "one α per layer allowed").points;
 
 function pointTip(point, name) {
   return [
-    tipTitle(`${name}: ${saySetting(point.setting)}`),
+    tipTitle(`${name}: ${point.name}`),
     tipRow("experts per token", fixed(point.experts_per_token, 3)),
     tipRow("perplexity", fixed(point.perplexity, 2)),
     tipRow("increase", signed(point.increase.value)),
@@ -38,13 +52,16 @@ function perplexityRange(series, chosen) {
   return padded([...reached, ...others.filter((v) => v <= low + 1.5 * (high - low))], 0.08);
 }
 
-// series: [{name, color, mark, dash, points, line}]. chosen: points with a ring.
-function pareto(series, chosen, speed) {
+// series: [{name, color, mark, dash, points, line}]. named: points with a mark of their own, {chosen, trained}.
+// The figure's `point(p)` moves the mark of the slider.
+function pareto(caption, series, named, speed, height = 300) {
   const of = (point) => (speed ? point.speed && point.speed.tokens_per_second : point.experts_per_token);
+  const marked = Object.entries(named).filter(([, p]) => p);
+  let here = null, move = () => {};
   const draw = (width) => {
-    const [low, high] = perplexityRange(series, chosen);
+    const [low, high] = perplexityRange(series, marked.map(([, p]) => p));
     const visible = (p) => has(of(p)) && p.perplexity <= high;
-    const xs = [...series.flatMap((s) => s.points), ...chosen].filter(visible).map(of);
+    const xs = [...series.flatMap((s) => s.points), ...marked.map(([, p]) => p)].filter(visible).map(of);
     if (!xs.length) return el("p", { class: "note" }, "Nothing was timed.");
     const x = {
       domain: padded(xs),
@@ -54,8 +71,8 @@ function pareto(series, chosen, speed) {
     return axes(width, {
       x,
       y: { domain: [low, high], label: "perplexity" },
-      height: 300,
-      label: "Perplexity against cost",
+      height,
+      label: `${caption}. ${series.map((s) => `${s.name}: ${s.points.length} settings`).join(", ")}.`,
       paint(pane) {
         // Points of several series coincide. The first is drawn on top, the others are visible around it.
         for (
@@ -77,38 +94,59 @@ function pareto(series, chosen, speed) {
             mark(pane, kind, of(p), p.perplexity, color, () => pointTip(p, name), r, hollow);
           }
         }
-        for (const p of chosen.filter(visible)) ring(pane, of(p), p.perplexity);
+        for (const [kind, p] of marked) if (visible(p)) ring(pane, of(p), p.perplexity, kind);
+        const needle = svg("g", { class: "needle" }, svg("line", { y1: pane.top, y2: pane.bottom }), svg("circle", { r: 5 }));
+        pane.g.append(needle);
+        move = () => {
+          const shown = here && has(of(here));
+          needle.setAttribute("visibility", shown ? "visible" : "hidden");
+          if (!shown) return;
+          const middle = Math.max(pane.left, Math.min(pane.right, pane.X(of(here))));
+          fill(needle.firstChild, { x1: middle, x2: middle }, []);
+          const inside = here.perplexity <= high && here.perplexity >= low;
+          fill(needle.lastChild, { cx: middle, cy: inside ? pane.Y(here.perplexity) : pane.top }, []);
+        };
+        move();
       },
     });
   };
-  return figure(
-    speed
-      ? "Against measured speed (bars: middle 80 %)"
-      : "Against experts per token (line: lower envelope)",
-    draw,
-  );
+  const node = figure(caption, draw);
+  node.point = (p) => {
+    here = p;
+    move();
+  };
+  return node;
+}
+
+const legendOf = (series) =>
+  legend([
+    ...series.map((s) => ({ ...s, dash: s.line ? s.dash : "0 30" })),
+    { name: "as chosen", ring: "chosen" },
+    { name: "as trained", ring: "trained" },
+  ]);
+
+// The picture at the top: perplexity against experts per token, all rules, with the slider's place.
+function drawRules(section, runs, state) {
+  let shown = null, picture = null;
+  listen(() => {
+    const run = runs[state.run];
+    if (shown !== run) {
+      shown = run;
+      section.hidden = !run.dial;
+      if (!run.dial) return;
+      const { chosen, trained } = run.dial, series = seriesOf(run.dial);
+      picture = pareto("All settings on a frontier, lower is better", series, { chosen, trained }, false, 340);
+      section.querySelector(".body").replaceChildren(picture, legendOf(series));
+    }
+    if (run.dial) picture.point(measuredAt(run.slider, state));
+  });
 }
 
 function drawFrontier(host, runs, state) {
   const measured = runs.map((run, i) => ({ run, i })).filter(({ run }) => run.dial);
-  for (const run of runs) host.append(...notesOf(run, ["frontier"], runs.length > 1));
-  if (!measured.length) return;
-  if (measured.length > 1) {
-    const series = measured.map(({ run, i }) => ({
-      name: run.name,
-      color: seriesColor(i),
-      mark: MARKS[i % 4],
-      dash: DASHES[i % 4],
-      points: frontierOf(run.dial),
-      line: true,
-    }));
-    const chosen = measured.map(({ run }) => run.dial.chosen);
-    host.append(
-      el("h3", {}, "All runs, one α per layer allowed"),
-      legend([...series, { name: "chosen", ring: true }]),
-      el("div", { class: "grid2" }, pareto(series, chosen, false), pareto(series, chosen, true)),
-    );
-  }
+  if (runs.length > 1) for (const run of runs) host.append(...notesOf(run, ["frontier"], true));
+  if (!measured.length && runs.length === 1) hideSection("frontier"); // the dial at the top says why
+  if (measured.length > 1) host.append(...together(measured));
   const detail = el("div");
   host.append(detail);
   let shown = null;
@@ -119,63 +157,80 @@ function drawFrontier(host, runs, state) {
   });
 }
 
-function frontierDetail(run, named) {
-  if (!run.dial) {
-    return named
-      ? [el("h3", {}, run.name), el("p", { class: "note" }, "The frontier of this run is not measured.")]
-      : [];
+// The frontiers of several runs in one picture, if they were measured on the same tokens.
+function together(measured) {
+  const texts = new Set(measured.map(({ run }) => JSON.stringify(run.dial.calibration)));
+  if (!sameData(measured.map(({ run }) => run)) || texts.size > 1) {
+    return [
+      el("p", {}, "The dials were measured on different data. Their perplexities cannot be compared, so each is shown alone."),
+    ];
   }
-  const { dial } = run, { chosen, trained } = dial;
-  const series = [
-    {
-      name: "one α for all",
-      color: seriesColor(0),
-      mark: "circle",
-      points: uniformOf(dial),
-      line: true,
-      r: 2.8,
-    },
-    {
-      name: "one α per layer allowed",
-      color: seriesColor(1),
-      mark: "square",
-      dash: "6 3",
-      points: frontierOf(dial),
-      line: true,
-      r: 4.6,
-      hollow: true,
-    },
-    { name: "top-k", color: seriesColor(2), mark: "triangle", r: 4.4, points: topKOf(dial) },
+  const series = measured.map(({ run, i }) => ({
+    name: run.name,
+    color: seriesColor(i),
+    mark: MARKS[i % 4],
+    dash: DASHES[i % 4],
+    points: frontierOf(run.dial),
+    line: true,
+  }));
+  const named = Object.fromEntries(measured.map(({ run, i }) => [`chosen ${i}`, run.dial.chosen]));
+  return [
+    el("h3", {}, "All models, one α per layer allowed"),
+    legend([...series, { name: "as chosen", ring: "chosen" }]),
+    el(
+      "div",
+      { class: "grid2" },
+      pareto("All models against experts per token", series, named, false),
+      pareto("All models against measured speed", series, named, true),
+    ),
   ];
+}
+
+function frontierDetail(run, named) {
+  if (!run.dial) return [];
+  const { dial } = run, { chosen, trained } = dial, series = seriesOf(dial);
   return [
     named ? el("h3", {}, run.name) : null,
     el(
       "p",
       {},
-      `Target: ${sayTarget(dial.target)}. `,
+      `Asked for: ${dial.asked}. `,
       `Measured on ${grouped(dial.calibration.tokens)} tokens (${dial.device}, ${dial.dtype}). `,
-      `Chosen: ${saySetting(chosen.setting)}. It computes `,
+      `Chosen: ${chosen.name}. It computes `,
       el("b", {}, `${fixed(chosen.experts_per_token, 2)} experts per token`),
       ` instead of ${fixed(trained.experts_per_token, 2)}. Perplexity is ${fixed(chosen.perplexity, 2)} instead of `,
       `${fixed(trained.perplexity, 2)}: `,
       el("b", {}, signed(chosen.increase.value)),
-      ` (90 % interval ${signed(chosen.increase.low)} to ${signed(chosen.increase.high)})`,
-      chosen.speed ? `. Speed is ${fixed(chosen.speed.relative, 2)} times that of the trained setting.` : ".",
+      ` (90 % interval ${signed(chosen.increase.low)} to ${signed(chosen.increase.high)}).`,
     ),
-    legend([...series.map((s) => ({ ...s, dash: s.line ? s.dash : "0 30" })), {
-      name: "chosen",
-      ring: true,
-    }]),
-    el("div", { class: "grid2" }, pareto(series, [chosen], false), pareto(series, [chosen], true)),
-    el("div", { class: "two" }, alphaTable(dial), certificateTable(dial)),
+    legendOf(series),
+    el(
+      "div",
+      { class: "grid2" },
+      pareto("Perplexity against measured speed (bars: middle 80 %)", series, { chosen, trained }, true),
+      alphaTable(dial),
+    ),
+    certificates(dial),
     checksOf(dial),
+    fold("All settings in the pictures, as a table", rulesTable(series)),
   ].filter(has);
 }
 
-function sayTarget({ kind, value }) {
-  if (kind === "perplexity") return `perplexity at most ${digits(100 * value)} % above the trained setting's`;
-  if (kind === "experts") return `at most ${digits(value)} experts per token`;
-  return `at least ${digits(value)} times the trained speed`;
+function rulesTable(series) {
+  const rows = series.flatMap(({ name, points }) =>
+    points.map((p) => [
+      name,
+      fixed(p.experts_per_token, 3),
+      fixed(p.perplexity, 3),
+      signed(p.increase.value),
+      p.speed ? fixed(p.speed.relative, 2) : "–",
+      p.name,
+    ])
+  );
+  return table(["rule", "experts per token", "perplexity", "increase", "speed", "setting"], rows, {
+    label: "All settings in the pictures",
+    class: "worded",
+  });
 }
 
 function alphaTable(dial) {
@@ -186,8 +241,8 @@ function alphaTable(dial) {
     fixed(p.perplexity, 2),
     p.speed ? fixed(p.speed.relative, 2) : "–",
   ];
-  const rows = [row("trained", dial.trained), ...dial.table.map((p) => row(digits(p.alpha), p)), {
-    cells: row("chosen", dial.chosen),
+  const rows = [row("as trained", dial.trained), ...dial.table.map((p) => row(digits(p.alpha), p)), {
+    cells: row("as chosen", dial.chosen),
     class: "strong",
   }];
   const { selection: kind, selection_tau: tau, num_experts_per_tok: k } = dial.table[0].setting;
@@ -199,29 +254,40 @@ function alphaTable(dial) {
   );
 }
 
-function certificateTable(dial) {
-  const rows = dial.certificates.map((c) => [
-    String(c.layer),
-    fixed(c.dropped_mean, 3),
-    fixed(c.dropped_max, 3),
-    fixed(c.entropy, 2),
-    `${fixed(c.entropy_lower, 2)} to ${fixed(c.entropy_upper, 2)}`,
-    digits(c.output),
-    digits(c.exact),
-    c.holds ? digits(c.bound) : "∞ for some",
-  ]);
-  return el(
-    "figure",
-    {},
-    el(
-      "figcaption",
+// Certificates that exclude something are shown. If there are none, the table is folded and its title says why.
+function certificates(dial) {
+  const telling = dial.certificates.filter((c) => c.tells), all = dial.certificates;
+  const size = (c) => percent(c.exact / c.output, 0);
+  const meaning = "A certificate bounds how far the output of a block can be from the output with all experts at the same α. It holds for " +
+    "each of the " + `${grouped(all[0].tokens)} tokens. It says something where the bound is below the size of the output.`;
+  if (telling.length) {
+    return el(
+      "figure",
       {},
-      `Certificates of the chosen setting: ${grouped(dial.certificates[0].tokens)} tokens, ` +
-        "compared with all experts at the same α",
-    ),
-    table(["layer", "mass dropped", "at most", "entropy", "certified", "‖ŷ‖", "error", "bound"], rows, {
-      label: "Certificates",
-    }),
+      el("figcaption", {}, `Certificates of the chosen setting (${telling.length} of ${all.length} blocks)`),
+      el("p", {}, meaning),
+      certificateTable(telling),
+    );
+  }
+  return fold(
+    `Certificates: they exclude nothing here. Measured: ${all.map(size).join(", ")} of the output is missing`,
+    el("p", {}, meaning),
+    certificateTable(all),
+  );
+}
+
+function certificateTable(rows) {
+  return table(
+    ["block", "measured error", "proved bound", "size of the output", "mass left out", "at most"],
+    rows.map((c) => [
+      `block ${c.layer}`,
+      digits(c.exact),
+      c.holds ? digits(c.bound) : "∞ for some",
+      digits(c.output),
+      fixed(c.dropped_mean, 3),
+      fixed(c.dropped_max, 3),
+    ]),
+    { label: "Certificates" },
   );
 }
 

@@ -2,7 +2,8 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const listeners = [];
-const state = { run: 0, layer: 0, alpha: null, selection: null };
+// budget, mark: where the dial at the top is. alpha, selection: set under "Layers", instead of what the dial says.
+const state = { run: 0, layer: 0, budget: null, mark: null, alpha: null, selection: null };
 let waiting = false;
 
 // Acts now and after every change of the state.
@@ -50,23 +51,38 @@ function gatesOf(run) {
   return decoded.get(run);
 }
 
+function hideSection(id) {
+  document.getElementById(id).hidden = true;
+  document.querySelector(`nav a[href="#${id}"]`).hidden = true;
+}
+
+// The first screen at once, the rest part by part, so that the slider answers while it is drawn.
 function start() {
   const { runs } = data, body = (id) => document.querySelector(`#${id} .body`);
-  document.getElementById("title").textContent = runs.map((run) => run.name).join(" · ");
-  document.getElementById("subtitle").textContent = `grmoe report: ${
-    runs.length > 1 ? `${runs.length} runs side by side` : runs[0].path
-  }`;
-  document.getElementById("footer").textContent =
-    `grmoe ${data.grmoe}, ${data.made}. This page contains all its data and loads nothing.`;
   const shown = runs.findIndex((run) => run.sample);
   state.run = Math.max(0, shown);
-  drawSummary(body("summary"), runs);
-  drawTraining(body("training"), runs);
-  drawFrontier(body("frontier"), runs, state);
-  if (shown >= 0 || runs.length > 1) drawControls(document.getElementById("controls"), runs, state);
-  showRun(body("dial"), runs, state, dialView);
-  drawTypes(body("types"), runs, state);
-  showRun(body("text"), runs, state, textView);
+  Object.assign(state, firstState(runs[state.run]));
+  drawDial(body("dial"), runs, state);
+  drawNext(body("next"), state);
+  drawRules(document.getElementById("rules"), runs, state);
+  const parts = [
+    () => drawWriting(body("writing"), runs, state),
+    () => drawFrontier(body("frontier"), runs, state),
+    () => drawSummary(body("summary"), runs),
+    () => drawTraining(body("training"), runs),
+    () => (shown >= 0 || runs.length > 1) && drawControls(document.getElementById("controls"), runs, state),
+    () => showRun(body("layers"), runs, state, layersView),
+    () => drawTypes(body("types"), runs, state),
+    () => showRun(body("text"), runs, state, textView),
+    () => document.documentElement.setAttribute("data-drawn", ""),
+  ];
+  const next = () => {
+    const draw = parts.shift();
+    if (!draw) return;
+    draw();
+    setTimeout(next);
+  };
+  setTimeout(next);
 }
 
 start();

@@ -15,8 +15,8 @@ import grmoe
 from grmoe.report.content import Content
 
 _SCRIPTS = (
-    "math.js", "draw.js", "plot.js", "summary.js", "frontier.js", "controls.js", "dial.js", "types.js", "text.js",
-    "main.js",
+    "math.js", "draw.js", "plot.js", "budget.js", "slider.js", "writing.js", "summary.js", "frontier.js", "controls.js",
+    "layers.js", "types.js", "text.js", "main.js",
 )  # fmt: skip
 
 
@@ -26,21 +26,49 @@ def render(runs: Sequence[Content]) -> str:
     script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n{script}'
     names = " · ".join(run.name for run in runs)
-    data = {
-        "grmoe": grmoe.__version__,
-        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "runs": [run.as_json() for run in runs],
-    }
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     parts = {
         "policy": f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{_hash(script)}'",
         "title": html.escape(f"{names} – grmoe report"),
+        "heading": html.escape(names),
         "style": folder.joinpath("page.css").read_text(encoding="utf-8"),
-        "data": as_json(data),
+        "story": _story(runs),
+        "next": _next(runs),
+        "footer": f"grmoe {grmoe.__version__}, {made}. This page contains all its data and loads nothing.",
+        "data": as_json({"runs": [run.as_json() for run in runs]}),
         "script": script,
     }
     # In one pass, so that a placeholder inside the data stays as it is.
     page = folder.joinpath("page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
+
+
+def _story(runs: Sequence[Content]) -> str:
+    """What the model is and what the dial found. Of several models, in one paragraph each, only the latter."""
+    if len(runs) == 1:
+        paragraphs = [runs[0].story, runs[0].found]
+        return "\n".join(f"<p>{html.escape(' '.join(part))}</p>" for part in paragraphs if part)
+    return "\n".join(
+        f"<p><b>{html.escape(run.name)}.</b> {html.escape(' '.join(run.found or run.story))}</p>"
+        for run in runs
+    )
+
+
+def _next(runs: Sequence[Content]) -> str:
+    """The commands of each model. The script adds buttons to copy them, and shows those of the chosen model."""
+    lists = []
+    for run in runs:
+        items = "\n".join(
+            f"<li><span>{html.escape(step.text)}</span><code>{_command(step.command)}</code></li>"
+            for step in run.next
+        )
+        lists.append(f'<ul class="next">\n{items}\n</ul>' if items else "<p>Its model cannot be opened.</p>")
+    return "\n".join(lists)
+
+
+def _command(command: str) -> str:
+    """A line breaks before an option, not inside it."""
+    return re.sub(r"(?<= )--[\w-]+", r'<span class="option">\g<0></span>', html.escape(command))
 
 
 def as_json(data: object) -> str:

@@ -135,7 +135,7 @@ const HOLLOW = (color) => ({ class: "mark hollow", stroke: color });
 function mark(pane, kind, x, y, color, content, r = 3.6, hollow = false) {
   const node = svg(
     "g",
-    { class: "point", tabindex: content ? 0 : null },
+    { class: "point" },
     content ? svg("circle", { cx: pane.X(x), cy: pane.Y(y), r: 9, fill: "transparent" }) : null,
     markAt(kind, pane.X(x), pane.Y(y), color, r, hollow ? HOLLOW(color) : {}),
   );
@@ -143,9 +143,14 @@ function mark(pane, kind, x, y, color, content, r = 3.6, hollow = false) {
   pane.g.append(node);
 }
 
-function ring(pane, x, y) {
-  pane.g.append(svg("circle", { class: "ring", cx: pane.X(x), cy: pane.Y(y), r: 8 }));
+// A named setting: a ring for the chosen one, a square frame for the trained one.
+function ringAt(x, y, kind, r = 8) {
+  return kind === "trained"
+    ? svg("rect", { class: "ring", x: x - r, y: y - r, width: 2 * r, height: 2 * r })
+    : svg("circle", { class: "ring", cx: x, cy: y, r });
 }
+
+const ring = (pane, x, y, kind) => pane.g.append(ringAt(pane.X(x), pane.Y(y), kind));
 
 function rule(pane, y, text) {
   pane.g.append(svg("line", { class: "rule", x1: pane.left, x2: pane.right, y1: pane.Y(y), y2: pane.Y(y) }));

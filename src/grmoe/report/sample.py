@@ -29,7 +29,7 @@ from grmoe.probe.windows import window_length
 from grmoe.runs.open import LoadedModel
 
 _MAX_TOKENS = 4096  # enough to know a mean to about one percent
-MAX_NUMBERS = 600_000  # layers × tokens × experts of all models of a page: 1.6 MB
+MAX_NUMBERS = 140_000  # layers × tokens × experts of all models of a page: 370 kB
 _MIN_PASSAGES = 8  # long windows are shortened for this
 STEPS = 65535
 

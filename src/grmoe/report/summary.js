@@ -2,12 +2,20 @@
 
 const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 
+// Whether losses per token can be compared: the same prepared data, so the same tokenizer and held-out text.
+const sameData = (runs) =>
+  runs.length === 1 ||
+  runs.every((run) => run.training && run.training.data && run.training.data === runs[0].training.data);
+
 // Routing figures on held-out text: from the last validation, or from the analysis.
 function routingOf(run) {
   if (run.training && run.training.validation) return run.training.validation;
   if (run.analysis) return { entropy: mean(run.analysis.layers.map((l) => l.entropy)) };
   return {};
 }
+
+const PER_TOKEN = ["perplexity, held-out", "perplexity of a unigram model"];
+const PER_BYTE = "bits per byte, held-out";
 
 // [heading, value for a run, whether a tile shows it too]
 const FACTS = [
@@ -42,8 +50,9 @@ const FACTS = [
   ["training speed", (r) =>
     r.training && has(r.training.tokens_per_second) &&
     `${short(r.training.tokens_per_second)} tokens/s, ${r.training.device || "unknown device"}`],
-  ["perplexity, held-out", (r) => perplexityOf(r) && fixed(perplexityOf(r), 2), true],
-  ["perplexity of a unigram model", (r) => r.training && has(r.training.unigram) && fixed(r.training.unigram, 1), true],
+  [PER_BYTE, (r) => r.training && has(r.training.bits_per_byte) && fixed(r.training.bits_per_byte, 3)],
+  [PER_TOKEN[0], (r) => perplexityOf(r) && fixed(perplexityOf(r), 2), true],
+  [PER_TOKEN[1], (r) => r.training && has(r.training.unigram) && fixed(r.training.unigram, 1), true],
   [
     "experts per token",
     (r) => has(routingOf(r).experts_per_token) && fixed(routingOf(r).experts_per_token, 2),
@@ -74,14 +83,22 @@ function perplexityOf(run) {
 
 function drawSummary(host, runs) {
   if (runs.length === 1) host.append(tiles(runs[0]));
-  const wanted = FACTS.filter(([, , tile]) => runs.length > 1 || !tile);
+  const same = sameData(runs);
+  const wanted = FACTS
+    .filter(([, , tile]) => runs.length > 1 || !tile)
+    .filter(([name]) => same || !PER_TOKEN.includes(name));
+  if (!same) {
+    host.append(
+      el("p", {}, "These models were trained on different data. Their perplexities per token cannot be compared. Bits per byte can."),
+    );
+  }
   const rows = wanted
     .map(([name, value]) => [name, ...runs.map((run) => value(run) || "–")])
     .filter(([, ...cells]) => cells.some((c) => c !== "–"));
   const headings = runs.map((run, i) => (runs.length > 1 ? runName(run, i) : run.name));
-  const facts = table(["", ...headings], rows, { label: "Summary of the models" });
+  const facts = table(["fact", ...headings], rows, { label: "Summary of the models" });
   facts.classList.add("facts");
-  const domains = domainChart(runs);
+  const domains = same ? domainChart(runs) : null;
   host.append(el("div", { class: domains ? "two" : "" }, facts, domains));
   for (const run of runs) host.append(...notesOf(run, ["model"], true));
 }
@@ -179,7 +196,16 @@ function domainChart(runs) {
       },
     });
   };
-  return figure("Perplexity by domain, last validation", draw);
+  const rows = names.map((name) => [name, ...losses.map((l) => fixed(has(l[name]) ? Math.exp(l[name]) : null, 2))]);
+  return el(
+    "div",
+    {},
+    figure("Perplexity by domain, last validation", draw),
+    fold(
+      "Perplexity by domain as a table",
+      table(["domain", ...runs.map((run) => run.name)], rows, { label: "Perplexity by domain" }),
+    ),
+  );
 }
 
 // -- curves -----------------------------------------------------------------------------------------
@@ -188,9 +214,7 @@ function drawTraining(host, runs) {
   const logged = runs.map((run, i) => ({ run, i, c: run.curves })).filter(({ c }) => c);
   for (const run of runs) host.append(...notesOf(run, ["curves"], true));
   if (!logged.length) {
-    if (!host.childNodes.length) {
-      host.append(note({ text: "An exported model has no training log." }));
-    }
+    if (!host.childNodes.length) hideSection("training"); // an exported model has no log
     return;
   }
   if (logged.length > 1) {
@@ -209,10 +233,14 @@ function drawTraining(host, runs) {
     el(
       "div",
       { class: "grid2" },
-      curve(logged, "Loss, nats per token (marks: validation)", (c) => c.loss.map((v) => [v]), {
-        held: true,
-        zero: false,
-        places: 3,
+      // Losses of different data are drawn apart.
+      (sameData(runs) ? [logged] : logged.map((one) => [one])).map((part) => {
+        const name = part.length < logged.length ? `${part[0].run.name}: loss` : "Loss";
+        return curve(part, `${name}, nats per token (marks: validation)`, (c) => c.loss.map((v) => [v]), {
+          held: true,
+          zero: false,
+          places: 3,
+        });
       }),
       curve(logged, "Entropy of the gate, nats (band: layers)", (c) => c.entropy, { places: 3 }),
       curve(logged, "Load CV: std / mean of tokens received (band: layers)", (c) => c.load_cv, {

@@ -3,6 +3,9 @@
 const PASSAGE = 220; // tokens shown together at least, in whole windows
 const MANY = 12; // experts in a tooltip; of more, the largest gates are shown
 
+// The strongest colour behind a token, so that its text stays readable. Hues for many experts are less even.
+const strongest = (N) => (N <= EXPERTS.length ? 0.5 : 0.35);
+
 // Windows in groups that are long enough to read: [{from, windows, tokens}].
 function passagesOf(windows) {
   const out = [];
@@ -67,20 +70,20 @@ function textView(run, state) {
         return span;
       });
       spans.push(...made);
-      return n ? [el("hr"), ...made] : made;
+      return n ? [el("div", { class: "cut", "aria-hidden": "true" }), ...made] : made;
     }));
     if (spans.length) spans[0].tabIndex = 0;
     paint();
   }
 
   function paint() {
-    const alpha = alphaOf(run, state.layer, state), selection = selectionOf(run, state, state.layer);
+    const { alpha, selection } = settingOf(run, state, state.layer);
     const leads = new Array(N).fill(0);
     for (const span of spans) {
       const found = tokenGate(gates[state.layer], Number(span.dataset.t), alpha, selection),
         e = found.order[0];
       leads[e]++;
-      span.style.backgroundColor = expertColor(e, N, 0.12 + 0.43 * Math.sqrt(found.p[e]));
+      span.style.backgroundColor = expertColor(e, N, 0.1 + (strongest(N) - 0.1) * Math.sqrt(found.p[e]));
       span.dataset.expert = e;
       span.classList.toggle("faded", only !== null && e !== only);
     }
@@ -123,7 +126,7 @@ function textView(run, state) {
       el(
         "p",
         {},
-        `Text: ${run.analysis.text}. Each token has the colour of its leading expert at the α above; ` +
+        `Text: ${run.analysis.text}. Each token has the colour of its leading expert at the setting above; ` +
           "the stronger the colour, the larger the gate. Point at, tap or focus a token to see its gate.",
       ),
       el(
@@ -144,7 +147,7 @@ const visible = (piece) => piece.replace(/\r?\n/g, "↵\n").replace(/\t/g, "→\
 
 function tokenTip(run, state, gates, span) {
   const N = run.model.experts, { piece, type, domain } = span.about;
-  const alpha = alphaOf(run, state.layer, state), selection = selectionOf(run, state, state.layer);
+  const { alpha, selection } = settingOf(run, state, state.layer);
   const { p, order, kept, entropy, band: [low, high] } = tokenGate(
     gates[state.layer],
     Number(span.dataset.t),
@@ -173,8 +176,9 @@ function tokenTip(run, state, gates, span) {
     el("div", { class: "tip-title token" }, JSON.stringify(piece)),
     tipRow("type", type),
     tipRow("domain", domain),
-    tipRow(`layer ${run.model.moe_layers[state.layer]}`, run.sample.dial ? `α ${digits(alpha)}` : "no dial"),
-    tipRow("entropy", `${fixed(entropy, 2)} (${fixed(low, 2)} – ${fixed(high, 2)})`),
+    tipRow(`block ${run.model.moe_layers[state.layer]}`, run.sample.dial ? `α ${digits(alpha)}` : "no dial"),
+    tipRow("entropy", fixed(entropy, 2)),
+    bandTells({ lower: low, upper: high }, N) ? tipRow("certified", `${fixed(low, 2)} – ${fixed(high, 2)}`) : null,
     selection.kind === "own" ? null : tipRow(`computed, ${saySelection(selection)}`, `${kept} of ${N}`),
     el("div", { class: "gates" }, bars),
     rest,

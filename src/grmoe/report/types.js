@@ -16,13 +16,18 @@ function typesView(analysis, layer) {
   const largest = (rows) => Math.max(0.3, ...rows.flat().filter(has));
   const types = analysis.types.map((name, i) => ({ name, tokens: analysis.type_tokens[i] }));
   const domains = present.map((i) => ({ name: analysis.domains[i], tokens: analysis.domain_tokens[i] }));
+  // Shares of a row and of a column; null where there is nothing.
+  const sum = (values) => values.reduce((a, b) => a + b, 0);
+  const columns = types.map((_, c) => sum(layer.counts.map((row) => row[c])));
+  const ofExpert = layer.counts.map((row) => row.map((n) => (sum(row) ? n / sum(row) : null)));
+  const ofType = layer.counts.map((row) => row.map((n, c) => (columns[c] ? n / columns[c] : null)));
   const ofDomain = layer.counts.map((_, e) => present.map((d) => layer.domain_of_expert[d][e]));
   const aboutType = (e, c) =>
     [
       tipTitle(`expert ${e}, ${types[c].name}`),
       tipRow("tokens it leads", grouped(layer.counts[e][c])),
-      tipRow("share of the type's tokens", percent(layer.of_type[e][c])),
-      tipRow("share of the expert's tokens", percent(layer.of_expert[e][c])),
+      tipRow("share of the type's tokens", percent(ofType[e][c])),
+      tipRow("share of the expert's tokens", percent(ofExpert[e][c])),
       layer.kappa ? tipRow("κ of the expert", digits(layer.kappa[e])) : null,
     ].filter(has);
   const aboutDomain = (e, c) => [
@@ -33,14 +38,14 @@ function typesView(analysis, layer) {
     el(
       "p",
       {},
-      `The leading experts of ${grouped(analysis.tokens)} tokens, at the saved α (${digits(layer.alpha)}). ` +
+      `The leading experts of ${grouped(analysis.tokens)} tokens, at the saved α (${digits(layer.alpha)}), block ${layer.layer}. ` +
         `Text: ${analysis.text}. ${informationText(layer)}`,
     ),
     el(
       "div",
       { class: "grid2" },
-      heatMap("Which expert leads a type: % of the column", types, layer.of_type, largest(layer.of_type), aboutType),
-      heatMap("Which types an expert leads: % of the row", types, layer.of_expert, 1, aboutType),
+      heatMap("Which expert leads a type: % of the column", types, ofType, largest(ofType), aboutType),
+      heatMap("Which types an expert leads: % of the row", types, ofExpert, 1, aboutType),
       present.length > 1
         ? heatMap("Which expert leads a domain: % of the column", domains, ofDomain, largest(ofDomain), aboutDomain)
         : null,
@@ -51,9 +56,11 @@ function typesView(analysis, layer) {
 function informationText(layer) {
   const found = layer.information;
   if (!found || !has(found.value)) return "";
-  return `Layer ${layer.layer}: the mutual information of expert and type is ${fixed(found.value, 3)} nats. ` +
+  return `Block ${layer.layer}: the mutual information of expert and type is ${fixed(found.value, 3)} nats. ` +
     `If a hash of the token chose the expert, it would be ${fixed(found.by_token_mean, 3)}.`;
 }
+
+const HOTTEST = 60; // % of the colour: text stays readable on it
 
 // One row per expert, one column per kind of token.
 function heatMap(caption, columns, rows, top, content) {
@@ -84,10 +91,10 @@ function heatMap(caption, columns, rows, top, content) {
         const strength = has(value) ? Math.min(1, value / top) : 0;
         const cell = el(
           "td",
-          { class: strength > 0.55 ? "deep" : "" },
+          {},
           has(value) ? (100 * value).toFixed(0) : "–",
         );
-        cell.style.setProperty("--heat", `${Math.round(100 * strength)}%`);
+        cell.style.setProperty("--heat", `${Math.round(HOTTEST * strength)}%`);
         return explain(cell, () => content(e, c));
       }),
     )

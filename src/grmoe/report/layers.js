@@ -1,9 +1,13 @@
-// What the gates of every layer do at the α and selection set above.
+// What the gates of every layer do at the dial's setting, or at the α and selection set here.
 
 const FEW = 4; // layers that get one card each; with more, one card for the chosen layer and an overview
 const CURVE = Array.from({ length: 25 }, (_, i) => 10 ** (i / 12 - 1)); // α of the curves
 
-function dialView(run, state) {
+// Whether a certified band excludes half of all entropies or more. Otherwise it is not shown.
+const bandTells = ({ lower, upper }, N) => upper - lower <= Math.log(N) / 2;
+const BAND = "Certified: proved bounds on the entropy, from the range of the logits alone. ";
+
+function layersView(run, state) {
   const gates = gatesOf(run);
   const controls = selectionControls(run, state);
   const total = el("p", { class: "total", "aria-live": "polite" });
@@ -12,16 +16,17 @@ function dialView(run, state) {
   const holder = el("div", { class: "cards" }, cards);
   const over = gates.length > FEW ? overview(run, () => stats) : null;
   const intro = run.sample.dial
-    ? `Gates of ${grouped(gates[0].T)} real tokens, computed in this page for the α you set. ` +
-      "The inputs of each layer are those at the saved α. The figures are exact when one layer is turned alone. " +
-      "When all layers are turned, they are approximate, because each layer changes the inputs of the next."
+    ? `Gates of ${grouped(gates[0].T)} real tokens, computed in this page for the dial above, or for another α or rule ` +
+      "that you set here. The inputs of each layer are those at the saved setting. The figures are exact when one layer is " +
+      "turned alone. When all layers are turned, they are approximate, because each layer changes the inputs of the next."
     : `Router ${run.model.router} selects experts by its own rule. It has no dial: its gates are shown as saved.`;
   let single = null;
   return {
     nodes: [el("p", {}, intro), controls, total, over, holder].filter(has),
     update() {
-      const selection = selectionOf(run, state);
-      stats = gates.map((g, i) => gateStats(g, alphaOf(run, i, state), selectionOf(run, state, i)));
+      const settings = gates.map((_, i) => settingOf(run, state, i));
+      const { selection } = settings[state.layer];
+      stats = gates.map((g, i) => gateStats(g, settings[i].alpha, settings[i].selection));
       controls.update();
       const means = (key) => mean(stats.map((s) => s[key]));
       const own = selection.kind === "own"; // then the gates do not tell which experts compute a token
@@ -31,8 +36,8 @@ function dialView(run, state) {
           ` (${saySelection(selection)}), entropy `,
         ]),
         el("b", {}, `${fixed(means("entropy"), 3)} nats`),
-        `, certified between ${fixed(means("lower"), 3)} and ${fixed(means("upper"), 3)}. `,
-        gates.length > 1 ? `Means over ${gates.length} layers.` : "",
+        gates.length > 1 ? `, means over ${gates.length} layers. ` : ". ",
+        stats.some((s) => bandTells(s, run.model.experts)) ? BAND : "",
       );
       if (over) {
         over.update();
@@ -48,11 +53,11 @@ function dialView(run, state) {
 }
 
 function layerCard(run, layer, state, stats) {
-  const N = run.model.experts, gates = gatesOf(run)[layer], name = `Layer ${run.model.moe_layers[layer]}`;
-  const own = selectionOf(run, state).kind === "own";
+  const N = run.model.experts, gates = gatesOf(run)[layer], name = `Block ${run.model.moe_layers[layer]}`;
+  const own = settingOf(run, state, layer).selection.kind === "own";
   const facts = el("dl", { class: "stats" });
   const entropy = figure(
-    "Entropy over α, with its certified band",
+    "Entropy over α (band: certified, where it says something)",
     (width) => entropyPlot(width, gates, stats(), N),
   );
   const load = figure(
@@ -61,7 +66,7 @@ function layerCard(run, layer, state, stats) {
   );
   const sorted = figure(
     "Mean gate by rank (line: cumulative; dotted: τ)",
-    (width) => sortedPlot(width, stats(), selectionOf(run, state)),
+    (width) => sortedPlot(width, stats(), settingOf(run, state, layer).selection),
   );
   const card = el(
     "article",
@@ -78,13 +83,13 @@ function layerCard(run, layer, state, stats) {
     const shown = [
       ["α", digits(s.alpha), "alpha"],
       ["entropy H, nats", fixed(s.entropy, 3), "entropy"],
-      ["certified", `${fixed(s.lower, 3)} – ${fixed(s.upper, 3)}`, "band"],
+      bandTells(s, N) ? ["certified", `${fixed(s.lower, 3)} – ${fixed(s.upper, 3)}`, "band"] : null,
       ["exp(H)", fixed(Math.exp(s.entropy), 2), "effective"],
       ["experts per token", fixed(s.experts, 3), "experts"],
       ["mass dropped", percent(s.dropped), "dropped"],
       ["load", `${fixed(100 * Math.min(...s.load), 1)} – ${fixed(100 * Math.max(...s.load), 1)} %`, "load"],
       ["load CV", fixed(s.cv, 3), "cv"],
-    ];
+    ].filter(has);
     if (!run.sample.dial) shown.shift();
     if (own) shown.splice(-4);
     facts.replaceChildren(
@@ -117,18 +122,11 @@ function entropyPlot(width, gates, s, N) {
       const curve = gates.curve || [], color = "var(--c0)";
       const here = Math.max(0.1, Math.min(10, s.alpha));
       rule(pane, Math.log(N), `uniform: log ${N}`);
-      if (curve.length) band(pane, curve.map((c) => [c.alpha, c.lower, c.upper]), color);
+      const told = curve.filter((c) => bandTells(c, N));
+      if (told.length) band(pane, told.map((c) => [c.alpha, c.lower, c.upper]), color);
       line(pane, curve.map((c) => [c.alpha, c.entropy]), color);
       pane.g.append(
         svg("line", { class: "hair", x1: pane.X(here), x2: pane.X(here), y1: pane.top, y2: pane.bottom }),
-        svg("line", {
-          class: "bandmark",
-          x1: pane.X(here),
-          x2: pane.X(here),
-          y1: pane.Y(s.lower),
-          y2: pane.Y(s.upper),
-          stroke: color,
-        }),
         markAt("circle", pane.X(here), pane.Y(s.entropy), color, 4.5),
       );
       crosshair(pane, curve.map((c) => c.alpha), (alpha) => {
@@ -136,8 +134,8 @@ function entropyPlot(width, gates, s, N) {
         return [
           tipTitle(`α ${digits(alpha)}`),
           tipRow("entropy", fixed(c.entropy, 3)),
-          tipRow("certified", `${fixed(c.lower, 3)} – ${fixed(c.upper, 3)}`),
-        ];
+          bandTells(c, N) ? tipRow("certified", `${fixed(c.lower, 3)} – ${fixed(c.upper, 3)}`) : null,
+        ].filter(has);
       });
     },
   });
@@ -194,7 +192,7 @@ function sortedPlot(width, s, { kind, tau }) {
 // Two pictures of all layers, for a deep model.
 function overview(run, stats) {
   const N = run.model.experts, names = run.model.moe_layers;
-  const x = { domain: [-0.5, names.length - 0.5], label: "layer", format: (i) => names[i] };
+  const x = { domain: [-0.5, names.length - 0.5], label: "block", format: (i) => names[i] };
   const ticks = (width) =>
     names.map((_, i) => i).filter((i) =>
       i % Math.ceil(names.length / Math.max(1, Math.floor(width / 34))) === 0
@@ -207,7 +205,7 @@ function overview(run, stats) {
       label,
       paint(pane) {
         stats().forEach((s, i) => {
-          if (low) {
+          if (low && bandTells(s, N)) {
             pane.g.append(
               svg("line", {
                 class: "bandmark",
@@ -225,14 +223,14 @@ function overview(run, stats) {
             i,
             s[values],
             seriesColor(0),
-            () => [tipTitle(`layer ${names[i]}`), ...say(s)],
+            () => [tipTitle(`block ${names[i]}`), ...say(s)],
             4,
           );
         });
       },
     });
   const entropy = figure(
-    "Entropy of every layer (bar: certified band)",
+    "Entropy of every layer (bar: certified, where it says something)",
     draw(
       "Entropy of every layer",
       { domain: [0, Math.log(N) * 1.05], label: "nats" },
@@ -241,7 +239,7 @@ function overview(run, stats) {
       "upper",
       (s) => [
         tipRow("entropy", fixed(s.entropy, 3)),
-        tipRow("certified", `${fixed(s.lower, 3)} – ${fixed(s.upper, 3)}`),
+        ...(bandTells(s, N) ? [tipRow("certified", `${fixed(s.lower, 3)} – ${fixed(s.upper, 3)}`)] : []),
       ],
     ),
   );

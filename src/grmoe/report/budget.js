@@ -1,0 +1,126 @@
+// What a budget means: α and the selection of every layer, and the perplexity and speed that were measured for it.
+
+// τ, α, cap and bias of every layer at a budget, as `grmoe.routing.curve_numbers` has them. Between two points, τ and
+// bias are linear and α is geometric. Where the caps of a layer differ, layers take the upper point one after another.
+function curveNumbers(curve, budget, L) {
+  const counts = curve.map((p) => p.experts_per_token);
+  const after = counts.findIndex((c) => c > budget);
+  const at = Math.min(after < 0 ? curve.length : after, curve.length - 1);
+  const below = pointLayers(curve[Math.max(0, at - 1)], L), above = pointLayers(curve[at], L);
+  const share = at ? (budget - counts[at - 1]) / (counts[at] - counts[at - 1]) : 1;
+  const apart = below.map((_, i) => i).filter((i) => below[i].cap !== above[i].cap);
+  let left = share * apart.reduce((sum, i) => sum + above[i].cap - below[i].cap, 0) + 1e-9;
+  const turned = new Set();
+  for (const i of apart) {
+    left -= above[i].cap - below[i].cap;
+    if (left < 0) break;
+    turned.add(i);
+  }
+  return below.map((a, i) => {
+    const b = above[i];
+    if (share === 0 || share === 1 || a.cap !== b.cap) return share === 1 || turned.has(i) ? b : a;
+    const mix = (x, y) => (1 - share) * x + share * y;
+    const geometric = a.alpha !== b.alpha && Math.min(a.alpha, b.alpha) > 0;
+    const zero = (a.bias || b.bias || []).map(() => 0);
+    return {
+      tau: mix(a.tau, b.tau),
+      alpha: geometric ? a.alpha ** (1 - share) * b.alpha ** share : mix(a.alpha, b.alpha),
+      cap: a.cap,
+      bias: a.bias || b.bias ? (a.bias || zero).map((x, e) => mix(x, (b.bias || zero)[e])) : null,
+    };
+  });
+}
+
+function pointLayers({ tau, alpha, cap, bias }, L) {
+  const of = (value, i) => (Array.isArray(value) ? value[i] : value);
+  return Array.from({ length: L }, (_, i) => ({
+    tau: of(tau, i),
+    alpha: of(alpha, i),
+    cap: of(cap, i),
+    bias: bias ? bias[i] : null,
+  }));
+}
+
+// -- the setting of a layer -------------------------------------------------------------------------
+
+// {alpha, selection} of a layer: what was set under "Layers", else what the dial at the top says, else as saved.
+function settingOf(run, state, layer) {
+  const { alpha, selection } = dialled(run, state, layer);
+  return {
+    alpha: !run.sample.dial ? 1 : has(state.alpha) ? state.alpha : alpha,
+    selection: state.selection || selection,
+  };
+}
+
+function dialled(run, state, layer) {
+  const { curve, moe_layers, alphas, selection } = run.model;
+  if (has(state.budget) && curve) {
+    const { tau, alpha, cap, bias } = curveNumbers(curve, state.budget, moe_layers.length)[layer];
+    return { alpha, selection: { kind: "mass", tau: Math.min(1, tau), k: cap, bias } };
+  }
+  const own = state.mark && run.dial && run.dial[state.mark].setting;
+  if (!own) return { alpha: alphas[layer], selection };
+  const one = (value) => (Array.isArray(value) ? value[layer] : value);
+  return {
+    alpha: one(own.alpha),
+    selection: { kind: own.selection, tau: own.selection_tau, k: one(own.cap || own.num_experts_per_tok) },
+  };
+}
+
+// -- what was measured ------------------------------------------------------------------------------
+
+const EQUAL = 5e-5; // budgets are kept to four places
+
+// Where a mark of the slider is, as a state. "chosen" is a budget if the curve has it.
+function markState(run, mark) {
+  const { stops, exact } = run.slider, point = run.slider[mark];
+  const stop = stops.find((s) => Math.abs(s.experts_per_token - point.experts_per_token) <= EQUAL);
+  const budget = exact && mark === "chosen" && stop ? stop.experts_per_token : null;
+  return { budget, mark, alpha: null, selection: null };
+}
+
+// Perplexity and speed at a place of the slider. how: in words, whether they were measured.
+function measuredAt(slider, state) {
+  if (state.mark) {
+    return { ...slider[state.mark], how: "Measured at this setting." };
+  }
+  const { stops, trained } = slider, budget = state.budget;
+  const stop = stops.find((s) => Math.abs(s.experts_per_token - budget) <= EQUAL);
+  const timed = (stop && stop.speed) || speedAt(slider.speeds, budget);
+  const speedHow = !timed
+    ? (slider.speeds.length ? " No speed was measured here." : "")
+    : timed.between
+    ? ` Speed is interpolated between settings timed at ${timed.between.map((v) => fixed(v, 2)).join(" and ")}.`
+    : "";
+  if (stop) return { ...stop, speed: timed, how: `Perplexity is measured at this setting.${speedHow}` };
+  const above = Math.max(1, stops.findIndex((s) => s.experts_per_token > budget));
+  const a = stops[above - 1], b = stops[above];
+  const share = (budget - a.experts_per_token) / (b.experts_per_token - a.experts_per_token);
+  const perplexity = a.perplexity ** (1 - share) * b.perplexity ** share; // the loss is linear, as in `curve_loss`
+  const ends = [a, b].map((s) => fixed(s.experts_per_token, 2)).join(" and ");
+  return {
+    experts_per_token: budget,
+    perplexity,
+    increase: trained ? { value: perplexity / trained.perplexity - 1 } : null,
+    speed: timed,
+    how: `Perplexity is interpolated between settings measured at ${ends} experts per token.${speedHow}`,
+  };
+}
+
+// Linear between the two timed settings around a budget; null outside.
+function speedAt(speeds, budget) {
+  const exact = speeds.find((s) => Math.abs(s.experts_per_token - budget) <= EQUAL);
+  if (exact) return exact.speed;
+  const above = speeds.findIndex((s) => s.experts_per_token > budget);
+  if (above < 1) return null;
+  const a = speeds[above - 1], b = speeds[above];
+  const share = (budget - a.experts_per_token) / (b.experts_per_token - a.experts_per_token);
+  const mix = (x, y) => (1 - share) * x + share * y;
+  const pairs = (key) => a.speed[key].map((v, i) => mix(v, b.speed[key][i]));
+  return {
+    tokens_per_second: mix(a.speed.tokens_per_second, b.speed.tokens_per_second),
+    relative: mix(a.speed.relative, b.speed.relative),
+    relative_interval: pairs("relative_interval"),
+    between: [a.experts_per_token, b.experts_per_token],
+  };
+}
