@@ -160,7 +160,7 @@ BAD: dict[str, tuple[bytes, int, str]] = {
     "prompt too long": (json.dumps({"prompt": "word " * 5000}).encode(), 400, "prompt"),
     "body too large": (b'{"prompt": "' + b"x" * (1 << 20) + b'"}', 413, "bytes"),
     "unknown field": (b'{"prompt": "x", "alhpa": 2}', 400, "alhpa"),
-    "unsupported field": (b'{"prompt": "x", "n": 7}', 400, "n is not supported"),
+    "unsupported field": (b'{"prompt": "x", "suffix": "y"}', 400, "suffix is not supported"),
     "other model": (b'{"prompt": "x", "model": "other"}', 404, "model"),
 }
 
@@ -168,7 +168,7 @@ BAD: dict[str, tuple[bytes, int, str]] = {
 def misbehave(client: httpx.Client, kind: str) -> str | None:
     """Send a bad request. Returns what is wrong with the refusal, or None."""
     body, status, word = BAD[kind]
-    response = client.post("/v1/completions", content=body)
+    response = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     message = response.json()["error"]["message"]
     ok = response.status_code == status and word in message
     return None if ok else f"{kind}: {response.status_code} {message}"

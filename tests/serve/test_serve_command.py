@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -26,7 +27,7 @@ from typer.testing import CliRunner
 from grmoe.cli import app
 from grmoe.serve import Options, make_service
 from grmoe.serve.batching import Sequence
-from grmoe.serve.requests import Invalid
+from grmoe.serve.errors import Invalid
 from grmoe.serve.sampling import Sampling, TokenSampler
 
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "GRMOE_API_KEY"} | {"OMP_NUM_THREADS": "1"}
@@ -107,8 +108,9 @@ def test_code_in_the_folder_is_not_run(folder: Path, tmp_path: Path) -> None:
     sequence = Sequence(prompt=[1, 2], numbers=service.numbers()[0], sampler=TokenSampler(Sampling()))
     service.engine.generator.start(sequence)
     assert sequence.tokens == offline(make_model(), [1, 2], 1.5, 1)
+    assert service.template is not None
     with pytest.raises(Invalid, match="unsafe"):
-        service._encode_chat([{"role": "user", "content": "x"}])
+        asyncio.run(service.template.render([{"role": "user", "content": "x"}]))
     assert not mark.exists()
     (model / "model.safetensors").unlink()  # nothing but the pickled file is left
     assert "model.safetensors" in refused(str(model), "--port", "0")
