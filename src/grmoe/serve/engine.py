@@ -108,7 +108,8 @@ class Engine:
             if self.closing is not None or not self.alive:
                 raise Refused(Failed(503, self.closing or "the engine has stopped"))
             free = max(0, self.concurrency - len(self.running))
-            waiting = len({id(job.request) for job in self.waiting})
+            begun = {id(job.request) for job in self.running}
+            waiting = len({id(job.request) for job in self.waiting} - begun)
             if waiting >= self.queue + free:
                 busy = f"{len(self.running)} answers are being computed and {waiting} requests wait; try again later"
                 raise Refused(Failed(429, busy))

@@ -126,9 +126,13 @@ class ScoreWriter:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
 
     def _prompt_offsets(self, tokens: list[int]) -> list[int]:
-        """Offsets of the first tokens at once, if their texts joined are the text. Otherwise nothing."""
+        """Offsets of the first tokens at once, if their texts joined are the text. Otherwise nothing.
+
+        A prompt has thousands of tokens, and decoding the neighbours of each takes long.
+        """
         shown = ["" if token in self.texts.special else self.texts.alone(token) for token in tokens]
-        if self.tokens or "".join(shown) != self.texts.together(tokens):
+        joined = "".join(shown)
+        if self.tokens or _UNFINISHED in joined or joined != self.texts.together(tokens):
             return []
         *offsets, self.offset = accumulate(map(len, shown), initial=0)
         self.tokens, self.whole = tokens[-1:], 1
