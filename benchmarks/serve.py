@@ -47,6 +47,7 @@ PROMPTS = (
     "with open(path", "if not isinstance(", "# The", "    def __init__(self, ", "assert ",
 )  # fmt: skip
 LENGTHS = (8, 24, 48)
+BAD_SHARE = 0.1  # of the requests in a crowd
 START_S = 60  # seconds a server may take to be ready
 
 Key = tuple[str, float]
@@ -182,7 +183,7 @@ def one_client(
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         while not stop.is_set():
             try:
-                if bad and draw.random() < 0.1:
+                if bad and draw.random() < BAD_SHARE:
                     kind = draw.choice(list(BAD))
                     wrong = misbehave(client, kind)
                     with tally.lock:

@@ -98,7 +98,7 @@ class Answer:
             # In a thread, because a million scores take a while to write.
             body = await asyncio.to_thread(self._whole_body, choices)
             outcome = choices[0].reason
-        await self._start(send, status, b"application/json")
+        await self._start(send, status, b"application/json", (b"content-length", b"%d" % len(body)))
         await send({"type": "http.response.body", "body": body})
         return status, outcome
 
@@ -176,8 +176,8 @@ class Answer:
             "experts_per_token": round(sum(s.experts for s in sequences) / routed, 4) if routed else None,
         }
 
-    async def _start(self, send: Send, status: int, kind: bytes) -> None:
-        headers = [(b"content-type", kind), (b"cache-control", b"no-cache")]
+    async def _start(self, send: Send, status: int, kind: bytes, *more: tuple[bytes, bytes]) -> None:
+        headers = [(b"content-type", kind), (b"cache-control", b"no-cache"), *more]
         await send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _chunk(self, send: Send, choices: list[dict[str, Any]], **more: Any) -> None:

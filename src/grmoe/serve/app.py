@@ -80,7 +80,8 @@ class Routes:
         limit, timeout, body = self.options.max_body, self.options.timeout, bytearray()
         too_long = Invalid(f"the body must have at most {limit} bytes", status=413)
         try:
-            if int(http.headers.get("content-length", 0)) > limit:
+            said = http.headers.get("content-length", "0")
+            if not said.isdecimal() or len(said) > 18 or int(said) > limit:
                 raise too_long
             async with asyncio.timeout(timeout):
                 async for chunk in http.stream():

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class ChatTemplate:
         self.timeout, self.seconds = timeout, min(timeout, SECONDS)
         self.process: Process | None = None
         self.closed = False
+        self._ended: list[Process] = []  # killed, not yet waited for
         self._turn = asyncio.Lock()
 
     async def render(self, messages: list[dict[str, str]]) -> str:
@@ -70,7 +72,8 @@ class ChatTemplate:
         return found
 
     async def _running(self) -> Process:
-        if self.process is None or self.process.returncode is not None:
+        if self.process is None:
+            await self._reap()
             # -P: the modules beside the worker must not stand for others of the same name.
             command = [sys.executable, "-P", str(_WORKER), str(self.seconds)]
             environment = {name: value for name, value in os.environ.items() if name != "GRMOE_API_KEY"}
@@ -83,12 +86,18 @@ class ChatTemplate:
 
     def end(self) -> None:
         """End the process. A chat that is being rendered gets an error."""
-        if self.process is not None and self.process.returncode is None:
-            self.process.kill()
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                self.process.kill()
+            self._ended.append(self.process)
+            self.process = None
+
+    async def _reap(self) -> None:
+        while self._ended:
+            await self._ended.pop().wait()
 
     async def close(self) -> None:
         """End the process for good, and wait for it."""
         self.closed = True
         self.end()
-        if self.process is not None:
-            await self.process.wait()
+        await self._reap()
