@@ -297,6 +297,21 @@ def test_slow_headers_are_cut_off(folder: Path) -> None:
     assert time.monotonic() - start < 10
 
 
+def test_a_body_without_end_is_cut_off(folder: Path) -> None:
+    """In parts of one byte, which take long to read. Others are answered meanwhile, and after its 413 it ends."""
+    head = STALLED["body"].replace(b"Content-Length: 99", b"Transfer-Encoding: chunked").rstrip(b"{")
+    part, sent = b"1\r\nx\r\n" * 2000, 0
+    service = make_service(options(folder, max_body=10_000))
+    with running(service) as client, connect(client, head) as endless, suppress(OSError):
+        while sent < 10 * MEGABYTE:
+            endless.sendall(part)
+            sent += len(part)
+            start = time.monotonic()
+            assert client.get("/health").status_code == 200
+            assert time.monotonic() - start < 1
+    assert sent < MEGABYTE
+
+
 @pytest.mark.parametrize("stalled", ["body", "template"])
 def test_a_server_that_is_told_to_stop_waits_for_nobody_for_long(folder: Path, stalled: str) -> None:
     """A body that never ends, and a template that never ends: after the grace both are cut."""

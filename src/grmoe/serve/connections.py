@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from grmoe.serve.options import Options
 
 _KEEP_ALIVE = 30  # seconds between two requests
+_READ = 1 << 14  # bytes at a time
 _SPARE = 32  # connections beyond the limit, so that /health is answered when all are busy
 
 
@@ -47,6 +48,7 @@ class Connection(H11Protocol):
         self.options = config.options
         self.heard = time.monotonic()
         self.timer: asyncio.TimerHandle | None = None
+        self.unread = 0  # bytes of a body after its answer
 
     @property
     def busy(self) -> bool:
@@ -55,6 +57,9 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if hasattr(transport, "max_size"):
+            # A body in parts of one byte takes a millisecond per 400 bytes. Other requests have their turn in between.
+            transport.max_size = _READ
         self._watch_headers()
         if len(self.connections) <= self.options.connections:
             return
@@ -69,6 +74,11 @@ class Connection(H11Protocol):
         self.heard = time.monotonic()
         super().data_received(data)
         self._watch_headers()
+        if self.cycle is not None and self.cycle.response_complete and self.conn.their_state is h11.SEND_BODY:
+            # It was answered, such as with 413, and sends on. It may send what is on its way, not more.
+            self.unread += len(data)
+            if self.unread > self.options.max_body:
+                self.drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
