@@ -278,8 +278,10 @@ def test_health_is_answered_when_all_connections_are_busy(folder: Path) -> None:
             )
 
 
-def test_slow_headers_are_cut_off(folder: Path) -> None:
-    """They could stay for ever, the first ones and those after an answer. A byte now and then does not help."""
+def test_slow_headers_are_cut_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They could stay for ever, the first ones and those after an answer. A byte now and then does not help. A
+    connection without a further request ends too."""
+    monkeypatch.setattr("grmoe.serve.connections._KEEP_ALIVE", 0.2)
     service = make_service(options(folder, header_timeout=0.2))
     start = time.monotonic()
     with running(service) as client:
@@ -292,13 +294,16 @@ def test_slow_headers_are_cut_off(folder: Path) -> None:
                     while time.monotonic() < start + 10:
                         time.sleep(0.02)
                         slow.sendall(b"x")
+        with connect(client, STALLED["kept alive"]) as idle:
+            assert received(idle).startswith(b"HTTP/1.1 200")
         # An ordinary request has time for its answer.
         assert client.post("/v1/completions", json=GREEDY | {"prompt": "x"}).status_code == 200
     assert time.monotonic() - start < 10
 
 
-def test_a_body_without_end_is_cut_off(folder: Path) -> None:
+def test_a_body_without_end_is_cut_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts of one byte, which take long to read. Others are answered meanwhile, and after its 413 it ends."""
+    monkeypatch.setattr("grmoe.serve.connections._ON_ITS_WAY", 10_000)
     head = STALLED["body"].replace(b"Content-Length: 99", b"Transfer-Encoding: chunked").rstrip(b"{")
     part, sent = b"1\r\nx\r\n" * 2000, 0
     service = make_service(options(folder, max_body=10_000))

@@ -28,7 +28,7 @@ TOKENIZER = make_tokenizer()
 
 @pytest.fixture(scope="module")
 def service(folder: Path) -> Service:
-    return make_service(options(folder, max_choices=12, max_new_tokens=60))
+    return make_service(options(folder, max_choices=12, max_new_tokens=60, max_prompt=90))
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_text_offsets(first: str) -> None:
         ({"prompt": "a", "n": 10**9}, "n", "at most 12"),
         ({"prompt": ["a", ""]}, "prompt", "at least one token"),
         ({"prompt": [[1], [2, 257]]}, "prompt", "between 0 and 256, got 257"),
-        ({"prompt": ["a", "x" * 128]}, "prompt", "at most 127 tokens"),
+        ({"prompt": ["a", "x" * 91]}, "prompt", "at most 90 tokens, got 91"),
         ({"prompt": "a", "max_tokens": 61}, "max_tokens", "at most 60, got 61"),
         ({"prompt": "a", "max_completion_tokens": 61}, "max_tokens", "at most 60, got 61"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "0 goes with echo"),

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+import typer
 from processes import Command, Processes
 from small_model import make_model, make_tokenizer, offline, options
 from typer.testing import CliRunner
@@ -63,6 +64,39 @@ def test_the_command_takes_the_defaults_of_the_options(
     result = CliRunner().invoke(app, ["serve", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert passed == [Options(folder=tmp_path)]
+
+
+def test_the_table_of_limits_has_the_defaults() -> None:
+    """Each row of docs/howto/serve.md with an option has the default of `Options`."""
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "serve.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| `--([a-z-]+)` \|", page, re.MULTILINE)
+    defaults = {name: default for default, name in rows}
+    words = {1 << 20: "1 MiB", None: "the context", (0.5, 5.0): "0.5 to 5"}
+    for name in set(defaults) - {"allow-host", "allow-origin"}:
+        value = getattr(Options, name.replace("-", "_"))
+        words.setdefault(value, str(value).removesuffix(".0"))
+        assert defaults[name] == words[value]
+    assert len(defaults) > 12
+
+
+def test_one_limit_by_two_names() -> None:
+    """`--max-new-tokens` and `--max-tokens` are the same option in `grmoe generate` and `grmoe serve`."""
+    commands: Any = typer.main.get_command(app)
+    for command in ("generate", "serve"):
+        [found] = [p for p in commands.commands[command].params if p.name == "max_new_tokens"]
+        assert found.opts == ["--max-new-tokens", "--max-tokens"]
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "x" * 201])
+def test_names_that_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="name must have 1 to 200 printable characters"):
+        Options(folder=Path(), name=name)
+
+
+@pytest.mark.parametrize("origin", ["localhost:3000", "http://localhost:3000/"])
+def test_origins_that_are_refused(origin: str) -> None:
+    with pytest.raises(ValueError, match="allow-origin must be scheme, host and port"):
+        Options(folder=Path(), allowed_origins=(origin,))
 
 
 def test_code_in_the_folder_is_not_run(folder: Path, tmp_path: Path) -> None:
