@@ -47,6 +47,7 @@ PROMPTS = (
     "with open(path", "if not isinstance(", "# The", "    def __init__(self, ", "assert ",
 )  # fmt: skip
 LENGTHS = (8, 24, 48)
+BAD_SHARE = 0.1  # of the requests in a crowd
 START_S = 60  # seconds a server may take to be ready
 
 Key = tuple[str, float]
@@ -160,7 +161,7 @@ BAD: dict[str, tuple[bytes, int, str]] = {
     "prompt too long": (json.dumps({"prompt": "word " * 5000}).encode(), 400, "prompt"),
     "body too large": (b'{"prompt": "' + b"x" * (1 << 20) + b'"}', 413, "bytes"),
     "unknown field": (b'{"prompt": "x", "alhpa": 2}', 400, "alhpa"),
-    "unsupported field": (b'{"prompt": "x", "n": 7}', 400, "n is not supported"),
+    "unsupported field": (b'{"prompt": "x", "suffix": "y"}', 400, "suffix is not supported"),
     "other model": (b'{"prompt": "x", "model": "other"}', 404, "model"),
 }
 
@@ -168,7 +169,7 @@ BAD: dict[str, tuple[bytes, int, str]] = {
 def misbehave(client: httpx.Client, kind: str) -> str | None:
     """Send a bad request. Returns what is wrong with the refusal, or None."""
     body, status, word = BAD[kind]
-    response = client.post("/v1/completions", content=body)
+    response = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     message = response.json()["error"]["message"]
     ok = response.status_code == status and word in message
     return None if ok else f"{kind}: {response.status_code} {message}"
@@ -182,7 +183,7 @@ def one_client(
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         while not stop.is_set():
             try:
-                if bad and draw.random() < 0.1:
+                if bad and draw.random() < BAD_SHARE:
                     kind = draw.choice(list(BAD))
                     wrong = misbehave(client, kind)
                     with tally.lock:

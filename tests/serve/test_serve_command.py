@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -9,16 +10,14 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import typer
 from processes import Command, Processes
 from small_model import make_model, make_tokenizer, offline, options
 from typer.testing import CliRunner
@@ -26,26 +25,10 @@ from typer.testing import CliRunner
 from grmoe.cli import app
 from grmoe.serve import Options, make_service
 from grmoe.serve.batching import Sequence
-from grmoe.serve.requests import Invalid
+from grmoe.serve.errors import Invalid
 from grmoe.serve.sampling import Sampling, TokenSampler
 
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "GRMOE_API_KEY"} | {"OMP_NUM_THREADS": "1"}
-
-
-@contextmanager
-def process(folder: Path, *options: str, **more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The server and its address, killed if the test did not end it."""
-    command = [sys.executable, "-m", "grmoe", "serve", str(folder), "--port", "0", *options]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT | more)
-    assert server.stderr is not None
-    try:
-        line = server.stderr.readline()
-        found = re.search(r"on (http://127\.0\.0\.1:\d+)/v1", line)
-        assert found, line + server.stderr.read()
-        yield server, found[1]
-    finally:
-        server.kill()
-        server.communicate()
 
 
 def refused(*arguments: str) -> str:
@@ -83,6 +66,39 @@ def test_the_command_takes_the_defaults_of_the_options(
     assert passed == [Options(folder=tmp_path)]
 
 
+def test_the_table_of_limits_has_the_defaults() -> None:
+    """Each row of docs/howto/serve.md with an option has the default of `Options`."""
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "serve.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| `--([a-z-]+)` \|", page, re.MULTILINE)
+    defaults = {name: default for default, name in rows}
+    words = {1 << 20: "1 MiB", None: "the context", (0.5, 5.0): "0.5 to 5"}
+    for name in set(defaults) - {"allow-host", "allow-origin"}:
+        value = getattr(Options, name.replace("-", "_"))
+        words.setdefault(value, str(value).removesuffix(".0"))
+        assert defaults[name] == words[value]
+    assert len(defaults) > 12
+
+
+def test_one_limit_by_two_names() -> None:
+    """`--max-new-tokens` and `--max-tokens` are the same option in `grmoe generate` and `grmoe serve`."""
+    commands: Any = typer.main.get_command(app)
+    for command in ("generate", "serve"):
+        [found] = [p for p in commands.commands[command].params if p.name == "max_new_tokens"]
+        assert found.opts == ["--max-new-tokens", "--max-tokens"]
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "x" * 201])
+def test_names_that_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="name must have 1 to 200 printable characters"):
+        Options(folder=Path(), name=name)
+
+
+@pytest.mark.parametrize("origin", ["localhost:3000", "http://localhost:3000/"])
+def test_origins_that_are_refused(origin: str) -> None:
+    with pytest.raises(ValueError, match="allow-origin must be scheme, host and port"):
+        Options(folder=Path(), allowed_origins=(origin,))
+
+
 def test_code_in_the_folder_is_not_run(folder: Path, tmp_path: Path) -> None:
     """Python files, a pickled model, a tokenizer that names its own class: none of them has a say."""
     model, mark = tmp_path / "model", tmp_path / "ran"
@@ -107,8 +123,9 @@ def test_code_in_the_folder_is_not_run(folder: Path, tmp_path: Path) -> None:
     sequence = Sequence(prompt=[1, 2], numbers=service.numbers()[0], sampler=TokenSampler(Sampling()))
     service.engine.generator.start(sequence)
     assert sequence.tokens == offline(make_model(), [1, 2], 1.5, 1)
+    assert service.template is not None
     with pytest.raises(Invalid, match="unsafe"):
-        service._encode_chat([{"role": "user", "content": "x"}])
+        asyncio.run(service.template.render([{"role": "user", "content": "x"}]))
     assert not mark.exists()
     (model / "model.safetensors").unlink()  # nothing but the pickled file is left
     assert "model.safetensors" in refused(str(model), "--port", "0")
@@ -116,35 +133,40 @@ def test_code_in_the_folder_is_not_run(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_signal_lets_answers_finish(folder: Path, tmp_path: Path) -> None:
-    with process(folder, "--alpha", "2", TMPDIR=str(tmp_path), GRMOE_API_KEY="secret") as (server, url):
-        body = {
-            "prompt": "abc",
-            "max_tokens": 120,
-            "temperature": 0,
-            "stream": True,
-            "return_token_ids": True,
-        }
-        headers = {"authorization": "Bearer secret"}
+    """The load study ends its server with SIGTERM, this one gets SIGINT."""
+    said, temporary = tmp_path / "said", tmp_path / "temporary"
+    temporary.mkdir()
+    arguments = ["serve", str(folder), "--port", "0", "--alpha", "2", "--name", "ours"]
+    environment = ENVIRONMENT | {"TMPDIR": str(temporary), "GRMOE_API_KEY": "secret"}
+    server = Command(said, *arguments, environment=environment)
+    try:
+        server.wait_for("/v1")
+        found = re.search(r"ours on (http://127\.0\.0\.1:\d+)/v1", said.read_text())
+        assert found, said.read_text()
+        url, body = found[1], {"prompt": "abc", "max_tokens": 120, "temperature": 0, "return_token_ids": True}
         tokens: list[int] = []
-        with httpx.stream(
-            "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=30
-        ) as response:
+        with (
+            httpx.Client(headers={"authorization": "Bearer secret"}, timeout=30) as client,
+            client.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as response,
+        ):
             lines = response.iter_lines()
             next(lines)
-            server.send_signal(signal.SIGINT)  # the load study ends its server with SIGTERM
+            assert server.process.pid is not None
+            os.kill(server.process.pid, signal.SIGINT)
             for line in lines:
                 if line.startswith("data: {"):
                     tokens += json.loads(line[6:])["choices"][0]["token_ids"]
         expected = offline(make_model(), make_tokenizer()("abc").input_ids, 2.0, 120)
         assert tokens == expected[1:]  # the first one came before the signal
-        assert server.wait(timeout=10) == 0
-        assert server.stderr is not None
-        log = server.stderr.read()
+        assert server.wait() == 0
+    finally:
+        server.kill()
+    log = said.read_text()
     assert "Traceback" not in log
     assert re.search(
         r"POST /v1/completions 200 \w+ alpha=2 prompt=3 tokens=\d+ experts=[\d.]+ [\d.]+s\n", log
     )
-    assert not list(tmp_path.iterdir())
+    assert not list(temporary.iterdir())
     with socket.socket() as again:
         assert again.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) != 0
 
@@ -180,6 +202,7 @@ def test_load_study(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Few prompts, because each is answered offline at every α first. Short answers: many requests in a second.
     monkeypatch.setattr(benchmark, "PROMPTS", benchmark.PROMPTS[:4])
     monkeypatch.setattr(benchmark, "LENGTHS", (4, 8, 16))
+    monkeypatch.setattr(benchmark, "BAD_SHARE", 0.4)
     # Starts the process that forks, so the study does not find it left over.
     Processes(1, os.getpid).answers()
     result = benchmark.study(folder, seconds=2, clients=8, options=[])

@@ -2,64 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
+from live import events, running, slow_down, until
 from small_model import CURVE, make_model, make_tokenizer, offline, options
 
 from grmoe.routing import LayerNumbers
-from grmoe.serve.app import Service, build
-from grmoe.serve.requests import Invalid
-from grmoe.serve.server import Server, bind, make_service
+from grmoe.serve.errors import Invalid
+from grmoe.serve.server import make_service
+from grmoe.serve.service import Service
 
 ALPHAS = (0.5, 1.5, 4.0)
 GREEDY = {"temperature": 0, "return_token_ids": True}
-
-
-@contextmanager
-def running(service: Service) -> Iterator[httpx.Client]:
-    sock = bind("127.0.0.1", 0)
-    server = Server(uvicorn.Config(build(service), log_level="warning", lifespan="off"), service)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    service.engine.start()
-    thread.start()
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=30) as client:
-            until(lambda: server.started)
-            yield client
-    finally:
-        server.should_exit = True
-        thread.join()
-        sock.close()
-
-
-def until(condition: Callable[[], bool], seconds: float = 15) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def slow_down(service: Service, seconds: float) -> None:
-    """Every step of the engine takes at least so long."""
-    step = service.engine.generator.step
-
-    def slow(sequences: Any) -> None:
-        time.sleep(seconds)
-        step(sequences)
-
-    service.engine.generator.step = slow  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +35,6 @@ def service(folder: Path) -> Service:
 def client(service: Service) -> Iterator[httpx.Client]:
     with running(service) as found:
         yield found
-
-
-def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a stream holds; it must end with [DONE]."""
-    with client.stream("POST", path, json=body | {"stream": True}) as response:
-        assert response.status_code == 200
-        assert response.headers["content-type"] == "text/event-stream"
-        lines = [line[6:] for line in response.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def test_concurrent_clients_at_their_own_alpha(client: httpx.Client) -> None:
@@ -173,9 +127,9 @@ def test_a_server_without_a_curve_says_what_to_run(folder: Path, tmp_path: Path)
     assert service.numbers(alpha=2.0) == (tuple(LayerNumbers(0.6, 2.0, 2) for _ in range(2)), None)
     make_model(selection="dense", num_experts_per_tok=4, budget_curve=CURVE).save_pretrained(tmp_path)
     dense = make_service(options(tmp_path))
-    dense._check_policy(None)
+    dense.check_policy(None)
     with pytest.raises(Invalid, match="cannot be served together; start with or without --budget"):
-        dense._check_policy(1.5)
+        dense.check_policy(1.5)
 
 
 def test_a_stream_is_the_whole_in_pieces(client: httpx.Client) -> None:
@@ -222,7 +176,7 @@ def test_chat(client: httpx.Client) -> None:
 def test_chat_without_a_template(
     client: httpx.Client, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service.tokenizer, "chat_template", None)
+    monkeypatch.setattr(service, "template", None)
     bad = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
     assert bad.status_code == 400
     assert "/v1/completions" in bad.json()["error"]["message"]
@@ -253,7 +207,8 @@ def test_refusals(client: httpx.Client, body: dict[str, Any], status: int, param
 
 
 def test_a_long_body_without_its_length(client: httpx.Client) -> None:
-    response = client.post("/v1/completions", content=(b"x" * 1000 for _ in range(100)))
+    parts = (b"x" * 1000 for _ in range(100))
+    response = client.post("/v1/completions", content=parts, headers={"content-type": "application/json"})
     assert response.status_code == 413
 
 

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 
 from grmoe.serve import Options
+from grmoe.serve.errors import Invalid
 from grmoe.serve.options import parse_range
-from grmoe.serve.requests import ChatRequest, CompletionRequest, Invalid, parse
+from grmoe.serve.requests import ChatRequest, CompletionRequest, parse
 
 
 def refusal(body: bytes | dict[str, Any], kind: Any = CompletionRequest) -> Invalid:
     def read() -> None:
         request = parse(body if isinstance(body, bytes) else json.dumps(body).encode(), kind)
-        request.sampling()
-        request.stops()
+        request.samplings()
+        assert request.new_tokens() != 0, "checked by the service, because 0 goes with echo"
+        assert request.alternatives is None
 
     with pytest.raises(Invalid) as caught:
         read()
@@ -30,13 +32,14 @@ def refusal(body: bytes | dict[str, Any], kind: Any = CompletionRequest) -> Inva
     ("field", "value"),
     [
         ("alpha", "1"), ("alpha", True), ("alpha", float("nan")), ("alpha", float("inf")), ("alpha", [1, 2]),
-        ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "8"), ("max_tokens", True),
+        ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "8"), ("max_tokens", True),
         ("temperature", -0.1), ("temperature", 2.1), ("temperature", 1e-9), ("top_p", 0), ("top_p", 1.1),
-        ("seed", 2**63), ("seed", 0.5), ("stop", ["a"] * 5), ("stop", ""), ("stop", [1]), ("stop", "x" * 201),
+        ("seed", 2**63), ("seed", 0.5), ("stop", ["a"] * 17), ("stop", ""), ("stop", [1]), ("stop", "x" * 201),
         ("stream", "yes"), ("stream_options", {"x": 1}), ("model", 3), ("prompt", None), ("prompt", {"a": 1}),
-        ("prompt", [1.5]), ("prompt", [True]), ("prompt", ["a", "b"]),
-        ("n", 2), ("logprobs", 5), ("echo", True), ("presence_penalty", 0.5), ("logit_bias", {"5": 1}),
-        ("alhpa", 1), ("messages", []),
+        ("prompt", [1.5]), ("prompt", [True]), ("prompt", [1, "a"]), ("prompt", [[1], []]), ("prompt", [[[1]]]),
+        ("n", 0), ("n", True), ("n", 1.0), ("logprobs", 6), ("logprobs", True), ("logprobs", -1), ("echo", 1),
+        ("best_of", 2), ("best_of", True), ("presence_penalty", 0.5), ("presence_penalty", False),
+        ("logit_bias", {"5": 1}), ("top_logprobs", 1), ("top_logprobs", False), ("alhpa", 1), ("messages", []),
     ],
 )  # fmt: skip
 def test_refused_by_name(field: str, value: Any) -> None:
@@ -59,15 +62,22 @@ def test_refused_bodies(body: bytes) -> None:
 
 
 def test_accepted() -> None:
-    neutral = {"n": 1, "best_of": 1, "echo": False, "logprobs": None, "presence_penalty": 0.0, "user": "me"}
+    neutral = {
+        "n": 1,
+        "best_of": 1,
+        "echo": False,
+        "logprobs": None,
+        "presence_penalty": 0.0,
+        "logit_bias": {},
+    }
     request = parse(
         json.dumps({"prompt": "x", "alpha": 2, "stop": "\n"} | neutral).encode(), CompletionRequest
     )
-    assert (request.alpha, request.stops(), request.sampling().temperature) == (2.0, ["\n"], 1.0)
+    assert (request.alpha, request.stop, request.samplings()[0].temperature) == (2.0, ["\n"], 1.0)
     tokens = parse(b'{"prompt": [1, 2], "seed": -5, "temperature": 0}', CompletionRequest)
-    assert tokens.prompt == [1, 2]
-    assert tokens.sampling().seed == -5
-    first, second = (parse(b'{"prompt": "x"}', CompletionRequest).sampling().seed for _ in range(2))
+    assert tokens.prompt == [[1, 2]]
+    assert tokens.samplings()[0].seed == -5
+    first, second = (parse(b'{"prompt": "x"}', CompletionRequest).samplings()[0].seed for _ in range(2))
     assert first != second  # without a seed nobody knows it
     chat = parse(b'{"messages": [{"role": "user", "content": "hi"}], "tools": null}', ChatRequest)
     assert chat.messages[0].content == "hi"

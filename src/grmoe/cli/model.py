@@ -49,7 +49,12 @@ def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     alpha: Alpha = None,
     budget: Budget = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 100,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-new-tokens", "--max-tokens", min=1, help="Most tokens to write after the prompt."
+        ),
+    ] = 100,
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the most probable token.")] = 0.8,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     checkpoint: Checkpoint = "best",

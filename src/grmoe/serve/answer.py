@@ -1,52 +1,58 @@
-"""Sends one answer to its client: whole, or piece by piece as server-sent events."""
+"""Sends the answers of one request to its client: whole, or piece by piece as server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from grmoe.serve.engine import Event, Failed, Finished, Job, Piece
+from grmoe.serve.errors import error_body, to_json
 from grmoe.serve.requests import Request
+from grmoe.serve.scores import Score, ScoreWriter, TokenTexts
 
 _GONE = Failed(499, "the client is gone")
 
 
-def to_json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+@dataclass
+class _Choice:
+    """One answer, as far as it has arrived."""
 
-
-def error_body(
-    message: str, status: int, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """An error in OpenAI's form."""
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    writer: ScoreWriter
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
+    reason: str = ""
 
 
 @dataclass(kw_only=True)
 class Answer:
     """An ASGI response fed by events. The engine sends them; a client that leaves and a timeout are events too."""
 
-    job: Job
-    events: asyncio.Queue[Event]
+    jobs: list[Job]
+    """One per choice, in the order of their index."""
+    events: asyncio.Queue[tuple[int, Event]]
+    """(index of the choice, event)."""
     request: Request
     chat: bool
     head: dict[str, Any]
     """id, created and model, the same in every chunk."""
+    texts: TokenTexts
     timeout: float
-    cancel: Callable[[Job], None]
+    """Seconds for the whole request."""
+    arrived: float
+    """When the request had arrived, by the event loop's clock."""
+    cancel: Callable[[list[Job]], None]
     done: Callable[[int, str], None]
     """Called at the end with status and outcome, for the log."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
         late = Failed(504, f"the answer took more than {self.timeout:g} s")
-        timer = asyncio.get_running_loop().call_later(self.timeout, self.events.put_nowait, late)
+        timer = loop.call_at(self.arrived + self.timeout, self.events.put_nowait, (0, late))
         gone = asyncio.create_task(self._wait_for_disconnect(receive))
         status, outcome = 499, "gone"
         try:
@@ -59,76 +65,119 @@ class Answer:
         finally:
             timer.cancel()
             gone.cancel()
-            self.cancel(self.job)
+            self.cancel(self.jobs)
             self.done(status, outcome)
 
     async def _wait_for_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.events.put_nowait(_GONE)
+        self.events.put_nowait((0, _GONE))
 
     async def _whole(self, send: Send) -> tuple[int, str]:
-        text, tokens = "", []
-        while isinstance(event := await self.events.get(), Piece):
-            text += event.text
-            tokens += event.tokens
-        if event is _GONE:
-            return 499, "gone"
-        if isinstance(event, Failed):
-            status, outcome, body = event.status, "failed", error_body(event.message, event.status)
-        else:
-            status, outcome = 200, event.reason
-            content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-            choice = self._choice(content, event.reason, tokens)
-            kind = "chat.completion" if self.chat else "text_completion"
-            body = {**self.head, "object": kind, "choices": [choice], "usage": self._usage()}
-        await self._start(send, status, b"application/json")
-        await send({"type": "http.response.body", "body": to_json(body)})
+        choices, left = self._choices(), len(self.jobs)
+        status, outcome, body = 200, "", b""
+        while left:
+            index, event = await self.events.get()
+            choice = choices[index]
+            if event is _GONE:
+                return 499, "gone"
+            if isinstance(event, Failed):
+                status, outcome, body = (
+                    event.status,
+                    "failed",
+                    to_json(error_body(event.message, event.status)),
+                )
+                break
+            if isinstance(event, Piece):
+                choice.text += event.text
+                choice.tokens += event.tokens
+                choice.scores += event.scores
+            else:
+                choice.reason, left = event.reason, left - 1
+        if not body:
+            # In a thread, because a million scores take a while to write.
+            body = await asyncio.to_thread(self._whole_body, choices)
+            outcome = choices[0].reason
+        await self._start(send, status, b"application/json", (b"content-length", b"%d" % len(body)))
+        await send({"type": "http.response.body", "body": body})
         return status, outcome
 
+    def _whole_body(self, choices: list[_Choice]) -> bytes:
+        found = []
+        for index, choice in enumerate(choices):
+            text = choice.text
+            content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+            found.append(self._choice(index, choice, content, choice.reason, choice.tokens, choice.scores))
+        kind = "chat.completion" if self.chat else "text_completion"
+        return to_json({**self.head, "object": kind, "choices": found, "usage": self._usage()})
+
     async def _stream(self, send: Send) -> tuple[int, str]:
+        choices, left, outcome = self._choices(), len(self.jobs), ""
         await self._start(send, 200, b"text/event-stream")
         if self.chat:
-            await self._chunk(send, [self._choice({"delta": {"role": "assistant", "content": ""}}, None, [])])
-        while isinstance(event := await self.events.get(), Piece):
-            if event.text or self.request.return_token_ids:
-                await self._chunk(send, [self._choice(self._delta(event.text), None, event.tokens)])
-        if event is _GONE:
-            return 499, "gone"
-        if isinstance(event, Finished):
-            last: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
-            await self._chunk(send, [self._choice(last, event.reason, [])])
+            begin = {"delta": {"role": "assistant", "content": ""}}
+            for index, choice in enumerate(choices):
+                await self._chunk(send, [self._choice(index, choice, begin, None)])
+        while left:
+            index, event = await self.events.get()
+            choice = choices[index]
+            if event is _GONE:
+                return 499, "gone"
+            if isinstance(event, Failed):
+                await self._event(send, to_json(error_body(event.message, event.status)))
+                outcome = "failed"
+                break
+            if isinstance(event, Finished):
+                left -= 1
+                outcome = outcome or event.reason
+                last: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
+                await self._chunk(send, [self._choice(index, choice, last, event.reason)])
+            elif event.text or event.scores or self.request.return_token_ids:
+                delta = {"delta": {"content": event.text}} if self.chat else {"text": event.text}
+                await self._chunk(
+                    send, [self._choice(index, choice, delta, None, event.tokens, event.scores)]
+                )
+        if outcome != "failed":
             if self.request.wants_usage:
                 await self._chunk(send, [], usage=self._usage())
             await self._event(send, b"[DONE]")
-            outcome: str = event.reason
-        else:
-            await self._event(send, to_json(error_body(event.message, event.status)))
-            outcome = "failed"
         await send({"type": "http.response.body", "body": b""})
         return 200, outcome
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text}} if self.chat else {"text": text}
+    def _choices(self) -> list[_Choice]:
+        return [_Choice(ScoreWriter(self.texts, self.chat)) for _ in self.jobs]
 
-    def _choice(self, content: dict[str, Any], reason: str | None, tokens: list[int]) -> dict[str, Any]:
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
-        return choice | {"token_ids": tokens} if self.request.return_token_ids else choice
+    def _choice(
+        self,
+        index: int,
+        choice: _Choice,
+        content: dict[str, Any],
+        reason: str | None,
+        tokens: list[int] | None = None,
+        scores: list[Score] | None = None,
+    ) -> dict[str, Any]:
+        asked = self.request.alternatives is not None
+        logprobs = choice.writer.add(scores) if asked and scores is not None else None
+        found = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        return found | {"token_ids": tokens or []} if self.request.return_token_ids else found
 
     def _usage(self) -> dict[str, Any]:
-        sequence = self.job.sequence
-        prompt, answer, experts = len(sequence.prompt), len(sequence.tokens), sequence.experts_per_token
+        sequences = [job.sequence for job in self.jobs]
+        # A prompt counts once, however many answers it has.
+        prompt = sum(len(s.prompt) for s in sequences[:: self.request.n or 1])
+        answer, routed = sum(len(s.tokens) for s in sequences), sum(s.length for s in sequences)
+        alphas = sequences[0].alphas
         return {
             "prompt_tokens": prompt,
             "completion_tokens": answer,
             "total_tokens": prompt + answer,
-            "alpha": sequence.alphas[0] if len(set(sequence.alphas)) == 1 else sequence.alphas,
-            "budget": sequence.budget,
-            "experts_per_token": None if experts is None else round(experts, 4),
+            "alpha": alphas[0] if len(set(alphas)) == 1 else alphas,
+            "budget": sequences[0].budget,
+            "experts_per_token": round(sum(s.experts for s in sequences) / routed, 4) if routed else None,
         }
 
-    async def _start(self, send: Send, status: int, kind: bytes) -> None:
-        headers = [(b"content-type", kind), (b"cache-control", b"no-cache")]
+    async def _start(self, send: Send, status: int, kind: bytes, *more: tuple[bytes, bytes]) -> None:
+        headers = [(b"content-type", kind), (b"cache-control", b"no-cache"), *more]
         await send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _chunk(self, send: Send, choices: list[dict[str, Any]], **more: Any) -> None:

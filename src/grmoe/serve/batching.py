@@ -6,7 +6,7 @@ gates. Where these bits could decide (`near_ties`), the sequence is computed aga
 back into the batch with the cache of that computation. With `together=False` every sequence is computed alone all the
 time.
 
-Legend: B sequences, L positions of the joint cache, V tokens of the vocabulary.
+Legend: B sequences, S tokens of an input, D model width, L positions of the joint cache, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from grmoe.probe.routing import recorded
 from grmoe.routing import LayerNumbers, Mass, Router, Routing, TopK, routers
 from grmoe.serve.near_ties import clear_experts
 from grmoe.serve.sampling import TokenSampler
+from grmoe.serve.scores import Score, score_prompt, score_token
 
 # A sequence with this many near ties leaves the batch permanently, which bounds the work.
 MAX_TIES = 4
@@ -39,8 +40,18 @@ class Sequence:
     budget: float | None = None
     """Experts per token that `numbers` stand for; None: α with the trained selection."""
     sampler: TokenSampler
+    alternatives: int | None = None
+    """Most probable tokens to keep at each position beside the token's own log-probability. None: no scores."""
+    score_prompt: bool = False
+    """Score the tokens of the prompt too."""
+    answer: bool = True
+    """Whether an answer is written. Without one, only the prompt is read."""
     tokens: list[int] = field(default_factory=list)
     """Of the answer."""
+    scores: list[Score] = field(default_factory=list)
+    """Of the prompt if it is scored, then of the answer."""
+    started: bool = False
+    """Whether the prompt was read."""
     experts: float = 0.0
     """Experts computed so far: the sum over tokens, the mean over layers."""
     cache: DynamicCache | None = None
@@ -59,8 +70,8 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens in its cache: all but the last one, which is the next input."""
-        return len(self.prompt) + len(self.tokens) - 1 if self.tokens else 0
+        """Tokens in its cache: all but the answer's last one, which is the next input."""
+        return len(self.prompt) + max(0, len(self.tokens) - 1) if self.started else 0
 
     @property
     def experts_per_token(self) -> float | None:
@@ -101,10 +112,15 @@ class BatchGenerator:
 
     @torch.no_grad()
     def start(self, sequence: Sequence) -> None:
-        """Read the prompt and choose the first token of the answer."""
-        logits_V = self._prefill(sequence)
-        self._append(sequence, sequence.sampler.choose(logits_V)[0], self._experts()[0])
-        sequence.alone = not self.together
+        """Read the prompt, score it if asked, and choose the first token of the answer."""
+        logits_V, hidden_SD = self._prefill(sequence)
+        sequence.started, sequence.alone = True, not self.together
+        if sequence.score_prompt and sequence.alternatives is not None:
+            head = self.model.lm_head
+            sequence.scores = score_prompt(hidden_SD, head, sequence.prompt, sequence.alternatives)
+        if sequence.answer:
+            self._append(sequence, sequence.sampler.choose(logits_V)[0], logits_V)
+        sequence.experts += self._experts()[0]
 
     @torch.no_grad()
     def step(self, sequences: list[Sequence]) -> None:
@@ -115,14 +131,15 @@ class BatchGenerator:
         for sequence in sequences:
             if sequence.alone and sequence not in self.batch:
                 logits_V = self._decode(sequence, sequence.tokens[-1], sequence.length)
-                self._append(sequence, sequence.sampler.choose(logits_V)[0], self._experts()[0])
+                self._append(sequence, sequence.sampler.choose(logits_V)[0], logits_V)
+                sequence.experts += self._experts()[0]
 
     def _step_together(self) -> None:
         device, L = self.model.device, self.cache.get_seq_length()
         pads_B = torch.tensor(self.pads, device=device)
         # Without padding there is no mask, as in `generate`: a batch of one then runs the same operations.
         mask = torch.arange(L + 1, device=device) >= pads_B.unsqueeze(1) if any(self.pads) else None
-        logits_BV = self._forward(
+        logits_BV, _ = self._forward(
             self.batch,
             torch.tensor([[s.tokens[-1]] for s in self.batch], device=device),
             self.cache,
@@ -134,23 +151,27 @@ class BatchGenerator:
         routed = torch.stack([clear_experts(*pair) for pair in pairs]).all(0).tolist()
         for row, sequence in enumerate(self.batch):
             sequence.exact = sequence.exact and len(self.batch) == 1
-            token, clear = sequence.sampler.choose(logits_BV[row])
+            logits_V = logits_BV[row]
+            token, clear = sequence.sampler.choose(logits_V)
             if self.repeat_ties and not (sequence.exact or (clear and routed[row])):
-                token = self._repeat_alone(sequence)
-            self._append(sequence, token, experts[row])
+                logits_V = self._repeat_alone(sequence)
+                token, _ = sequence.sampler.choose(logits_V)
+            self._append(sequence, token, logits_V)
+            sequence.experts += experts[row]
 
-    def _repeat_alone(self, sequence: Sequence) -> int:
-        """The next token by the operations of a batch of one, from the prompt on."""
+    def _repeat_alone(self, sequence: Sequence) -> Tensor:
+        """The logits (V,) of the next token by the operations of a batch of one, from the prompt on."""
         self.recomputed += 1
-        logits_V = self._prefill(sequence)
+        logits_V, _ = self._prefill(sequence)
         for done, token in enumerate(sequence.tokens):
             logits_V = self._decode(sequence, token, len(sequence.prompt) + done)
         sequence.ties += 1
         sequence.exact, sequence.alone = True, sequence.ties == MAX_TIES
-        return sequence.sampler.choose(logits_V)[0]
+        return logits_V
 
-    def _append(self, sequence: Sequence, token: int, experts: float) -> None:
-        sequence.experts += experts
+    def _append(self, sequence: Sequence, token: int, logits_V: Tensor) -> None:
+        if sequence.alternatives is not None:
+            sequence.scores.append(score_token(logits_V, token, sequence.alternatives))
         sequence.tokens.append(token)
         sequence.sampler.advance()
 
@@ -161,16 +182,18 @@ class BatchGenerator:
 
     # -- forward passes ----------------------------------------------------------------------------------------
 
-    def _prefill(self, sequence: Sequence) -> Tensor:
+    def _prefill(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
+        """Logits (V,) of the last position, and the hidden states (S, D) of all."""
         sequence.cache = DynamicCache(config=self.model.config)
         ids = torch.tensor([sequence.prompt], device=self.model.device)
-        return self._forward([sequence], ids, sequence.cache)[0]
+        logits_BV, hidden_BSD = self._forward([sequence], ids, sequence.cache)
+        return logits_BV[0], hidden_BSD[0]
 
     def _decode(self, sequence: Sequence, token: int, position: int) -> Tensor:
         assert sequence.cache is not None
         place = torch.tensor([[position]], device=self.model.device)
         ids = torch.tensor([[token]], device=self.model.device)
-        return self._forward([sequence], ids, sequence.cache, positions=place)[0]
+        return self._forward([sequence], ids, sequence.cache, positions=place)[0][0]
 
     def _forward(
         self,
@@ -179,20 +202,20 @@ class BatchGenerator:
         cache: DynamicCache,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
-    ) -> Tensor:
-        """Logits (B, V) of the last position, fp32 on the CPU."""
+    ) -> tuple[Tensor, Tensor]:
+        """Logits (B, V) of the last position, fp32 on the CPU, and hidden states (B, S, D) where they were computed."""
         set_numbers(self.routers, [s.numbers for s in sequences])
         with recorded(self.model) as self.routings:
-            out = self.model(
+            hidden_BSD: Tensor = self.model.model(
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=1,
-            )
-        logits_BV: Tensor = out.logits[:, -1].float().cpu()
-        return logits_BV
+            ).last_hidden_state
+        # As `generate` does, which keeps the logits of the last position alone.
+        logits_BV: Tensor = self.model.lm_head(hidden_BSD[:, -1:])[:, -1].float().cpu()
+        return logits_BV, hidden_BSD
 
     def _gather(self, sequences: list[Sequence]) -> None:
         """Make these sequences the rows of the batch: some are rows already, others bring their own cache."""

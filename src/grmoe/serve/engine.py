@@ -1,4 +1,4 @@
-"""The thread that computes: it starts waiting requests and gives every running request one token per turn.
+"""The thread that computes: it starts waiting answers and gives every running answer one token per turn.
 
 Requests come from the event loop, events go back to it. One lock protects what both sides use.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +16,7 @@ import torch
 
 from grmoe.serve.answer_text import AnswerText
 from grmoe.serve.batching import BatchGenerator, Sequence
+from grmoe.serve.scores import Score
 
 Reason = Literal["stop", "length"]
 
@@ -26,6 +27,8 @@ class Piece:
 
     text: str
     tokens: list[int]
+    scores: list[Score] = field(default_factory=list)
+    """With log-probabilities: one per token, the end of text included; with `echo`, those of the prompt first."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,15 @@ class Refused(Exception):
 
 @dataclass(eq=False, kw_only=True)
 class Job:
-    """A request that waits or runs. Its last event is `Finished` or `Failed`."""
+    """One answer of a request, which waits or runs. Its last event is `Finished` or `Failed`."""
 
+    request: object
+    """What the answers of one request have in common."""
     sequence: Sequence
     text: AnswerText
     max_tokens: int
+    echo: str = ""
+    """Text to send before the answer: the prompt."""
     stream: bool
     """Deliver pieces as they come, or one at the end."""
     deliver: Callable[[Event], None]
@@ -68,6 +75,8 @@ class Job:
     arrived: float = field(default_factory=time.monotonic)
     delivered: int = 0
     """Tokens."""
+    scored: int = 0
+    """Scores delivered."""
 
 
 class Engine:
@@ -93,25 +102,26 @@ class Engine:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, job: Job) -> None:
-        """Queue a request, or raise `Refused`."""
+    def submit(self, jobs: list[Job]) -> None:
+        """Queue all answers of a request, or raise `Refused`."""
         with self._change:
             if self.closing is not None or not self.alive:
                 raise Refused(Failed(503, self.closing or "the engine has stopped"))
-            free = self.concurrency - len(self.running)
-            if len(self.waiting) >= self.queue + max(0, free):
-                running, waiting = len(self.running), len(self.waiting)
-                busy = f"{running} requests are running and {waiting} wait; try again later"
+            free = max(0, self.concurrency - len(self.running))
+            begun = {id(job.request) for job in self.running}
+            waiting = len({id(job.request) for job in self.waiting} - begun)
+            if waiting >= self.queue + free:
+                busy = f"{len(self.running)} answers are being computed and {waiting} requests wait; try again later"
                 raise Refused(Failed(429, busy))
-            self.waiting.append(job)
+            self.waiting += jobs
             self._change.notify()
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, jobs: list[Job]) -> None:
         """The client is gone. A running job frees its place after the current step."""
         with self._change:
-            job.cancelled = True
-            if job in self.waiting:
-                self.waiting.remove(job)
+            for job in jobs:
+                job.cancelled = True
+            self.waiting = deque(job for job in self.waiting if not job.cancelled)
 
     def close(self, why: str) -> None:
         """Take no new requests. Those that run or wait continue."""
@@ -139,9 +149,12 @@ class Engine:
                     break
                 self.running = [job for job in self.running if not job.cancelled]
                 new = None
-                # One prompt between two steps: many new requests must not hold up those that run.
+                # One prompt between two steps: many new prompts must not hold up the answers that run.
                 if self.waiting and len(self.running) < self.concurrency:
-                    new = self.waiting.popleft()
+                    # A request with many prompts leaves room for others: the one with fewest running is next.
+                    running = Counter(id(job.request) for job in self.running)
+                    new = min(self.waiting, key=lambda job: running[id(job.request)])
+                    self.waiting.remove(new)
                     self.running.append(new)
             self._turn(new)
         left = [*self.running, *self.waiting]
@@ -174,17 +187,18 @@ class Engine:
 
     def _deliver(self, job: Job) -> None:
         """Deliver what is new. Remove the job if its answer is complete."""
-        tokens = job.sequence.tokens
-        ended = tokens[-1] in self.ends
+        tokens, scores = job.sequence.tokens, job.sequence.scores
+        ended = bool(tokens) and tokens[-1] in self.ends
         reason: Reason | None = "stop" if ended else "length" if len(tokens) >= job.max_tokens else None
         if reason is None and not (job.stream or job.text.stops):
             return
         shown = tokens[:-1] if ended else tokens
         piece, stopped = job.text.add(shown, last=reason is not None)
         reason = "stop" if stopped else reason
-        if piece or len(shown) > job.delivered:
-            job.deliver(Piece(piece, shown[job.delivered :]))
-            job.delivered = len(shown)
+        piece, job.echo = job.echo + piece, ""
+        if piece or len(shown) > job.delivered or len(scores) > job.scored:
+            job.deliver(Piece(piece, shown[job.delivered :], scores[job.scored :]))
+            job.delivered, job.scored = len(shown), len(scores)
         if reason is not None:
             self.running.remove(job)
             job.deliver(Finished(reason))

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DTYPES = ("auto", "fp32", "bf16")
+MAX_NAME = 200
+"""Characters of a model's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +16,8 @@ class Options:
 
     folder: Path
     """Folder of an exported model."""
+    name: str | None = None
+    """The model's id in requests and answers. None: the name of its folder."""
     host: str = "127.0.0.1"
     """Address to listen on. 0.0.0.0 is every network of this machine."""
     port: int = 8000
@@ -32,10 +36,12 @@ class Options:
     """Requests computed at the same time."""
     queue: int = 64
     """Requests that may wait. The next one gets status 429."""
-    max_tokens: int | None = None
-    """Tokens per answer. None: as many as the model's context holds."""
+    max_new_tokens: int | None = None
+    """Tokens per answer, the prompt not counted. None: as many as the model's context holds."""
     max_prompt: int | None = None
     """Tokens per prompt. None: as many as the model's context holds."""
+    max_choices: int = 128
+    """Answers per request: prompts times `n`."""
     max_body: int = 1 << 20
     """Bytes per request."""
     timeout: float = 120.0
@@ -43,7 +49,13 @@ class Options:
     grace: float = 10.0
     """Seconds that running requests have after SIGTERM."""
     connections: int = 1024
-    """Open connections, idle ones included."""
+    """Open connections. One more closes the connection that has been silent longest."""
+    header_timeout: float = 10.0
+    """Seconds that a client may take to send the headers of a request."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names that requests may use beside the address and localhost. "*" allows every name."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use this server, such as https://example.org. "*" allows every page."""
     api_key: str | None = None
     """Key that every request must carry. None: no key is asked for."""
 
@@ -61,6 +73,12 @@ class Options:
             raise ValueError("give alpha or budget, not both: a budget sets α too")
         if self.alpha is not None:
             self.check_alpha(self.alpha)
+        if self.name is not None and not (self.name.isprintable() and 0 < len(self.name.strip()) <= MAX_NAME):
+            raise ValueError(f"name must have 1 to {MAX_NAME} printable characters, got {self.name!r:.80}")
+        for origin in self.allowed_origins:
+            if origin not in ("*", "null") and ("://" not in origin or origin.endswith("/")):
+                example = "such as http://localhost:3000"
+                raise ValueError(f"allow-origin must be scheme, host and port, {example}, got {origin!r:.80}")
 
     def check_alpha(self, alpha: float) -> None:
         low, high = self.alpha_range

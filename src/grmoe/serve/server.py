@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
+import sys
+from dataclasses import replace
 from types import FrameType
+from typing import Any, cast
 
 import torch
 import uvicorn
@@ -14,11 +18,16 @@ import uvicorn
 from grmoe.checks import require
 from grmoe.runs.folder import CONFIG
 from grmoe.runs.open import open_model
-from grmoe.serve.app import Service, build, log, show_alphas
+from grmoe.serve.app import build, log, show_alphas
 from grmoe.serve.batching import BatchGenerator, why_not_batch
+from grmoe.serve.chat import ChatTemplate
+from grmoe.serve.connections import Config, Connection
 from grmoe.serve.engine import Engine
 from grmoe.serve.options import Options
+from grmoe.serve.service import Service
 
+_LAST_WORDS = 1.0  # seconds in which clients can read why their request ended
+_OTHER_FILES = 256  # beside connections: the model's, sockets, pipes
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -47,7 +56,20 @@ def make_service(options: Options) -> Service:
     generator = BatchGenerator(loaded.model, together and not alone)
     engine = Engine(generator, concurrency=options.concurrency, queue=options.queue)
     loaded.tokenizer("warm")  # builds the tokenizer's lazy state before threads share it
-    return Service(name=folder.resolve().name, engine=engine, tokenizer=loaded.tokenizer, options=options)
+    return Service(
+        name=options.name or folder.resolve().name,
+        engine=engine,
+        tokenizer=loaded.tokenizer,
+        options=options,
+        template=_chat_template(loaded.tokenizer, options),
+    )
+
+
+def _chat_template(tokenizer: Any, options: Options) -> ChatTemplate | None:
+    if not tokenizer.chat_template:
+        return None
+    # A tokenizer can have several templates; this is the one that transformers takes.
+    return ChatTemplate(tokenizer.get_chat_template(), tokenizer.special_tokens_map, options.timeout)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -67,9 +89,10 @@ def bind(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """On a signal it takes no new requests, finishes the running ones within the grace, and ends with status 0."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
+    def __init__(self, service: Service) -> None:
+        super().__init__(Config(build(service), service.options))
         self.service = service
+        service.connections = lambda: len(self.server_state.connections)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.service.engine.close("the server is shutting down")
@@ -82,12 +105,22 @@ class Server(uvicorn.Server):
             log.info(line)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # Requests that are not done by then end with an error message, not with a cut connection.
-        loop, engine = asyncio.get_running_loop(), self.service.engine
-        timer = loop.call_later(self.service.options.grace, lambda: loop.run_in_executor(None, engine.stop))
+        hurry = asyncio.create_task(self._end_what_is_left())
         await super().shutdown(sockets)
-        timer.cancel()
-        await asyncio.to_thread(engine.stop)
+        hurry.cancel()
+        if self.service.template is not None:
+            await self.service.template.close()
+        await asyncio.to_thread(self.service.engine.stop)
+
+    async def _end_what_is_left(self) -> None:
+        """When the grace is over: requests end with an error message, then connections that still stand are cut."""
+        await asyncio.sleep(self.service.options.grace)
+        if self.service.template is not None:
+            await self.service.template.close()
+        await asyncio.to_thread(self.service.engine.stop)
+        await asyncio.sleep(_LAST_WORDS)
+        for connection in list(self.server_state.connections):
+            cast(Connection, connection).drop()
 
 
 def run(service: Service, sock: socket.socket) -> None:
@@ -96,21 +129,26 @@ def run(service: Service, sock: socket.socket) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.INFO)
-    config = uvicorn.Config(
-        build(service),
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        limit_concurrency=service.options.connections,
-        timeout_keep_alive=30,
-        server_header=False,
-    )
     # uvicorn raises a signal again after it has handled it. Nothing is left to do then.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+    connections = _fit_connections(service.options.connections)
+    service.options = replace(service.options, connections=connections)
     service.engine.start()
-    Server(config, service).run(sockets=[sock])
+    Server(service).run(sockets=[sock])
     log.info("stopped")
+
+
+def _fit_connections(wanted: int) -> int:
+    """Each connection is an open file. Raise the process's limit to what is needed; return what is possible."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = sys.maxsize if hard == resource.RLIM_INFINITY else max(hard, soft)
+    connections = max(1, min(wanted, most - _OTHER_FILES))
+    if resource.RLIM_INFINITY != soft < connections + _OTHER_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, connections + _OTHER_FILES), hard))
+    if connections < wanted:
+        log.info(f"at most {connections} connections, not {wanted}: this process may open {most} files")
+    return connections
 
 
 def _describe(service: Service, host: str, port: int) -> list[str]:
