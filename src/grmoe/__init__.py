@@ -1,6 +1,7 @@
 """Grassmannian Mixture-of-Experts: experts own subspaces, one dial sets the sparsity after training.
 
-Names are imported when they are first used, so that `grmoe --help` does not wait for torch.
+Names are imported when they are first used, so that `grmoe --help` does not wait for torch. transformers knows our
+models from here on.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from grmoe import registration
+
 if TYPE_CHECKING:
     from grmoe import bingham, certificates, geometry, routing
     from grmoe.layer import MoE
-    from grmoe.optim import GrassmannAdam, split_parameters
+    from grmoe.optim import GrassmannAdam, ModelOptimizer, split_parameters
     from grmoe.regularizers import overlap_penalty
     from grmoe.routing import GrassmannRouter, build_router, routers, set_alpha
     from grmoe.runs.open import open_model
@@ -23,6 +26,7 @@ __all__ = [
     "GrassmannAdam",
     "GrassmannRouter",
     "MoE",
+    "ModelOptimizer",
     "__version__",
     "bingham",
     "build_router",
@@ -40,6 +44,7 @@ _HOME = {
     "GrassmannAdam": "optim",
     "GrassmannRouter": "routing",
     "MoE": "layer",
+    "ModelOptimizer": "optim",
     "build_router": "routing",
     "open_model": "runs.open",
     "overlap_penalty": "regularizers",
@@ -61,3 +66,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+registration.register()

@@ -8,7 +8,7 @@ from grmoe.dial.figure import FIGURE, draw
 from grmoe.dial.results import Result
 from grmoe.dial.saved import FILE
 from grmoe.dial.tables import card_section
-from grmoe.runs.card import model_card
+from grmoe.runs.card import card_name, model_card
 from grmoe.runs.export import write_model
 from grmoe.runs.results import save_results
 
@@ -23,7 +23,7 @@ def save(result: Result, out: Path, write: bool = False) -> dict[str, Path]:
     places = {"Numbers": numbers, "Figure": draw(result, out / FIGURE)}
     if write:
         folder = out / "model"
-        card = model_card(loaded, folder.name, sections={"dial": section})
+        card = model_card(loaded, card_name(folder), sections={"dial": section})
         places["Model"] = write_model(loaded, folder, card)
     (out / FILE).unlink(missing_ok=True)  # all of it is in the results
     return places

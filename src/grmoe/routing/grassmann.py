@@ -8,6 +8,7 @@ Legend: N experts, D model width d, K subspace rank k; `...` leading dimensions 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, Literal
 
 import torch
@@ -16,11 +17,18 @@ from torch import Tensor, nn
 from grmoe import checks, geometry
 from grmoe.bingham import log_kummer, log_normalizer
 from grmoe.certificates import Certificate, logit_range_bound
+from grmoe.optim.polar import repair
 from grmoe.routing.base import Router
 from grmoe.routing.fused import GateOperands
 
 # Floor of ‖x‖²: energies of shorter tokens fade to zero. A zero token (padding) routes by the prior alone.
 ZERO_TOKEN = 1e-12
+# max|UᵀU − I| from which frames have left their manifold. `GrassmannAdam` keeps it below 1e-6.
+_OFF_MANIFOLD = 1e-5
+_FOREIGN_OPTIMIZER = (
+    "an optimiser moved the experts' subspaces off their manifold; they were made orthonormal again. "
+    "grmoe's own keeps them there: Trainer(..., optimizers=(grmoe.ModelOptimizer(model, lr=3e-4), None))"
+)
 
 
 class GrassmannRouter(Router):
@@ -88,6 +96,7 @@ class GrassmannRouter(Router):
             nn.init.zeros_(last.bias)
             self.amortizer_net = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), last)
         self.mu = nn.Parameter(torch.zeros(num_experts, dim)) if linear else None
+        self._frames_version = -1  # of frames that were seen to be orthonormal
 
     @property
     def kappa(self) -> Tensor:
@@ -165,6 +174,32 @@ class GrassmannRouter(Router):
         # log Z depends on γ² alone. The tiny floor keeps the gradient of the root finite at μ = 0.
         gamma = torch.cat([squares, outside if D > K else 0 * outside], dim=-1).clamp(min=1e-30).sqrt()
         return log_normalizer(spectrum, counts, gamma)
+
+    def train(self, mode: bool = True) -> GrassmannRouter:
+        """As of any module. Called again while training, it retracts frames that an optimiser has moved.
+
+        transformers' Trainer calls it before each step, so that its AdamW trains subspaces too.
+        """
+        if mode and self.training:
+            self.retract()
+        super().train(mode)
+        return self
+
+    @torch.no_grad()
+    def retract(self) -> None:
+        """Make frames orthonormal again where an optimiser other than `GrassmannAdam` moved them, and warn.
+
+        Reads the device where frames have changed. Sharded frames are left alone.
+        """
+        frames = self.frames
+        if frames.is_meta or frames.is_inference() or type(frames.data) is not Tensor:
+            return
+        if frames._version == self._frames_version:
+            return
+        if not geometry.orthonormality_error(frames) <= _OFF_MANIFOLD:
+            repair(frames)
+            warnings.warn(_FOREIGN_OPTIMIZER, stacklevel=2)
+        self._frames_version = frames._version
 
     @torch.no_grad()
     def logit_range(self) -> Certificate:
