@@ -96,7 +96,6 @@ class GrassmannRouter(Router):
             nn.init.zeros_(last.bias)
             self.amortizer_net = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), last)
         self.mu = nn.Parameter(torch.zeros(num_experts, dim)) if linear else None
-        self._frames_version = -1  # of frames that were seen to be orthonormal
 
     @property
     def kappa(self) -> Tensor:
@@ -185,21 +184,20 @@ class GrassmannRouter(Router):
         super().train(mode)
         return self
 
-    @torch.no_grad()
     def retract(self) -> None:
         """Make frames orthonormal again where an optimiser other than `GrassmannAdam` moved them, and warn.
 
-        Reads the device where frames have changed. Sharded frames are left alone.
+        Reads the device. Sharded frames are left alone.
         """
-        frames = self.frames
-        if frames.is_meta or frames.is_inference() or type(frames.data) is not Tensor:
+        frames = self.frames.detach()
+        if (
+            frames.is_meta
+            or type(frames) is not Tensor
+            or geometry.orthonormality_error(frames) <= _OFF_MANIFOLD
+        ):
             return
-        if frames._version == self._frames_version:
-            return
-        if not geometry.orthonormality_error(frames) <= _OFF_MANIFOLD:
-            repair(frames)
-            warnings.warn(_FOREIGN_OPTIMIZER, stacklevel=2)
-        self._frames_version = frames._version
+        repair(frames)
+        warnings.warn(_FOREIGN_OPTIMIZER, stacklevel=1)  # once, whoever calls
 
     @torch.no_grad()
     def logit_range(self) -> Certificate:
