@@ -197,7 +197,7 @@ class GrassmannRouter(Router):
         ):
             return
         repair(frames)
-        warnings.warn(_FOREIGN_OPTIMIZER, stacklevel=1)  # once, whoever calls
+        warnings.warn(_FOREIGN_OPTIMIZER, stacklevel=1)  # one place, so it is shown once
 
     @torch.no_grad()
     def logit_range(self) -> Certificate:
