@@ -113,6 +113,10 @@ def test_a_run_has_the_curve_of_its_calibration(run: Path, tmp_path: Path) -> No
     assert exported.budget == 1.25
     status, said = call("info", tmp_path / "model")
     assert "1.25, calibrated from 1 to 2 experts per token" in said
+    assert said.endswith(f"Next: grmoe serve {tmp_path / 'model'}")
+    status, said = call("info", copy)
+    assert "at most 1.5 experts per token; chosen 1." in said
+    assert said.endswith(f"Next: grmoe export {copy} --budget {budget:g} --out {copy / 'dial' / 'model'}")
     path = copy / "dial" / "results.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 7}))
     assert open_model(copy).model.config.budget_curve is None  # of another checkpoint
