@@ -56,12 +56,21 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        found = getattr(importlib.import_module(f"grmoe.{_HOME[name]}"), name)
+        found = getattr(_import(f"grmoe.{_HOME[name]}"), name)
         globals()[name] = found
         return found
     if not name.startswith("_") and importlib.util.find_spec(f"grmoe.{name}") is not None:
-        return importlib.import_module(f"grmoe.{name}")
+        return _import(f"grmoe.{name}")
     raise AttributeError(f"module 'grmoe' has no attribute {name!r}")
+
+
+def _import(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        from grmoe.extras import explain
+
+        raise ModuleNotFoundError(explain(error), name=error.name) from error
 
 
 def __dir__() -> list[str]:
