@@ -27,7 +27,7 @@ def missing(*extras: str) -> dict[str, list[str]]:
 def install_line(extras: Iterable[str]) -> str:
     """The command that adds extras to this grmoe.
 
-    pip takes an installed grmoe as it is, from a checkout too, and adds what is missing. zsh needs the quotes, and double
+    pip takes an installed grmoe as it is, from a checkout too, and adds what is missing. zsh needs the quotes. Double
     ones work on Windows as well.
     """
     wanted = list(extras)

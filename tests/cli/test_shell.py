@@ -21,7 +21,8 @@ from grmoe.extras import EXTRAS, install_line
 from grmoe.runs.checkpoint import CheckpointError
 from grmoe.terminal import Progress
 
-PYPROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def ends(work: Callable[[], object], *extras: str, continues: bool = False) -> tuple[int, str]:
@@ -151,6 +152,19 @@ def test_extras_are_those_of_the_package() -> None:
         for module in modules:
             assert packages.get(module, brought.get(module, module)) in listed, (extra, module)
     need("lm", "studies", "serve")  # the development environment has them
+
+
+def test_install_lines_of_the_pages_name_extras_that_exist_for_cpu_and_gpu() -> None:
+    known = set(PYPROJECT["project"]["optional-dependencies"])
+    for page in ("README.md", "docs/quickstart.md"):
+        lines = re.findall(r"^    (pip install .*)$", (ROOT / page).read_text(), re.MULTILINE)
+        named = [set(found[1].split(",")) for line in lines if (found := re.search(r'"\.\[(.+?)\]"', line))]
+        assert len(named) == 2, page
+        assert set().union(*named) <= known
+        assert ["download.pytorch.org/whl/cpu" in line for line in lines] == [
+            True,
+            False,
+        ]  # no CUDA for a CPU
 
 
 def test_transformers_is_quiet_in_a_command_that_loads_models() -> None:
