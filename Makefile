@@ -6,6 +6,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 RUN    := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
+PIP    := $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
+# PyTorch without the CUDA libraries, which are gigabytes.
+CPU    := https://download.pytorch.org/whl/cpu
 
 .PHONY: test demo docs lint types pytest clean help
 .DEFAULT_GOAL := help
@@ -19,7 +22,8 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "grmoe needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@echo "Setting up $(VENV) (about a minute, once)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@command -v nvidia-smi >/dev/null || $(PIP) --no-deps --retries 1 --index-url $(CPU) torch || true
+	@$(PIP) -e '.[dev]'
 	@# pip would compile on one core, and two thousand files of transformers that nothing here imports.
 	@$(RUN) -m compileall -qq -j 2 -x 'transformers/models/(?!auto|llama|olmoe|__init__)|/tests/' $(VENV)/lib || true
 	@touch $(STAMP)

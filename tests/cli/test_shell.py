@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import re
 import tomllib
@@ -13,12 +14,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import grmoe
 from grmoe.cli import app
-from grmoe.cli.shell import EXTRAS, fail, need, run_plan, shell
+from grmoe.cli.shell import fail, need, run_plan, shell
+from grmoe.extras import EXTRAS, install_line
 from grmoe.runs.checkpoint import CheckpointError
 from grmoe.terminal import Progress
 
-PYPROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def ends(work: Callable[[], object], *extras: str, continues: bool = False) -> tuple[int, str]:
@@ -93,18 +97,49 @@ def test_missing_extras_are_named_once_with_one_line_to_install(monkeypatch: pyt
     without(monkeypatch, "yaml", "scipy", "matplotlib")
     status, said = ends(raising(AssertionError("not reached")), "lm", "studies")
     assert status == 2
-    line = "this command needs yaml and scipy and matplotlib; install with: pip install 'grmoe[lm,studies]'"
+    line = 'this command needs yaml, scipy and matplotlib; install with: pip install "grmoe[lm,studies]"'
     assert said == f"error: {line}\n"
     # Only the extras that lack something.
-    assert "'grmoe[studies]'" in ends(lambda: None, "studies", "serve")[1]
+    assert '"grmoe[studies]"' in ends(lambda: None, "studies", "serve")[1]
     assert ends(lambda: None, "serve") == (0, "")
+    # An extra that brings another is named alone.
+    without(monkeypatch, "yaml", "uvicorn")
+    assert (
+        'yaml and uvicorn; install with: pip install "grmoe[serve]"' in ends(lambda: None, "lm", "serve")[1]
+    )
+
+
+def test_a_module_that_turns_out_to_be_missing_has_its_extra_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ModuleNotFoundError("No module named 'scipy.optimize'", name="scipy.optimize")
+    assert ends(raising(plain)) == (
+        2,
+        'error: this needs scipy; install with: pip install "grmoe[studies]"\n',
+    )
+    other = ModuleNotFoundError("No module named 'mine'", name="mine")
+    assert ends(raising(other)) == (2, "error: No module named 'mine'\n")
+    # In Python too, where only the library was installed.
+    missing = ModuleNotFoundError("No module named 'transformers'", name="transformers")
+    monkeypatch.setattr("importlib.import_module", lambda _: raising(missing)())
+    with pytest.raises(
+        ModuleNotFoundError, match=r'needs transformers; install with: pip install "grmoe\[lm\]"'
+    ):
+        grmoe.__getattr__("open_model")
+
+
+def test_grmoe_that_was_never_installed_is_installed_from_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", unknown)
+    source = Path(grmoe.__file__).parents[2]
+    assert install_line(["eval"]) == f'pip install -e "{source}[eval]"'
 
 
 def test_the_install_line_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "tokenizers")
     result = CliRunner().invoke(app, ["prepare"])
     assert result.exit_code == 2
-    assert result.stderr.endswith("needs tokenizers; install with: pip install 'grmoe[lm]'\n")
+    assert result.stderr.endswith('needs tokenizers; install with: pip install "grmoe[lm]"\n')
 
 
 def test_extras_are_those_of_the_package() -> None:
@@ -116,7 +151,20 @@ def test_extras_are_those_of_the_package() -> None:
         listed = {re.split(r"[>=<\[;]", package)[0] for package in known[extra]}
         for module in modules:
             assert packages.get(module, brought.get(module, module)) in listed, (extra, module)
-    need(*(extra for extra in EXTRAS if extra != "eval"))  # the development environment has them
+    need("lm", "studies", "serve")  # the development environment has them
+
+
+def test_install_lines_of_the_pages_name_extras_that_exist_for_cpu_and_gpu() -> None:
+    known = set(PYPROJECT["project"]["optional-dependencies"])
+    for page in ("README.md", "docs/quickstart.md"):
+        lines = re.findall(r"^    (pip install .*)$", (ROOT / page).read_text(), re.MULTILINE)
+        named = [set(found[1].split(",")) for line in lines if (found := re.search(r'"\.\[(.+?)\]"', line))]
+        assert len(named) == 2, page
+        assert set().union(*named) <= known
+        assert ["download.pytorch.org/whl/cpu" in line for line in lines] == [
+            True,
+            False,
+        ]  # no CUDA for a CPU
 
 
 def test_transformers_is_quiet_in_a_command_that_loads_models() -> None:

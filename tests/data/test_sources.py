@@ -173,7 +173,7 @@ def test_a_fingerprint_follows_the_content_not_the_place(tmp_path: Path) -> None
 
 def test_a_missing_dependency_is_named_with_its_install_line() -> None:
     with pytest.raises(
-        ModuleNotFoundError, match=r"this needs no_such_module; install with: pip install 'grmoe\[data\]'"
+        ModuleNotFoundError, match=r'this needs no_such_module; install with: pip install "grmoe\[data\]"'
     ):
         optional("no_such_module")
 

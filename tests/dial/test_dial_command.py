@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from grmoe.dial import Plan, Target, apply, current, mass, save, top_k
 from grmoe.dial import run as run_dial
 from grmoe.dial.certify import certify
 from grmoe.dial.frontier import Gain
-from grmoe.dial.results import Check
+from grmoe.dial.results import Check, Result
 from grmoe.dial.tables import check_line, gain_line
 from grmoe.probe.losses import Increase, measure
 from grmoe.probe.routing import layer_inputs, moe_layers
@@ -95,7 +96,10 @@ def test_a_run_has_the_curve_of_its_calibration(run: Path, tmp_path: Path) -> No
     status, said = call("generate", copy, "--prompt", "one", "--budget", 1.5)
     assert status == 2
     assert "budget 1.5 is not calibrated: this model has no budget_curve. Run `grmoe dial` first" in said
-    assert dial(copy, "--target-experts", 1.5, "--tokens", 512)[0] == 0
+    status, said = dial(copy, "--target-experts", 1.5, "--tokens", 512)
+    assert status == 0, said
+    budget = results(copy / "dial")["budget"]
+    assert said.endswith(f"Next: grmoe export {copy} --budget {budget:g} --out {copy / 'dial' / 'model'}\n")
     status, said = call("generate", copy, "--prompt", "one two", "--budget", 1.5, "--temperature", 0)
     assert status == 0, said
     assert "budget 1.5: 1." in said
@@ -109,6 +113,10 @@ def test_a_run_has_the_curve_of_its_calibration(run: Path, tmp_path: Path) -> No
     assert exported.budget == 1.25
     status, said = call("info", tmp_path / "model")
     assert "1.25, calibrated from 1 to 2 experts per token" in said
+    assert said.endswith(f"Next: grmoe serve {tmp_path / 'model'}")
+    status, said = call("info", copy)
+    assert "at most 1.5 experts per token; chosen 1." in said
+    assert said.endswith(f"Next: grmoe export {copy} --budget {budget:g} --out {copy / 'dial' / 'model'}")
     path = copy / "dial" / "results.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 7}))
     assert open_model(copy).model.config.budget_curve is None  # of another checkpoint
@@ -133,7 +141,45 @@ def test_writing_opens_the_checkpoint_once_and_renders_the_card_once(
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-def test_the_model_in_the_result_has_the_chosen_setting(run: Path, tmp_path: Path) -> None:
+def _check_earlier(result: Result, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model and results of an earlier dial: what becomes of them, and what is said about it."""
+    folder = out / "model"
+
+    def left_by(budget: float | None) -> list[str]:
+        folder.mkdir()
+        config = {"model_type": "grmoe", "budget": budget, "budget_curve": result.body.curve}
+        (folder / "config.json").write_text(json.dumps(config))
+        save(result, out)
+        return sorted(path.name for path in out.glob("model*"))
+
+    assert left_by(result.body.budget) == ["model"]  # it has this curve and this budget
+    assert capsys.readouterr().err == ""
+    shutil.rmtree(folder)
+    assert left_by(9.0) == ["model-old"]
+    said = capsys.readouterr().err
+    assert (
+        said
+        == f"{folder} was of an earlier dial: moved to {folder}-old. --write saves the model of this one\n"
+    )
+    assert left_by(8.0) == ["model-old", "model-old-2"]  # nothing is lost
+    (out / "model").mkdir()
+    (out / "model" / "mine.txt").write_text("no model")
+    capsys.readouterr()
+    other = replace(result, body=replace(result.body, asked="something else"))
+    save(other, out)
+    assert (out / "model" / "mine.txt").is_file()
+    said = capsys.readouterr().err
+    chosen = f"{result.body.chosen.experts_per_token:.3f} experts per token"
+    assert said.startswith("Replaced the results of 20")
+    assert said.endswith(f": {result.body.asked}; chosen were {chosen}\n")
+    (out / "results.json").write_text("{}")
+    save(result, out)  # what cannot be read is replaced silently
+    assert capsys.readouterr().err == ""
+
+
+def test_the_model_in_the_result_has_the_chosen_setting(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In Python, and with a target of speed: speeds are measured before the choice."""
     stages: list[tuple[str, int, int]] = []
     plan = Plan(model=run, target=Target("throughput", 0.2), tokens=512)
@@ -147,6 +193,9 @@ def test_the_model_in_the_result_has_the_chosen_setting(run: Path, tmp_path: Pat
     assert chosen.speed.relative >= 0.2
     assert chosen.perplexity == min(p.perplexity for p in result.body.points if p.speed)
     assert measure(result.loaded.model, read_windows(None, result.loaded, 32, 512)).loss == chosen.loss
+    with monkeypatch.context() as patch:
+        patch.setattr("grmoe.dial.saving.draw", lambda _, path: path)
+        _check_earlier(result, tmp_path, capsys)
     places = save(result, tmp_path)
     assert {name: path.name for name, path in places.items()} == {
         "Numbers": "results.json",
@@ -183,6 +232,8 @@ def test_results_table_picture_and_card(written: tuple[Path, str]) -> None:
     assert (folder / "pareto.png").stat().st_size > 10_000
     for words in ("exp(H)", "experts per token", "Certificates", "Chosen", "Check:"):
         assert words in said
+    assert said.index("Chosen") < said.index("Certificates")  # the answer comes first
+    assert said.endswith(f"Next: grmoe serve {folder / 'model'}\n")
     assert "## The dial" in (folder / "model" / "README.md").read_text()
 
 
@@ -223,6 +274,7 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path) -> None:
     for arguments, message in (
         ((run, "--target-experts", 1.5, "--throughput", "2x"), "not several"),
         ((run, "--max-ppl-increase", "much"), "max-ppl-increase must be a number like 1%"),
+        ((run, "--max-ppl-increase", 1), "max-ppl-increase 1: 1% or 0.01?"),
         ((tmp_path,), "neither a run"),
         ((run, "--cap", 9), "cap must be from 1 to 4, the number of experts, got 9"),
         ((run, "--tokens", 64), "at least 8 windows of 32 tokens, got 2 from validation: give more --tokens"),

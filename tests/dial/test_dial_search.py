@@ -144,12 +144,17 @@ def test_targets_from_the_command_line() -> None:
     assert _target(None, None, None) == Target("perplexity", 0.01)
     assert _target(None, "2.5%", None).value == pytest.approx(0.025)
     assert _target(None, "0.02", None).value == pytest.approx(0.02)
+    assert _target(None, "150 %", None).value == pytest.approx(1.5)
     assert _target(1.5, None, None) == Target("experts", 1.5)
     assert _target(None, None, "1.3x") == Target("throughput", 1.3)
     wrong = [
         ((0.5, None, None), "target-experts must be a finite number >= 1, got 0.5"),
         ((None, "many", None), "max-ppl-increase must be a number like 1%, got 'many'"),
         ((None, "nan", None), "max-ppl-increase must be above 0 and finite, got 'nan'"),
+        # 1 would be 100 percent, which nobody asks for.
+        ((None, "1", None), r"max-ppl-increase 1: 1% or 0\.01\? From 0\.1 on, write the % sign"),
+        ((None, "0.5", None), r"max-ppl-increase 0\.5: 0\.5% or 50%\?"),
+        ((None, "100", None), r"max-ppl-increase 100: 100%\? From"),
         ((None, None, "-1x"), "throughput must be above 0 and finite, got '-1x'"),
         ((1.5, "1%", None), "not several"),
     ]

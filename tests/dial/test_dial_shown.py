@@ -220,7 +220,8 @@ def test_the_tables_of_the_terminal() -> None:
     gained = {"k per layer": [Gain(1.2, 0.3, 0.1)], "gate × norm": [Gain(1.2, 0.0, 0.1)]}
     layers = [Gain(1.2, 0.0, 0.1), Gain(1.6, 0.5, 0.1)]
     lines = list(tables.show(result(per_layer_gains=layers, rule_gains=gained)))
-    frontiers, alphas, certificates = lines[:3]
+    assert lines[0] == "Asked:  at most 1.5 experts per token"  # the answer comes first
+    frontiers, alphas, certificates = lines[-3:]
     assert isinstance(frontiers, tables.Table)
     assert isinstance(alphas, tables.Table)
     assert isinstance(certificates, tables.Table)
@@ -244,19 +245,18 @@ def test_the_tables_of_the_terminal() -> None:
     assert certificates.rows == [(*row, "400", "4,000")]
     open_bound = tables._certificate_table(body(certificates=[certificate(holds=False)]))
     assert open_bound.rows == [(*row, "∞ for some tokens", "4,000")]
-    assert lines[3] == "Asked:  at most 1.5 experts per token"
-    assert lines[4] == "Chosen: per layer: per layer 1.5"
-    assert lines[6] == (
+    assert lines[1] == "Chosen: per layer: per layer 1.5"
+    assert lines[3] == (
         "        load: CV 0.100 (trained 0.100), the least used expert gets 0.90 of a fair share (trained 0.90)"
     )
     assert (
-        lines[7]
+        lines[4]
         == "        2.00 times the trained speed (middle 80 %: 1.50 to 2.50), 12,000 tokens/s (eager)"
     )
-    assert "lower loss at 1 of 2 points" in str(lines[8])
-    assert "at most 0.5000 ± 0.1000 nats per token, at 1.60 experts" in str(lines[8])
-    assert str(lines[9]).startswith("        k per layer: lower loss at 1 of 1 points")
-    assert lines[10] == "        gate × norm: no gain over one α for all beyond noise"
+    assert "lower loss at 1 of 2 points" in str(lines[5])
+    assert "at most 0.5000 ± 0.1000 nats per token, at 1.60 experts" in str(lines[5])
+    assert str(lines[6]).startswith("        k per layer: lower loss at 1 of 1 points")
+    assert lines[7] == "        gate × norm: no gain over one α for all beyond noise"
 
 
 def test_a_gain_within_its_error_is_noise() -> None:

@@ -190,4 +190,4 @@ def test_without_the_harness_the_install_line(
     )
     result = runner.invoke(app, ["eval", str(exported), "--tasks-from", str(tasks)])
     assert result.exit_code == 2
-    assert "pip install 'grmoe[eval]'" in result.output
+    assert 'pip install "grmoe[eval]"' in result.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from typing import Any
 
 import mpmath
@@ -497,3 +498,29 @@ def test_uniform_prior_is_differentiable_at_mu_zero() -> None:
     assert router.mu.grad is not None
     assert bool(torch.isfinite(router.mu.grad).all())
     assert float(router.mu.grad[0].abs().max()) > 0
+
+
+def test_frames_that_a_foreign_optimiser_moved_are_retracted() -> None:
+    """transformers' Trainer calls `train()` before each step. Its AdamW would leave the manifold step by step."""
+    router = GrassmannRouter(16, 4, 3)
+    optimizer = torch.optim.AdamW(router.parameters(), lr=1e-2)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        router.train().train()  # as it was made
+    for _ in range(2):
+        router(x).probs[:, 0].sum().backward()
+        optimizer.step()
+        moved = router.frames.detach().clone()
+        assert geometry.orthonormality_error(moved) > 1e-3
+        with pytest.warns(UserWarning, match=r"optimizers=\(grmoe\.ModelOptimizer\(model, lr=3e-4\), None\)"):
+            router.train()
+        assert geometry.orthonormality_error(router.frames.detach()) < 1e-6
+        # Nearest: the same subspaces as where the optimiser went.
+        assert geometry.principal_angles(geometry.orthonormalize(moved), router.frames.detach()).max() < 1e-3
+    # Switching modes changes nothing: what was loaded stays as it is.
+    with torch.no_grad():
+        router.frames.mul_(1.1)
+    loaded = router.frames.detach().clone()
+    router.eval().train()
+    assert torch.equal(router.frames, loaded)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grmoe.model import GrmoeConfig
-from grmoe.runs.card import describe_setting, model_card, put_section
+from grmoe.runs.card import _use, card_name, describe_setting, model_card, put_section
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.export import export, write_model
 from grmoe.runs.open import open_model
@@ -46,6 +46,15 @@ def test_the_setting_in_words() -> None:
     assert describe_setting(GrmoeConfig(router="switch")) == "router `switch`, α 1"
 
 
+def test_the_lines_of_a_card_name_the_folder_as_it_was_given() -> None:
+    assert card_name(Path("runs/first/dial/model")) == "runs/first/dial/model"
+    assert card_name(Path("/data/mine/model")) == card_name(Path("../model")) == "model"
+    shown = [_use(GrmoeConfig(router=router), 'a "b"') for router in ("grassmann", "switch")]
+    assert ["set_alpha(2.0)" in text for text in shown] == [True, False]  # Switch has no dial
+    for text in shown:
+        compile(text.split("```")[1].removeprefix("python\n"), "card", "exec")
+
+
 def test_a_card_has_the_sections_of_its_own_step_only(
     settings: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
@@ -75,7 +84,16 @@ def test_what_is_written_is_the_model_in_memory(settings: Callable[..., TrainCon
     loaded.model.set_alpha(3.0)
     with torch.no_grad():
         loaded.model.lm_head.weight.add_(1.0)
-    write_model(loaded, tmp_path / "new", model_card(loaded, "new"))
+    card = (tmp_path / "model" / "README.md").read_text()
+    old = card.replace("<!-- grmoe:use -->\n", "").replace("<!-- /grmoe:use -->\n", "")
+    (tmp_path / "model" / "README.md").write_text(old.replace("\ntokenizer = ", "\nmodel = "))
+    new = model_card(loaded, "new")
+    (tmp_path / "model" / "README.md").write_text(card)
+    for written in (new, model_card(loaded, "new")):  # from a card of an earlier version, and from today's
+        assert written.count("```python") == 1
+        assert written.count('from_pretrained("new"') == 2  # not the folder it was made from
+        assert '"model"' not in written
+    write_model(loaded, tmp_path / "new", new)
     again = open_model(tmp_path / "new")
     assert again.model.alpha == [3.0]
     for name, tensor in loaded.model.state_dict().items():

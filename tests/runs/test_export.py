@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grmoe.routing import routers
+from grmoe.runs.about import about
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.export import export
+from grmoe.runs.folder import saved_config
 from grmoe.runs.open import open_model
 from grmoe.train.loop import train
 
@@ -27,6 +30,47 @@ def run(make_settings: Callable[[Path], Settings], tmp_path_factory: pytest.Temp
     config = make(steps=8, validation={"every": 4}, checkpoint={"every": 4})
     train(config)
     return Path(config.out)
+
+
+def check_about(run: Path, out: Path) -> None:
+    """`grmoe info` of a run and of its export: what it is, how it was trained, what to do next."""
+
+    def told(folder: Path) -> tuple[dict[str, str], str]:
+        config, table, following = about(str(folder))
+        assert (config.num_experts, config.hidden_size) == (4, 32)
+        assert table is not None
+        return dict(table.rows), following  # type: ignore[arg-type]
+
+    facts, following = told(run)
+    assert facts["what"] == "a run of `grmoe train`"
+    assert facts["trained"] == "8 of 8 steps, finished"
+    assert facts[""] == "8 sequences per step, learning rate 0.003"
+    assert re.fullmatch(r"\d+\.\d\d at step [48], the best checkpoint", facts["validation perplexity"])
+    assert "CPU, grmoe" in facts["started"]
+    assert facts["dial"] == "not turned yet"
+    assert following == f"grmoe dial {run} --write"
+    facts, following = told(out)
+    assert facts["what"] == "an exported model"
+    assert facts["weights"].endswith(" MB, float32")
+    assert float(facts["validation perplexity"].removesuffix(", of its training")) > 1
+    assert facts["routing"] == "α 2, the 2 most probable experts per token"
+    assert following == f"grmoe dial {out} --text FILE --write"
+    # What is missing or unfinished is said, not raised.
+    (run / "environment.json").unlink()
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("steps: 8", "steps: 9"))
+    facts, following = told(run)
+    assert "started" not in facts
+    assert (facts["trained"], following) == (
+        "8 of 9 steps, not finished",
+        f"grmoe train out={run} --resume",
+    )
+    with pytest.raises(
+        ValueError, match=r"holds prepared text, not a model; train one: grmoe train data\.path="
+    ):
+        about(saved_config(run).data.path)
+    with pytest.raises(ValueError, match="or the folder of a run or a saved model, got nothing"):
+        about("nothing")
 
 
 def test_the_folder_is_the_checkpoint(run: Path, tmp_path: Path) -> None:
@@ -44,6 +88,7 @@ def test_the_folder_is_the_checkpoint(run: Path, tmp_path: Path) -> None:
     assert model.alpha == [2.0]
     card = (out / "README.md").read_text()
     assert "validation perplexity" in card
+    check_about(run, out)
     assert json.loads((out / "config.json").read_text())["auto_map"]["AutoModelForCausalLM"]
 
 

@@ -202,7 +202,7 @@ def test_missing_extras_name_the_install_line(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "scipy" else real(name))
     result = CliRunner().invoke(app, ["synthetic"])
     assert result.exit_code == 2
-    assert "needs scipy; install with: pip install 'grmoe[studies]'" in result.output
+    assert 'needs scipy; install with: pip install "grmoe[studies]"' in result.output
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(

@@ -10,6 +10,7 @@ import typer
 
 from grmoe.cli import options
 from grmoe.cli.shell import run_plan, shell
+from grmoe.terminal import say
 
 if TYPE_CHECKING:
     from grmoe.dial import Target
@@ -23,7 +24,7 @@ def dial(
     max_ppl_increase: Annotated[
         str | None,
         typer.Option(
-            help="Fewest experts with a perplexity increase of at most this, e.g. 1%.", show_default="1%"
+            help="Fewest experts with a perplexity increase of at most this: 1% or 0.01.", show_default="1%"
         ),
     ] = None,
     throughput: Annotated[
@@ -55,6 +56,9 @@ def dial(
     one α for all layers, one α per layer, top-k with one k or a k per layer, and experts by gate × output norm, all on
     the same text. Nothing is retrained. Interrupted, the same command goes on with what it had measured.
 
+    The answer stands first, the tables behind it follow. A second dial replaces results.json and says so. Without
+    --write it moves a model that an earlier dial saved to OUT/model-old, if that no longer belongs to the results.
+
     Example: [bold]grmoe dial runs/first --max-ppl-increase 1% --check wikitext.txt --write[/]
     """
     with shell("lm", "studies", continues=True):
@@ -70,7 +74,12 @@ def dial(
         if write:
             check_place(model, out / "model")
             check_results(model, "dial")
-        run_plan(plan, run, show, partial(save, out=out, write=write))
+        result = run_plan(plan, run, show, partial(save, out=out, write=write))
+        place = out / "model"
+        if write:
+            say(f"Next: grmoe serve {place}")
+        elif result.loaded.is_run and result.body.budget is not None:
+            say(f"Next: grmoe export {model} --budget {result.body.budget:g} --out {place}")
 
 
 def _target(experts: float | None, max_ppl_increase: str | None, throughput: str | None) -> Target:

@@ -73,7 +73,7 @@ def evaluate(
     """Measure perplexity on texts and lm-evaluation-harness tasks, at one or several budgets or settings of the dial.
 
     The table has one column per α and per budget, with the experts per token above the numbers. Local files need no
-    network. Tasks need lm_eval: pip install 'grmoe\\[eval]'.
+    network. Tasks need lm_eval: pip install "grmoe\\[eval]".
 
     Example: [bold]grmoe eval my-model --text heldout/ --tasks-from evals/ --alpha 0.5 --alpha 1 --alpha 2[/]
 

@@ -9,7 +9,7 @@ import typer
 
 from grmoe.cli.options import Alpha, Budget, Checkpoint, ModelFolder
 from grmoe.cli.shell import shell
-from grmoe.terminal import note, say_all, say_written
+from grmoe.terminal import note, say, say_all, say_written
 
 
 def export(
@@ -83,7 +83,7 @@ def info(
     model: Annotated[
         str,
         typer.Argument(
-            help="A preset (tiny, small, 350m, 1.3b, 2.7b, small-fine, …) or the folder of a saved model."
+            help="A preset (tiny, small, 350m, 1.3b, 2.7b, small-fine, …), or the folder of a run or an exported model."
         ),
     ],
     context: Annotated[
@@ -114,10 +114,13 @@ def info(
     network: Annotated[float, typer.Option(help="With --gpus: GB/s from a GPU to other nodes.")] = 50,
     tflops: Annotated[float, typer.Option(help="With --gpus: bf16 TFLOP/s that a GPU achieves.")] = 400,
 ) -> None:
-    """Count a model's parameters, arithmetic and memory. With --gpus, also estimate a training step.
+    """Say what a folder is: how the model was trained, whether it was dialled, its sizes, and the next command.
 
-    No weights are loaded. Bytes are counted from the code; times follow from them and the rates you give. See
-    docs/howto/scale.md.
+    Counts parameters, arithmetic and memory of a run, an exported model or a preset. With --gpus, also estimates a
+    training step. No weights are loaded. Bytes are counted from the code; times follow from them and the rates you
+    give. See docs/howto/scale.md.
+
+    Example: [bold]grmoe info runs/first[/]
 
     Example: [bold]grmoe info 1.3b --context 4096[/]
 
@@ -125,12 +128,13 @@ def info(
     """
     with shell("lm"):
         from grmoe.model.count import count, describe
-        from grmoe.model.presets import find_config
         from grmoe.parallel.cost import Plan
         from grmoe.parallel.tables import Machine, describe_step
+        from grmoe.runs.about import about
 
-        config = find_config(model)
-        tables = [describe(model, config, count(config, context))]
+        config, known, following = about(model)
+        tables = [] if known is None else [known]
+        tables.append(describe(model if known is None else "Sizes", config, count(config, context)))
         if gpus is not None:
             plan = Plan.on(
                 gpus, replicate=replicate, expert=expert, sequences=batch, micro_batches=micro_batches,
@@ -139,3 +143,4 @@ def info(
             machine = Machine(nvlink=nvlink * 1e9, network=network * 1e9, flops=tflops * 1e12)
             tables.append(describe_step(model, config, plan, machine))
         say_all(tables)
+        say(f"Next: {following}")

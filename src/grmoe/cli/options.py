@@ -56,6 +56,7 @@ Settings = Annotated[
         metavar="[CONFIG.yaml] [key=value]...", help="A YAML file, then single settings that override it."
     ),
 ]
+AMBIGUOUS_SHARE = 0.1  # a share as large as this is rare, and 0.5 for "half a percent" is not
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto: a GPU if there is one.")]
 
 
@@ -82,7 +83,12 @@ def parse_numbers(name: str, texts: list[str] | None) -> list[float]:
 
 
 def parse_percent(name: str, text: str | None, default: str = "1%") -> float:
-    """A positive share: 0.01 for "1%" and for "0.01"."""
-    text = default if text is None else text
+    """A positive share: 0.01 for "1%" and for "0.01". Without a sign, 0.1 and more may mean percent: refused."""
+    text = (default if text is None else text).strip()
     value = parse_number(name, text, "%", "1%")
-    return value / 100 if text.strip().endswith("%") else value
+    if text.endswith("%"):
+        return value / 100
+    if value >= AMBIGUOUS_SHARE:
+        other = f" or {100 * value:g}%" if value < 1 else f" or {value / 100:g}" if value < 10 else ""
+        raise ValueError(f"{name} {text}: {value:g}%{other}? From {AMBIGUOUS_SHARE} on, write the % sign")
+    return value

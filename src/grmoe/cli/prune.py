@@ -18,7 +18,7 @@ def prune(
     max_ppl_increase: Annotated[
         str | None,
         typer.Option(
-            help="As few experts as keep the perplexity increase within this, e.g. 1%.", show_default="1%"
+            help="As few experts as keep the perplexity increase within this: 1% or 0.01.", show_default="1%"
         ),
     ] = None,
     text: options.CalibrationText = None,

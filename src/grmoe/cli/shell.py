@@ -10,7 +10,6 @@ Exit status: 0 for success, 2 for a mistake in the request, 1 for a problem of t
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,18 +20,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from grmoe.extras import explain, install_line, missing
 from grmoe.terminal import Progress, say_all, say_written, show_progress
 
 P = TypeVar("P")
 R = TypeVar("R")
-
-# What each extra of pyproject.toml brings, as modules to look for.
-EXTRAS = {
-    "lm": ("transformers", "yaml", "tokenizers", "safetensors"),
-    "studies": ("scipy", "matplotlib"),
-    "eval": ("lm_eval", "accelerate"),
-    "serve": ("uvicorn", "starlette", "pydantic"),
-}
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
@@ -44,11 +36,11 @@ def fail(message: str, status: int = 2) -> NoReturn:
 
 def need(*extras: str) -> None:
     """Stop with one install line where optional dependencies are missing."""
-    missing = {extra: [m for m in EXTRAS[extra] if importlib.util.find_spec(m) is None] for extra in extras}
-    modules = [m for found in missing.values() for m in found]
-    if modules:
-        wanted = ",".join(extra for extra, found in missing.items() if found)
-        fail(f"this command needs {' and '.join(modules)}; install with: pip install 'grmoe[{wanted}]'")
+    found = missing(*extras)
+    if found:
+        *most, last = (module for modules in found.values() for module in modules)
+        names = f"{', '.join(most)} and {last}" if most else last
+        fail(f"this command needs {names}; install with: {install_line(found)}")
 
 
 @contextmanager
@@ -65,8 +57,10 @@ def shell(*extras: str, continues: bool = False) -> Iterator[None]:
         logging.set_verbosity_error()
     try:
         yield
-    except (ValueError, ModuleNotFoundError) as error:
+    except ValueError as error:
         fail(str(error))
+    except ModuleNotFoundError as error:
+        fail(explain(error))
     except OSError as error:
         fail(str(error), status=1)
     except RuntimeError as error:

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from grmoe.checks import require
+from grmoe.extras import install_line
 
 STDLIB = "python-stdlib"
 _HUB = "hf:"
@@ -64,8 +65,7 @@ def optional(module: str) -> ModuleType:
         if error.name != module.split(".")[0]:
             raise
         raise ModuleNotFoundError(
-            f"this needs {error.name}; install with: pip install 'grmoe[data]' (or pip install {error.name})",
-            name=error.name,
+            f"this needs {error.name}; install with: {install_line(['data'])}", name=error.name
         ) from error
 
 

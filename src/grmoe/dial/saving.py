@@ -1,29 +1,74 @@
-"""What `grmoe dial` leaves behind: results.json, the picture, and the model with its new setting."""
+"""What `grmoe dial` leaves behind: results.json, the picture, and the model with its new setting.
+
+A model of an earlier dial never stays beside results that differ from it: it moves to another folder.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
+from typing import Any
 
 from grmoe.dial.figure import FIGURE, draw
-from grmoe.dial.results import Result
+from grmoe.dial.results import DialResults, Result
 from grmoe.dial.saved import FILE
 from grmoe.dial.tables import card_section
-from grmoe.runs.card import model_card
+from grmoe.runs.card import card_name, model_card
 from grmoe.runs.export import write_model
-from grmoe.runs.results import save_results
+from grmoe.runs.results import Results, ResultsError, load_results, plain, save_results
+from grmoe.terminal import note
+
+MODEL = "model"
 
 
 def save(result: Result, out: Path, write: bool = False) -> dict[str, Path]:
     """Write results and picture to OUT; with `write` also the model in memory, to OUT/model. Returns the places.
 
     The folder, loaded again, has the measured perplexity: weights and dtype are those that were measured.
+    Says which earlier results and which earlier model were replaced.
     """
-    loaded, section = result.loaded, card_section(result)
+    loaded, section, folder = result.loaded, card_section(result), out / MODEL
+    earlier = _earlier(out)
+    if not write:
+        _set_aside(folder, result.body)
     numbers = save_results(loaded, "dial", result.body, out, section)
+    if earlier is not None and _asked(earlier.body) != _asked(plain(result.body)):
+        note(f"Replaced the results of {earlier.created}: {earlier.body['asked']}; {_chosen(earlier.body)}")
     places = {"Numbers": numbers, "Figure": draw(result, out / FIGURE)}
     if write:
-        folder = out / "model"
-        card = model_card(loaded, folder.name, sections={"dial": section})
+        card = model_card(loaded, card_name(folder), sections={"dial": section})
         places["Model"] = write_model(loaded, folder, card)
     (out / FILE).unlink(missing_ok=True)  # all of it is in the results
     return places
+
+
+def _earlier(out: Path) -> Results | None:
+    """What an earlier dial left; None where there is nothing that can be read."""
+    try:
+        return load_results(out / "results.json", "dial")
+    except (OSError, ResultsError):
+        return None
+
+
+def _asked(body: dict[str, Any]) -> tuple[Any, ...]:
+    """What two dials must share to be the same question with the same answer."""
+    return body["asked"], body["calibration"], body["chosen"]["name"], body["budget"]
+
+
+def _chosen(body: dict[str, Any]) -> str:
+    return f"chosen were {body['chosen']['experts_per_token']:.3f} experts per token"
+
+
+def _set_aside(folder: Path, body: DialResults) -> None:
+    """Move the model of an earlier dial out of the way, unless it has this curve and this budget."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # not a model
+    if (config.get("budget"), config.get("budget_curve")) == (body.budget, plain(body.curve)):
+        return
+    names = itertools.chain([f"{MODEL}-old"], (f"{MODEL}-old-{i}" for i in itertools.count(2)))
+    aside = next(place for name in names if not (place := folder.with_name(name)).exists())
+    folder.rename(aside)
+    note(f"{folder} was of an earlier dial: moved to {aside}. --write saves the model of this one")

@@ -18,15 +18,15 @@ _CARD_POINTS = 3  # of the frontier, in the model card
 
 
 def show(result: Result) -> Iterator[Table | str]:
-    """What the terminal shows: three tables, the choice in a few lines, and perplexity by budget."""
+    """What the terminal shows: the choice in a few lines, perplexity by budget, then the tables behind them."""
     body = result.body
+    yield from _summary(body)
+    if body.budgets:
+        yield budget_table(body.budgets)
     timed = {name: [p for p in points if p.speed] for name, points in body.families.items()}
     yield _frontier_table(timed, body.chosen)
     yield _alpha_table(body)
     yield _certificate_table(body)
-    yield from _summary(body)
-    if body.budgets:
-        yield budget_table(body.budgets)
 
 
 def _summary(body: DialResults) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 try:
     from grmoe import checks
@@ -39,6 +40,19 @@ except ImportError:  # this file travels with exported models to where grmoe is 
         curve_room,
     )
     from .grmoe_routing import numbers as policy_numbers  # type: ignore[no-redef]
+
+    class _Known(PreTrainedConfig):
+        """Keeps `AutoTokenizer` from asking whether to run this code: a tokenizer needs none of it.
+
+        transformers asks if it does not know the model type. It takes a class of its own, by the name of its module,
+        only where code is not trusted. So the code of each exported model stays in charge of that model.
+        """
+
+        model_type = "grmoe"
+        __module__ = "transformers.models.grmoe"
+
+    if "grmoe" not in CONFIG_MAPPING:
+        CONFIG_MAPPING.register("grmoe", _Known)
 
 SELECTIONS = ("topk", "mass", "threshold", "dense")
 # Routers that choose by themselves, and the most experts a token can then get (None: all of them).

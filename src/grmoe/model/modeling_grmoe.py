@@ -40,6 +40,7 @@ try:
     from grmoe.regularizers import overlap_penalty
     from grmoe.routing import (
         Dense,
+        GrassmannRouter,
         HashRouter,
         Mass,
         Router,
@@ -60,6 +61,7 @@ except ImportError:  # this file travels with exported models to where grmoe is 
         Dense,
         Dispatch,
         ExpertWeights,
+        GrassmannRouter,
         HashRouter,
         Mass,
         MoE,
@@ -426,6 +428,10 @@ class GrmoePreTrainedModel(PreTrainedModel):
         self._use_config_numbers()
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in transformers. Frames are orthonormal when they are written, whatever trained them."""
+        for router in routers(self):
+            if isinstance(router, GrassmannRouter):
+                router.retract()
         # `router.alpha` may have been set directly. Its fp32 value is rounded; the configuration keeps all digits.
         now = self.alpha
         if now != torch.tensor([n.alpha for n in self.config.numbers], dtype=torch.float32).tolist():

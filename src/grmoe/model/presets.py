@@ -112,6 +112,6 @@ def find_config(name: str | Path) -> GrmoeConfig:
         return preset(str(name))
     checks.require(
         (Path(name) / "config.json").is_file(),
-        f"model must be one of {', '.join(PRESETS)} or a folder with a config.json, got {name}",
+        f"model must be one of {', '.join(PRESETS)} or the folder of a run or a saved model, got {name}",
     )
     return read_config(Path(name))

@@ -7,6 +7,7 @@ package's own sources in the order of their imports. Nothing is maintained twice
 from __future__ import annotations
 
 import ast
+import hashlib
 import io
 import json
 import shutil
@@ -35,7 +36,26 @@ It runs on PyTorch alone, without the Triton kernels. If grmoe is installed, thi
 
 from __future__ import annotations
 
+import sys as _sys
 import types as _types
+
+import torch as _torch
+
+
+def _custom_op(name, **options):
+    """As `torch.library.custom_op`, once per process: copies of this file share their operators.
+
+    A second registration would free the operator that the first copy still holds.
+    """
+    shared = _sys.modules.setdefault("{space}", _types.ModuleType("{space}"))
+
+    def make(function):
+        if not hasattr(shared, name):
+            setattr(shared, name, _torch.library.custom_op(f"{space}::{{name}}", function, **options))
+        return getattr(shared, name)
+
+    return make
+
 '''
 
 
@@ -81,7 +101,7 @@ def bundle() -> str:
     counts = Counter(name for section in sections.values() for name in section.defined)
     by_name = set().union(*(section.modules for section in sections.values()))
     borrowed = set().union(*(section.borrowed for section in sections.values()))
-    parts = [HEADER.format(version=grmoe.__version__)]
+    parts = []
     for section in sections.values():
         # All names share one file: a private helper that two modules define gets its module's name as a prefix.
         clashes = {name for name in section.defined if counts[name] > 1}
@@ -98,8 +118,10 @@ def bundle() -> str:
             parts.append(f'\n{short} = _types.ModuleType("{short}")\n')
             public_names = sorted(name for name in section.defined if not name.startswith("_"))
             parts.extend(f"{short}.{name} = {name}\n" for name in public_names)
-    # Operators are registered by name per process: these must not replace those of an installed grmoe.
-    return "".join(parts).replace('"grmoe::', '"grmoe_bundle::')
+    text = "".join(parts).replace('torch.library.custom_op("grmoe::', '_custom_op("')
+    # Operators are registered by name per process. Those of another version, or of an installed grmoe, are others.
+    space = f"grmoe_bundle_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return HEADER.format(version=grmoe.__version__, space=space) + text
 
 
 def _collect(name: str, sections: dict[str, _Section]) -> None:

@@ -1,6 +1,9 @@
-"""Optimisers: Riemannian Adam for frames, and the split of a model's parameters between optimisers."""
+"""Optimisers: Riemannian Adam for frames, both optimisers of a model in one, and the split of its parameters."""
 
 from grmoe.optim.grassmann_adam import GrassmannAdam, Manifold
-from grmoe.optim.parameters import ParameterSplit, split_parameters
+from grmoe.optim.model_optimizer import ModelOptimizer
+from grmoe.optim.parameters import ParameterSplit, optimizer_groups, split_parameters
 
-__all__ = ["GrassmannAdam", "Manifold", "ParameterSplit", "split_parameters"]
+__all__ = [
+    "GrassmannAdam", "Manifold", "ModelOptimizer", "ParameterSplit", "optimizer_groups", "split_parameters",
+]  # fmt: skip

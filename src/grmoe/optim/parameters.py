@@ -40,3 +40,31 @@ def split_parameters(model: nn.Module) -> ParameterSplit:
     of = {kind: [p for p in kinds if kinds[p] == kind] for kind in order}
     groups = [{"params": of[m], "manifold": m} for m in ("grassmann", "stiefel") if of[m]]
     return ParameterSplit(groups, of["kappa"], of["rest"])
+
+
+def optimizer_groups(
+    model: nn.Module,
+    lr: float,
+    weight_decay: float = 0.1,
+    frames_lr: float | None = None,
+    kappa_lr: float | None = None,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(groups of AdamW, groups of `GrassmannAdam`), with a learning rate and a "kind" each.
+
+    Matrices have weight decay; vectors, κ and frames have none. kappa_lr is 5·lr by default, because at lr the
+    concentrations hardly move. frames_lr is 0.003·√k.
+    """
+    split = split_parameters(model)
+    matrices, vectors = [p for p in split.rest if p.ndim > 1], [p for p in split.rest if p.ndim <= 1]
+    kappa_lr = 5 * lr if kappa_lr is None else kappa_lr
+    groups: list[dict[str, Any]] = [
+        {"kind": "weights", "params": matrices, "weight_decay": weight_decay, "lr": lr},
+        {"kind": "weights", "params": vectors, "weight_decay": 0.0, "lr": lr},
+        {"kind": "kappa", "params": split.kappa, "weight_decay": 0.0, "lr": kappa_lr},
+    ]
+    frames = []
+    if split.frame_groups:
+        rank = split.frame_groups[0]["params"][0].shape[-1]
+        frames_lr = 0.003 * rank**0.5 if frames_lr is None else frames_lr
+        frames = [{"kind": "frames", **group, "lr": frames_lr} for group in split.frame_groups]
+    return [group for group in groups if group["params"]], frames

@@ -7,7 +7,7 @@ from pathlib import Path
 from grmoe.prune.figure import FIGURE, draw
 from grmoe.prune.results import Result
 from grmoe.prune.tables import card_section
-from grmoe.runs.card import model_card
+from grmoe.runs.card import card_name, model_card
 from grmoe.runs.export import write_model
 from grmoe.runs.results import save_results
 
@@ -23,6 +23,6 @@ def save(result: Result, out: Path, write: bool = False) -> dict[str, Path]:
     places = {"Numbers": numbers, "Figure": draw(result, out / FIGURE)}
     if write and result.body.chosen is not None:
         folder, sections = out / "model", {"prune": card_section(result)}
-        card = model_card(result.loaded, folder.name, measured=False, sections=sections)
+        card = model_card(result.loaded, card_name(folder), measured=False, sections=sections)
         places["Model"] = write_model(result.loaded, folder, card)
     return places

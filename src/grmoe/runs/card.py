@@ -6,9 +6,11 @@ Every command that measures a model writes its own section (`Results.card`). A s
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from grmoe.model import GrmoeConfig
 from grmoe.model.configuration_grmoe import OWN_CHOICE
@@ -27,21 +29,35 @@ pipeline_tag: text-generation
 tags: [grmoe, mixture-of-experts]
 ---
 
-# {name}
+# {title}
 
 {kind}
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)  # not needed with grmoe installed
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-model.set_alpha(2.0)  # sharper routing; nothing is retrained
-```
 """
 _GRASSMANN = """A Grassmannian Mixture-of-Experts language model. Each expert owns a subspace. A token goes to the
 experts that hold most of its energy. One number, α, sets the sparsity after training."""
 _OTHER = "A Mixture-of-Experts language model of grmoe, with its router `{router}`."
+
+# The section of these lines before it had marks.
+_OLD_USE = re.compile(
+    r"^```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\nmodel = .*?^```\n\n?",
+    re.MULTILINE | re.DOTALL,
+)
+_USE = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({name}, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained({name}, trust_remote_code=True)
+{dial}inputs = tokenizer("Once", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))
+```
+
+Where grmoe is installed, write `import grmoe` first: it brings fast kernels, and `trust_remote_code` is not needed."""
+
+
+def card_name(out: Path) -> str:
+    """How the card of a folder names it: by its relative path as given, so that the lines run where it was made."""
+    inside = not out.is_absolute() and ".." not in out.parts
+    return out.as_posix() if inside else out.resolve().name
 
 
 def model_card(
@@ -49,6 +65,7 @@ def model_card(
 ) -> str:
     """The card of a run, or the card an exported folder came with, for the setting the model has now.
 
+    name: what to load it by, see `card_name`.
     measured: keep the measurements of this model. False if its experts were changed.
     sections: new sections by kind, from the command that writes this card. They replace earlier ones.
     """
@@ -60,7 +77,8 @@ def model_card(
     if not card:
         router = loaded.model.config.router
         kind = _GRASSMANN if router == "grassmann" else _OTHER.format(router=router)
-        card = _CARD.format(name=name, kind=kind)
+        card = _CARD.format(title=name.rpartition("/")[2], kind=kind)
+    card = put_section(_OLD_USE.sub("", card), "use", _use(loaded.model.config, name))
     if loaded.checkpoint is not None:
         card = put_section(card, "training", _training(loaded, loaded.checkpoint))
     card = put_section(card, "setting", f"Routing in this folder: {describe_setting(loaded.model.config)}.")
@@ -76,6 +94,17 @@ def model_card(
             if results is not None and results.step == loaded.step and results.card:
                 card = put_section(card, kind, results.card)
     return card
+
+
+def _use(config: GrmoeConfig, name: str) -> str:
+    """Lines that load the folder and turn its dial."""
+    dial = ""
+    if config.budget_range is not None:
+        low, high = config.budget_range
+        dial = f"model.set_budget({(low + high) / 2:.3g})  # experts per token, from {low:g} to {high:g}\n"
+    elif config.router not in OWN_CHOICE:
+        dial = "model.set_alpha(2.0)  # sharper routing; nothing is retrained\n"
+    return _USE.format(name=json.dumps(name, ensure_ascii=False), dial=dial)
 
 
 def put_section(card: str, kind: str, section: str) -> str:

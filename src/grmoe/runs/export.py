@@ -12,7 +12,7 @@ from grmoe import checks
 from grmoe.files import read_json, replace_files, was_interrupted
 from grmoe.model import export_remote_code
 from grmoe.model.saved import CONFIG, seal
-from grmoe.runs.card import MODEL_CARD, model_card
+from grmoe.runs.card import MODEL_CARD, card_name, model_card
 from grmoe.runs.checkpoint import Checkpoint
 from grmoe.runs.folder import saved_config
 from grmoe.runs.open import LoadedModel, open_model
@@ -38,7 +38,7 @@ def export(
     check_place(run, out)
     saved_config(run)  # raises for an exported folder
     loaded = open_model(run, which, alpha, device="cpu", dtype=dtype, budget=budget)
-    write_model(loaded, out, model_card(loaded, out.name))
+    write_model(loaded, out, model_card(loaded, card_name(out)))
     assert loaded.checkpoint is not None
     return loaded.checkpoint
 

@@ -15,7 +15,7 @@ from grmoe.checks import require
 from grmoe.data import TokenDataset
 from grmoe.hardware import peak_flops
 from grmoe.model import Cost, GrmoeConfig, GrmoeForCausalLM, count
-from grmoe.optim import GrassmannAdam, split_parameters
+from grmoe.optim import GrassmannAdam, optimizer_groups
 from grmoe.parallel.build import build_model
 from grmoe.parallel.shard import split_by_mesh
 from grmoe.parallel.world import World
@@ -161,23 +161,16 @@ def assemble_trainer(
 
 def build_optimizers(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     """AdamW for weights and κ, `GrassmannAdam` for subspaces, each with its own learning rates."""
-    split = split_parameters(model)
-    matrices, vectors = [p for p in split.rest if p.ndim > 1], [p for p in split.rest if p.ndim <= 1]
-    kappa_lr = 5 * config.lr if config.kappa_lr is None else config.kappa_lr
-    groups: list[dict[str, Any]] = [
-        {"kind": "weights", "params": matrices, "weight_decay": config.weight_decay},
-        {"kind": "weights", "params": vectors, "weight_decay": 0.0},
-        {"kind": "kappa", "params": split.kappa, "weight_decay": 0.0, "lr": kappa_lr},
-    ]
-    fused = all(p.device.type == "cuda" for p in split.rest)
+    groups, frames = optimizer_groups(
+        model, config.lr, config.weight_decay, config.frames_lr, config.kappa_lr
+    )
+    fused = all(p.device.type == "cuda" for group in groups for p in group["params"])
     betas = (config.betas[0], config.betas[1])
-    groups = split_by_mesh(g for g in groups if g["params"])
-    optimizers: list[Optimizer] = [AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)]
-    if split.frame_groups:
-        rank = split.frame_groups[0]["params"][0].shape[-1]
-        frames_lr = 0.003 * rank**0.5 if config.frames_lr is None else config.frames_lr
-        frames = [{"kind": "frames", **group} for group in split.frame_groups]
-        optimizers.append(GrassmannAdam(frames, lr=frames_lr))
+    optimizers: list[Optimizer] = [
+        AdamW(split_by_mesh(groups), lr=config.lr, betas=betas, eps=config.eps, fused=fused)
+    ]
+    if frames:
+        optimizers.append(GrassmannAdam(frames))
     remember_peaks(optimizers)
     return optimizers
 

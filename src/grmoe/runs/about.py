@@ -1,0 +1,127 @@
+"""What a folder is, without its weights: how it was trained, whether it was dialled, and the next command."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from grmoe.data.shards import INDEX
+from grmoe.model import GrmoeConfig
+from grmoe.model.configuration_grmoe import OWN_CHOICE
+from grmoe.model.presets import find_config
+from grmoe.runs.card import MODEL_CARD, describe_setting
+from grmoe.runs.folder import (
+    CONFIG,
+    ENVIRONMENT,
+    checkpoints_of,
+    read_log,
+    saved_config,
+    tokenizer_of,
+    vocabulary,
+)
+from grmoe.runs.results import COMMANDS, ResultsError, find_results
+from grmoe.tables import Table
+
+_VALIDATION = re.compile(r"^\| validation perplexity \| ([\d.]+) \|", re.MULTILINE)  # of a model card
+
+
+def about(name: str) -> tuple[GrmoeConfig, Table | None, str]:
+    """(configuration, what is known about the folder, next command) of a preset, a run or an exported model."""
+    folder = Path(name)
+    if (folder / CONFIG).is_file():
+        return _about_run(folder)
+    if (folder / "config.json").is_file():
+        return _about_export(folder)
+    if (folder / INDEX).is_file():
+        raise ValueError(
+            f"{folder} holds prepared text, not a model; train one: grmoe train data.path={folder}"
+        )
+    return find_config(name), None, f"grmoe train model.preset={name}"
+
+
+def _about_run(folder: Path) -> tuple[GrmoeConfig, Table, str]:
+    config = saved_config(folder)
+    model = config.model_config(*vocabulary(tokenizer_of(folder, config)))
+    checkpoints = checkpoints_of(folder, config)
+    latest, best = checkpoints.latest(), checkpoints.best()
+    step = 0 if latest is None else latest.step
+    table = Table(str(folder), ["", ""], left=2)
+    table.add("what", "a run of `grmoe train`")
+    done = "finished" if step >= config.steps else "not finished"
+    table.add("trained", f"{step:,} of {config.steps:,} steps, {done}")
+    table.add("", f"{config.data.batch_size} sequences per step, learning rate {config.optim.lr:g}")
+    table.add("text", config.data.path)
+    if (started := _started(folder)) is not None:
+        table.add("started", started)
+    validations = [line for line in read_log(folder) if line.get("kind") == "validation"]
+    if best is not None:
+        of_best = [line for line in validations if line.get("step") == best.step and "perplexity" in line]
+        measured = f"{of_best[-1]['perplexity']:.2f} " if of_best else ""
+        table.add("validation perplexity", f"{measured}at step {best.step:,}, the best checkpoint")
+    if not (folder / "dial").is_dir() and model.router not in OWN_CHOICE:
+        table.add("dial", "not turned yet")
+    budget = _add_measurements(table, folder, None if best is None else best.step)
+    place = folder / "dial" / "model"
+    if step < config.steps:
+        following = f"grmoe train out={folder} --resume"
+    elif (place / "config.json").is_file():
+        following = f"grmoe serve {place}"
+    elif budget is not None:
+        following = f"grmoe export {folder} --budget {budget:g} --out {place}"
+    elif model.router in OWN_CHOICE:
+        following = f"grmoe export {folder}"
+    else:
+        following = f"grmoe dial {folder} --write"
+    return model, table, following
+
+
+def _about_export(folder: Path) -> tuple[GrmoeConfig, Table, str]:
+    config = find_config(folder)
+    table = Table(str(folder), ["", ""], left=2)
+    table.add("what", "an exported model")
+    sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    dtype = str(config.dtype).removeprefix("torch.")
+    table.add("weights", f"{sum(sizes) / 1e6:,.1f} MB, {dtype}" if sizes else "none: no .safetensors file")
+    card = folder / MODEL_CARD
+    found = _VALIDATION.search(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else None
+    if found is not None:
+        table.add("validation perplexity", f"{found[1]}, of its training")
+    table.add("routing", describe_setting(config))
+    turned = config.budget_curve is not None or config.router in OWN_CHOICE
+    if not turned:
+        table.add("dial", "not turned yet")
+    _add_measurements(table, folder, None)
+    return config, table, f"grmoe serve {folder}" if turned else f"grmoe dial {folder} --text FILE --write"
+
+
+def _started(folder: Path) -> str | None:
+    """When and where the run began, as far as it is known."""
+    try:
+        described = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
+        first = [*described.get("resumed_from", []), described][0]
+        return f"{first['started'][:16].replace('T', ' ')}, {first['device']}, grmoe {first['grmoe']}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _add_measurements(table: Table, folder: Path, step: int | None) -> float | None:
+    """One row for each command that measured the model. Returns the budget that its dial chose for this step."""
+    budget = None
+    for kind, command in COMMANDS.items():
+        try:
+            results = find_results(folder, kind)
+        except (ResultsError, OSError) as error:
+            table.add(command, str(error))
+            continue
+        if results is None:
+            continue
+        said = results.created[:16].replace("T", " ")
+        said += "" if results.step is None else f", step {results.step:,}"
+        if kind == "dial":
+            body = results.body
+            chosen = f"{body['chosen']['experts_per_token']:.3f} experts per token"
+            said += f": {body['asked']}; chosen {chosen}, perplexity {body['chosen']['perplexity']:.3f}"
+            budget = body["budget"] if results.step == step else None
+        table.add(command, said)
+    return budget
