@@ -321,6 +321,19 @@ def test_bad_input(build: Build, ids: torch.Tensor) -> None:
     assert torch.equal(model(inputs_embeds=embeds).logits, model(ids).logits)
 
 
+def test_an_embedding_multiplier_is_larger_embeddings(build: Build, ids: torch.Tensor) -> None:
+    """The model with multiplier m is the one with embeddings m times as large; the tied head does not grow."""
+    plain, scaled = build(), build(embedding_multiplier=4.0)
+    same = {name: p.clone() for name, p in scaled.state_dict().items()}
+    same["model.embed_tokens.weight"] *= 4
+    plain.load_state_dict(same)
+    torch.testing.assert_close(scaled(ids).logits, plain(ids).logits)
+    embeds = scaled.get_input_embeddings()(ids)
+    torch.testing.assert_close(scaled(inputs_embeds=embeds).logits, plain(ids).logits)
+    with pytest.raises(ValueError, match="embedding_multiplier must be a finite number > 0, got -1"):
+        build(embedding_multiplier=-1)
+
+
 def test_tied_embeddings_are_one_tensor(build: Build) -> None:
     model = build(tie_word_embeddings=True)
     assert model.lm_head.weight is model.get_input_embeddings().weight

@@ -121,6 +121,9 @@ class GrmoeConfig(PreTrainedConfig):
     """Id or ids of the token that ends a text."""
     tie_word_embeddings: bool = False
     """Use one matrix for input and output embeddings."""
+    embedding_multiplier: float = 1.0
+    """Multiplies the input embeddings, also those given as `inputs_embeds`. √hidden_size brings embeddings that start at
+    `initializer_range` to the scale of what the blocks add to them."""
     attention_bias: bool = False
     """Add biases to the attention projections."""
     attention_dropout: float = 0.0
@@ -199,6 +202,8 @@ class GrmoeConfig(PreTrainedConfig):
             value = checks.fraction("selection_tau", value)
         if name == "budget" and value is not None:
             value = checks.finite("budget", value, above=0)
+        if name == "embedding_multiplier":
+            value = checks.finite(name, value, above=0)
         if name in _SETTING and "budget" in self.__dict__ and getattr(self, name) is not None:
             super().__setattr__("budget", None)  # not while the fields are filled in for the first time
         super().__setattr__(name, value)

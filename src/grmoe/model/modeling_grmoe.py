@@ -468,6 +468,7 @@ class GrmoeModel(GrmoePreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        x = x * self.config.embedding_multiplier
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         plain = attention_mask is None and past_key_values is None and position_ids is None
