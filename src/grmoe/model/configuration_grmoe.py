@@ -122,8 +122,8 @@ class GrmoeConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
     """Use one matrix for input and output embeddings."""
     embedding_multiplier: float = 1.0
-    """Multiplies the input embeddings, also those given as `inputs_embeds`. √hidden_size brings embeddings that start at
-    `initializer_range` to the scale of what the blocks add to them."""
+    """Multiplies the input embeddings, also those given as `inputs_embeds`. √hidden_size brings embeddings that start
+    at `initializer_range` to the scale of what the blocks add to them."""
     attention_bias: bool = False
     """Add biases to the attention projections."""
     attention_dropout: float = 0.0
