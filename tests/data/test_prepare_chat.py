@@ -182,5 +182,5 @@ def test_plain_commands_read_plain_tokens(folder: Path) -> None:
     ids = data.read(0, data.tokens)
     assert ids.min() >= 0
     assert ids.max() < data.vocab_size
-    assert data.token_counts().sum() == data.tokens
+    assert data.token_counts().sum() == (data.read_rows(0, data.tokens) >= 0).sum() < data.tokens
     assert (np.where(data.read_rows(0, data.tokens) < 0, ~data.read_rows(0, data.tokens), ids) == ids).all()

@@ -42,7 +42,7 @@ def zeroed(path: Path) -> None:
 
 def flipped(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
+    content[len(content) // 4 * 2] ^= 1  # the lowest bit of a token, which stays in the vocabulary
     path.write_bytes(content)
 
 

@@ -99,9 +99,11 @@ def prepare(
     Run the same command again after an interruption, even after kill -9 or a full disk. It continues where it stopped
     and writes the same bytes. Changed sources or options are refused by name.
 
-    Examples: [bold]grmoe prepare input.txt[/]
-    [bold]grmoe prepare corpus/ --validation-source corpus/validation.jsonl.xz --tokenizer bpe:8192[/]
-    [bold]grmoe prepare conversations.jsonl --chat --tokenizer path/to/tokenizer.json[/]
+    Example: [bold]grmoe prepare input.txt[/]
+
+    Example: [bold]grmoe prepare corpus/ --validation-source corpus/validation.jsonl.xz --tokenizer bpe:8192[/]
+
+    Example: [bold]grmoe prepare conversations.jsonl --chat --tokenizer path/to/tokenizer.json[/]
     """
     with shell("lm", continues=True):
         from grmoe.data.prepare import prepare as run

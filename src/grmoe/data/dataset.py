@@ -254,10 +254,10 @@ class TokenDataset:
                 yield self.read_rows(at, min(stop, at + _CHUNK))
 
     def token_counts(self, domain: str | None = None) -> NDArray[np.int64]:
-        """Number of occurrences of each token of the vocabulary."""
+        """Number of occurrences of each token of the vocabulary; in a masked folder without context."""
         counts = np.zeros(self.vocab_size, dtype=np.int64)
         for chunk in self._chunks(domain):
-            counts += np.bincount(np.where(chunk < 0, ~chunk, chunk), minlength=self.vocab_size)
+            counts += np.bincount(chunk[chunk >= 0], minlength=self.vocab_size)
         return counts
 
 
