@@ -62,8 +62,8 @@ def test_counts_have_intervals_and_old_logs_are_refused(tmp_path: Path) -> None:
     (cells,) = table([run("softmax", seed, 3.5) for seed in range(3)]).rows
     assert cells[6:8] == ("0/3 (0–56 %)", "0/3")
     lines = [
-        {"kind": "train", "step": 1, "tokens": 9},
-        {"kind": "validation", "step": 1, "collapsed_layers": 0},
+        {"kind": "train", "step": 1, "tokens": 9, "loss": 3.5, "layers": [{"load": [1.0, 1.0]}]},
+        {"kind": "validation", "step": 1, "loss": 3.5, "collapsed_layers": 0},
     ]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(StudyError, match="was logged by an older version; remove it"):
