@@ -224,7 +224,7 @@ def seal(folder: Path) -> None:
         with safe_open(path, "pt") as file:
             sums = {_SUM + name: _sum(file.get_tensor(name)) for name in sorted(file.keys())}
         sealed = path.with_name(path.name + ".sealed")
-        # By hand, because safetensors writes these entries in a random order, and the same model must give the same file.
+        # By hand: safetensors writes these entries in a random order, and the same model must give the same file.
         with open(path, "rb") as old, open(sealed, "wb") as new:
             (size,) = struct.unpack("<Q", old.read(8))
             header = json.loads(old.read(size))
