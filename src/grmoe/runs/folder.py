@@ -47,8 +47,6 @@ def saved_config(folder: Path, overrides: Iterable[str] = ()) -> TrainConfig:
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} holds no run: {path} is missing")
-    with reading(path):  # a mistake in the file itself, before the changes
-        load(TrainConfig, path)
     # A run saves all its choices. Those that are missing are of a version that had no such choice.
     return load(TrainConfig, path, overrides).as_old_run()
 
