@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmoe.cli.dial import _target
+from grmoe.cli.dial import _asked
 from grmoe.dial import Setting, Target, mass, top_k
 from grmoe.dial.frontier import best_within, dial_points, frontier, gains, top_k_points, uniform_points
 from grmoe.dial.meter import Family, Meter, Point
@@ -138,6 +139,10 @@ def test_a_target_of_speed_takes_what_was_timed() -> None:
         choose(Target("throughput", 3), points, slow, speeds.get)
     with pytest.raises(ValueError, match=r"the fewest measured are 1\.200"):
         choose(Target("experts", 1.1), points, slow, speeds.get)
+
+
+def _target(*words: Any) -> Target:
+    return Target(*_asked(*words))
 
 
 def test_targets_from_the_command_line() -> None:

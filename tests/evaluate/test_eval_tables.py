@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 
 from grmoe.evaluate.perplexity import Perplexity, measure_text
 from grmoe.evaluate.results import Evaluation, Point, Result, show_alpha
-from grmoe.evaluate.tables import _domain_table, _summary_table, card_section, show
+from grmoe.evaluate.tables import _about_alpha, _domain_table, _summary_table, card_section, show
 from grmoe.evaluate.texts import DomainText
 from grmoe.head import IGNORED
+from grmoe.model import GrmoeConfig
 from grmoe.probe.routing import RoutingFigures
+from grmoe.tables import Table
 
 ROUTING = RoutingFigures(
     layer_experts=(1.5, 2.5), entropy=1.0, effective_experts_entropy=2.7, effective_experts_inverse=2.0
@@ -85,9 +88,10 @@ def test_without_texts_there_is_no_table_of_domains() -> None:
     model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16)
     loaded: Any = SimpleNamespace(model=model)
     both = Result(loaded=loaded, evaluation=evaluation([made_up(1.0)], 32))
-    assert [table.headings[0] for table in show(both)] == ["text", ""]
+    assert [table.headings[0] for table in show(both) if isinstance(table, Table)] == ["text", ""]
     tasks_only = made_up(1.0, texts={}, totals={}, text_routing=None, task_routing=ROUTING)
     (table,) = show(Result(loaded=loaded, evaluation=evaluation([tasks_only])))
+    assert isinstance(table, Table)
     assert [row[0] for row in table.rows] == ["experts per token", "exp(entropy) of the gate"]
     card = card_section(both)
     assert "windows of 64 tokens, stride 32 (" in card
@@ -141,3 +145,18 @@ def test_windows_weigh_by_the_tokens_they_score() -> None:
     assert reported == [3, 1]
     assert found == Perplexity(nll=1.0 * 18 + 2.0 * 5, tokens=23, words=6, bytes=46, documents=3)
     assert found.loss == pytest.approx(28 / 23)
+
+
+def test_top_k_says_that_alpha_does_not_change_the_number_of_experts() -> None:
+    """A default model has the same experts per token at every α: the column would look like a fault."""
+    top = GrmoeConfig()
+    [said] = _about_alpha(top, Path("runs/first"))
+    assert said == (
+        "This model computes its 2 most probable experts at every α. To change their number, give --budget. "
+        "Calibrate first: grmoe dial runs/first"
+    )
+    top.budget_curve = [{"experts_per_token": 1.0, "tau": 0.2, "alpha": 1.0, "cap": 2}]
+    [said] = _about_alpha(top, Path("m"))
+    assert said.endswith("give --budget.")
+    for other in (GrmoeConfig(selection="mass"), GrmoeConfig(router="switch")):
+        assert list(_about_alpha(other, Path("m"))) == []

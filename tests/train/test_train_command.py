@@ -80,7 +80,7 @@ def test_a_run_that_lost_its_log_still_ends_well(settings: Settings) -> None:
     again = runner.invoke(app, ["train", written(config), "--resume"])
     assert again.exit_code == 0, again.output
     assert f"{config.out}/log.jsonl has no lines to draw" in again.output
-    assert "grmoe export" in again.output
+    assert "Next: grmoe dial" in again.output
 
 
 def test_a_run_that_loses_its_log_on_the_way_still_says_how_good_it_is(

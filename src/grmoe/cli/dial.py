@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from grmoe.cli import options
 from grmoe.cli.shell import run_plan, shell
 from grmoe.terminal import say
-
-if TYPE_CHECKING:
-    from grmoe.dial import Target
 
 
 def dial(
@@ -62,13 +59,14 @@ def dial(
     Example: [bold]grmoe dial runs/first --max-ppl-increase 1% --check wikitext.txt --write[/]
     """
     with shell("lm", "studies", continues=True):
-        from grmoe.dial import Plan, run, save, show
+        asked = _asked(target_experts, max_ppl_increase, throughput)  # before the imports, which take seconds
+        from grmoe.dial import Plan, Target, run, save, show
         from grmoe.runs.export import check_place
         from grmoe.runs.results import check_results, results_folder
 
         out = out or results_folder(model, "dial")
         plan = Plan(
-            model=model, target=_target(target_experts, max_ppl_increase, throughput), text=text, checks=check or [],
+            model=model, target=Target(*asked), text=text, checks=check or [],
             tokens=tokens, length=length, cap=cap, checkpoint=checkpoint, beside=beside or [], folder=out,
         )  # fmt: skip
         if write:
@@ -82,14 +80,14 @@ def dial(
             say(f"Next: grmoe export {model} --budget {result.body.budget:g} --out {place}")
 
 
-def _target(experts: float | None, max_ppl_increase: str | None, throughput: str | None) -> Target:
-    """The one target that was given. Without any: a perplexity increase of 1 %."""
-    from grmoe.dial import Target
-
+def _asked(
+    experts: float | None, max_ppl_increase: str | None, throughput: str | None
+) -> tuple[Literal["experts", "perplexity", "throughput"], float]:
+    """Kind and value of the one target that was given. Without any: a perplexity increase of 1 %."""
     if sum(v is not None for v in (experts, max_ppl_increase, throughput)) > 1:
         raise ValueError("give one of --target-experts, --max-ppl-increase and --throughput, not several")
     if experts is not None:
-        return Target("experts", experts)
+        return "experts", experts
     if throughput is not None:
-        return Target("throughput", options.parse_number("throughput", throughput, "x", "1.3x"))
-    return Target("perplexity", options.parse_percent("max-ppl-increase", max_ppl_increase))
+        return "throughput", options.parse_number("throughput", throughput, "x", "1.3x")
+    return "perplexity", options.parse_percent("max-ppl-increase", max_ppl_increase)

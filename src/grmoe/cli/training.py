@@ -72,6 +72,7 @@ def train(
         if show:
             print(to_yaml(config), end="")
             return
+        from grmoe.runs.about import about
         from grmoe.train.loop import TrainingStopped
         from grmoe.train.loop import train as run
         from grmoe.train.summary import save, summarize
@@ -91,7 +92,7 @@ def train(
             summary = summarize(config, outcome)
             say_all(show_summary(summary))
             say_written(**save(summary))
-            say(f"Next: grmoe export {config.out}")
+            say(f"Next: {about(config.out)[2]}")
 
 
 def curves(

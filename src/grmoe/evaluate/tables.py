@@ -8,15 +8,30 @@ from typing import Any
 
 from grmoe.evaluate.results import Evaluation, Point, Result, show_alpha
 from grmoe.hardware import device_name
+from grmoe.model import GrmoeConfig
+from grmoe.model.configuration_grmoe import OWN_CHOICE
 from grmoe.runs.results import save_results
 from grmoe.tables import Table, with_error
 
 
-def show(result: Result) -> Iterator[Table]:
-    """The tables to print."""
+def show(result: Result) -> Iterator[Table | str]:
+    """The tables to print, and a word where α does not do what its user may expect."""
     if result.evaluation.points[0].texts:
         yield _domain_table(result.evaluation)
     yield _summary_table(result.evaluation.points)
+    if len([point for point in result.evaluation.points if point.budget is None]) > 1:
+        yield from _about_alpha(result.loaded.model.config, result.loaded.path)
+
+
+def _about_alpha(config: GrmoeConfig, path: Path) -> Iterator[str]:
+    """Under top-k, α changes the weights of experts, and not how many compute a token."""
+    if config.selection != "topk" or config.router in OWN_CHOICE:
+        return
+    first = "" if config.budget_curve else f" Calibrate first: grmoe dial {path}"
+    yield (
+        f"This model computes its {config.num_experts_per_tok} most probable experts at every α. "
+        f"To change their number, give --budget.{first}"
+    )
 
 
 def save(result: Result, out: Path) -> dict[str, Path]:
