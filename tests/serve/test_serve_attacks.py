@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -265,17 +264,15 @@ def test_silent_connections_give_way(folder: Path) -> None:
 def test_health_is_answered_when_all_connections_are_busy(folder: Path) -> None:
     service = make_service(options(folder, connections=2, concurrency=1))
     slow_down(service, 0.05)
-    with running(service) as client, ThreadPoolExecutor(3) as pool:
-        body = {"prompt": "x", "max_tokens": 100, "temperature": 0}
-        with httpx.Client(base_url=client.base_url, timeout=1) as leaving:
-            busy = [pool.submit(leaving.post, "/v1/completions", json=body) for _ in range(3)]
-            until(lambda: service.connections() == 3)
-            assert client.get("/health").status_code == 200
-            assert client.get("/ready").status_code == 200
-            assert client.get("/v1/models").status_code == 503
-            assert all(
-                isinstance(each.exception(), httpx.TimeoutException) for each in busy if each.exception()
-            )
+    body = json.dumps({"prompt": "x", "max_tokens": 100, "temperature": 0}).encode()
+    sent = STALLED["body"].replace(b"99", b"%d" % len(body))[:-1] + body
+    with running(service) as client, ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(connect(client, sent))
+        until(lambda: len(service.engine.running) + len(service.engine.waiting) == 2)
+        assert client.get("/health").status_code == 200
+        assert client.get("/ready").status_code == 200
+        assert client.get("/v1/models").status_code == 503
 
 
 def test_slow_headers_are_cut_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,28 +314,28 @@ def test_a_body_without_end_is_cut_off(folder: Path, monkeypatch: pytest.MonkeyP
     assert sent < MEGABYTE
 
 
-@pytest.mark.parametrize("stalled", ["body", "template"])
-def test_a_server_that_is_told_to_stop_waits_for_nobody_for_long(folder: Path, stalled: str) -> None:
+def test_a_server_that_is_told_to_stop_waits_for_nobody_for_long(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A body that never ends, and a template that never ends: after the grace both are cut."""
+    monkeypatch.setattr("grmoe.serve.server._LAST_WORDS", 0.3)
     service = make_service(options(folder, grace=0.2, timeout=60))
-    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    assert service.template is not None
-    service.template.setup["template"] = loop
+    template = service.template
+    assert template is not None
+    template.setup["template"] = (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    chat = {"messages": [{"role": "user", "content": "x"}]}
     with ThreadPoolExecutor(1) as pool:
         with running(service) as client:
             url = str(client.base_url)
-            if stalled == "body":
-                connection: Any = connect(client, STALLED["body"])
-                until(lambda: service.connections() == 1)
-            else:
-                chat = {"messages": [{"role": "user", "content": "x"}]}
-                chatting = pool.submit(httpx.post, f"{url}/v1/chat/completions", json=chat, timeout=30)
-                until(lambda: service.template is not None and service.template.process is not None)
-                assert client.get("/health").status_code == 200
+            chatting = pool.submit(httpx.post, f"{url}/v1/chat/completions", json=chat, timeout=30)
+            until(lambda: template.process is not None)
+            body = connect(client, STALLED["body"])
+            until(lambda: service.connections() == 2)
+            assert client.get("/health").status_code == 200
             start = time.monotonic()
         assert time.monotonic() - start < 4
-        if stalled == "body":
-            assert received(connection) == b""
-            connection.close()
-        else:
-            assert chatting.result().status_code == 503
+        assert chatting.result().status_code == 503
+        with body:
+            assert received(body) == b""

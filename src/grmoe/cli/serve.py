@@ -50,7 +50,7 @@ def serve(
         ),
     ] = Options.together,
     concurrency: Annotated[
-        int, typer.Option(min=1, help="Requests computed at the same time.")
+        int, typer.Option(min=1, help="Answers computed at the same time.")
     ] = Options.concurrency,
     queue: Annotated[
         int, typer.Option(min=0, help="Requests that may wait; the next one gets a 429.")

@@ -33,7 +33,7 @@ class Options:
     together: bool | None = None
     """Compute requests in one batch. None: in fp32 only, because there near ties can be computed again alone."""
     concurrency: int = 16
-    """Requests computed at the same time."""
+    """Answers computed at the same time."""
     queue: int = 64
     """Requests that may wait. The next one gets status 429."""
     max_new_tokens: int | None = None
