@@ -12,11 +12,15 @@ from damage, not from forgery: nothing in a forged checkpoint is run either way.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import json
 import math
+import mmap
+import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,6 +41,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
 from grmoe.files import read_json, reading
@@ -155,16 +160,26 @@ def _check_index(found: Any) -> None:
 def sum_written(folder: Path, written: Iterable[WriteResult]) -> Sums:
     """Checksums of what one process wrote. Read back, because PyTorch writes each tensor in many pieces."""
     sums: Sums = {}
-    for result in written:
-        place = result.storage_data
+    for place in (result.storage_data for result in written):
         with open(folder / place.relative_path, "rb") as file:
-            sums[place.relative_path, place.offset] = zlib.crc32(_read(file, place))
+            sums[place.relative_path, place.offset] = _sum(file, place)
     return sums
 
 
-def _read(file: BinaryIO, place: _StorageInfo) -> bytes:
-    file.seek(place.offset)
-    return file.read(place.length)
+def _sum(file: BinaryIO, place: _StorageInfo) -> int:
+    if place.length == 0:
+        return zlib.crc32(b"")
+    # Mapped, because reading would copy what may be gigabytes.
+    end = place.offset + place.length
+    with (
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        memoryview(content)[place.offset : end] as part,
+    ):
+        return zlib.crc32(part)
+
+
+def _order(place: _StorageInfo) -> tuple[str, int]:
+    return place.relative_path, place.offset
 
 
 # -- tensors ---------------------------------------------------------------------------------------------------
@@ -183,38 +198,43 @@ class Reader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         # By place, so that a tensor with several readers is read once.
-        items = sorted(plan.items, key=lambda item: self._order(self.storage_data[item.storage_index]))
-        last: tuple[Any, Tensor | None] = (None, None)
-        for item in items:
-            place = self.storage_data[item.storage_index]
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(self.content(place)))
-                continue
-            if last[0] is not place:
-                last = (place, _tensor(self.content(place), self.folder / place.relative_path, item))
-            assert last[1] is not None
-            self._fill(last[1], item, planner)
+        items = sorted(plan.items, key=lambda item: _order(self.storage_data[item.storage_index]))
+        for _, group in itertools.groupby(
+            items, key=lambda item: _order(self.storage_data[item.storage_index])
+        ):
+            readers = list(group)
+            place, name = self.storage_data[readers[0].storage_index], readers[0].storage_index.fqn
+            with self.open(place) as content:
+                if readers[0].type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(readers[0], io.BytesIO(content.read(place.length)))
+                    continue
+                tensor = _tensor(content, self.folder / place.relative_path, name)
+            for item in readers:
+                self._fill(tensor, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def content(self, place: _StorageInfo) -> bytes:
-        """The bytes of one entry, as they were saved."""
+    @contextlib.contextmanager
+    def open(self, place: _StorageInfo) -> Iterator[Any]:
+        """The bytes of one entry as a file, if they are those that were saved."""
         path = self.folder / place.relative_path
-        with reading(path):
-            if path.stat().st_size < place.offset + place.length:
-                raise DamageError(f"{path} is cut off: it has {path.stat().st_size} bytes")
-            with open(path, "rb") as file:
-                content = _read(file, place)
-        sums = self.index.sums
-        if sums is not None and sums.get((place.relative_path, place.offset)) != zlib.crc32(content):
-            raise DamageError(f"{path} is not the file that was saved: its checksum differs")
-        return content
+        with contextlib.ExitStack() as opened:
+            with reading(path):
+                file = opened.enter_context(open(path, "rb"))
+                size = os.fstat(file.fileno()).st_size
+                if size < place.offset + place.length:
+                    raise DamageError(f"{path} is cut off: it has {size} bytes")
+                sums = self.index.sums
+                if sums is not None and sums.get((place.relative_path, place.offset)) != _sum(file, place):
+                    raise DamageError(f"{path} is not the file that was saved: its checksum differs")
+            yield _create_file_view(file, place.offset, place.length)
 
     def check_all(self) -> None:
         """Raise if any byte that loading could use is not the one that was saved."""
         for place in self.index.content.storage_data.values():
-            self.content(place)
+            with self.open(place):
+                pass
 
     def _fill(self, tensor: Tensor, item: ReadItem, planner: LoadPlanner) -> None:
         name = item.storage_index.fqn
@@ -226,10 +246,6 @@ class Reader(FileSystemReader):
             raise DamageError(f"{name} has another shape than the index says: {tuple(tensor.shape)}")
         target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
         planner.commit_tensor(item, target)
-
-    @staticmethod
-    def _order(place: _StorageInfo) -> tuple[str, int]:
-        return place.relative_path, place.offset
 
 
 class Planner(DefaultLoadPlanner):
@@ -248,13 +264,13 @@ class Planner(DefaultLoadPlanner):
         node[last] = found
 
 
-def _tensor(content: bytes, path: Path, item: ReadItem) -> Tensor:
+def _tensor(content: Any, path: Path, name: str) -> Tensor:
     try:
-        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        found = torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:  # of the archive, its index, or a class that is not plain
-        raise DamageError(f"{path} is damaged at {item.storage_index.fqn}") from error
+        raise DamageError(f"{path} is damaged at {name}") from error
     if not isinstance(found, Tensor):
-        raise DamageError(f"{path} holds no tensor at {item.storage_index.fqn}")
+        raise DamageError(f"{path} holds no tensor at {name}")
     return found
 
 
