@@ -61,6 +61,26 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
+def largest(names: Sequence[str], most: int) -> tuple[list[str], str]:
+    """The first `most` names of a list with the largest first, and "3 others" for the rest; "" if there is none.
+
+    One name more is shown, because "1 others" would take its place.
+    """
+    left = len(names) - most
+    return (list(names[:most]), f"{left:,} others") if left > 1 else (list(names), "")
+
+
+def shortened(name: str, width: int = 40) -> str:
+    """A name that users chose, cut where it is too long for a table or a line."""
+    return name if len(name) <= width else name[: width - 1] + "…"
+
+
+def counted(number: float, noun: str) -> str:
+    """1 expert, 2 experts, 1.5 experts."""
+    shown = f"{number:,g}" if isinstance(number, float) else f"{number:,}"
+    return f"{shown} {noun}" if shown == "1" else f"{shown} {noun}s"
+
+
 def percent(share: float) -> str:
     """+0.73 % for 0.0073."""
     return f"{100 * share:+.2f} %"

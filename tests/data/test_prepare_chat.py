@@ -12,8 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from grmoe.chat_worker import launch
 from grmoe.cli import app
-from grmoe.data import TokenDataset, prepare
+from grmoe.data import TokenDataset, prepare, rendering
 from grmoe.data.chat import DEFAULT_TEMPLATE
 from grmoe.data.tokenizer import END_OF_TEXT, LoadedTokenizer, load, save
 from grmoe.parallel.world import World
@@ -141,6 +142,37 @@ def test_a_template_that_does_not_fit_or_is_crafted_is_refused(
     sentence = "chat.jsonl, row 1: the chat template refuses it"
     assert sentence in result.output.replace("\n", "")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_template_that_does_not_end_stops_the_command(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, it ran for ever. All rows share one process, also after an error of the template."""
+    template = (
+        "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+        "{% endfor %}{% endif %}{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}"
+        + DEFAULT_TEMPLATE
+    )
+    tokenizer = with_template(folder, tmp_path / "crafted", template)
+    started: list[float] = []
+    monkeypatch.setattr(rendering, "launch", lambda s: (started.append(s), launch(0.5))[1])
+
+    def rows(*contents: str) -> Path:
+        answer = {"role": "assistant", "content": "yes"}
+        return write(
+            tmp_path / "chat.jsonl",
+            [{"messages": [{"role": "user", "content": text}, answer]} for text in contents],
+        )
+
+    options: dict[str, Any] = {"chat": True, "tokenizer": tokenizer, "validation": 0, "workers": 1}
+    index = prepare([rows("a", "no", "b", "c")], tmp_path / "out", **options)
+    assert index["splits"]["train"]["documents"] == 3
+    assert index["skipped"] == {"the chat template refuses it": 1}
+    assert len(started) == 1
+    with pytest.raises(
+        ValueError, match=r"template took more than 10 s for the conversation .* 'loop'; give"
+    ):
+        prepare([rows("a", "loop")], tmp_path / "other", **options)
 
 
 def test_conversations_are_held_out_whole(folder: Path) -> None:

@@ -47,6 +47,41 @@ def test_mistakes_are_one_line(corpus: Path, tmp_path: Path) -> None:
     assert "tokenizer: 'bpe:300' before, 'bpe:400' now" in output.replace("\n", "")
 
 
+@pytest.mark.parametrize(
+    ("given", "share"), [("5%", 0.05), ("0.2", 0.2), ("0", 0.0), ("0%", 0.0), (" 0.5 %", 0.005)]
+)
+def test_a_share_may_have_a_percent_sign(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str, share: float
+) -> None:
+    asked: list[float] = []
+
+    def stop(*_: object, validation: float, **__: object) -> None:
+        asked.append(validation)
+        raise ValueError("stopped here")
+
+    monkeypatch.setattr(sys.modules["grmoe.data.prepare"], "prepare", stop)
+    assert "stopped here" in run(tmp_path, "--validation", given)[1]
+    assert asked == [share]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("5", "validation 5: 5% or 0.05? From 1 on, write the % sign"),
+        ("20", "validation 20: 20%? From 1 on, write the % sign"),
+        ("-1%", "validation must be at least 0 and finite, got '-1%'"),
+        ("nan", "validation must be at least 0 and finite, got 'nan'"),
+        ("half", "validation must be a number like 1%, got 'half'"),
+        ("100%", "validation must be a share below 1, got 1.0"),
+    ],
+)
+def test_a_share_that_is_none_is_refused(tmp_path: Path, given: str, said: str) -> None:
+    (tmp_path / "one.txt").write_text("a single document")
+    code, output = run(tmp_path / "one.txt", "--out", tmp_path / "out", "--validation", given)
+    assert code == 2
+    assert said in output
+
+
 def test_without_validation_it_says_so(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("a single document")
     options = ("--out", tmp_path / "out", "--tokenizer", "bpe:257", "--validation", 0)

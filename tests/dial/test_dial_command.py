@@ -146,9 +146,9 @@ def _check_earlier(result: Result, out: Path, capsys: pytest.CaptureFixture[str]
     folder = out / "model"
 
     def left_by(budget: float | None) -> list[str]:
-        folder.mkdir()
-        config = {"model_type": "grmoe", "budget": budget, "budget_curve": result.body.curve}
-        (folder / "config.json").write_text(json.dumps(config))
+        save(result, out, write=True)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "budget": budget}))
         save(result, out)
         return sorted(path.name for path in out.glob("model*"))
 

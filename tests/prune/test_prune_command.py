@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from grmoe.prune.choose import prediction_method, random_method
 from grmoe.prune.divergence import Divergence
 from grmoe.prune.gates import check_router
 from grmoe.prune.layers import all_experts, prunable_layers
-from grmoe.prune.results import chance
+from grmoe.prune.results import Result, chance
 from grmoe.runs.export import export
 from grmoe.runs.open import open_model
 from grmoe.runs.results import load_results, save_results
@@ -90,7 +91,9 @@ def test_writing_opens_the_checkpoint_once(
     assert len(opened) == 1
 
 
-def test_in_python_the_result_holds_the_pruned_model(trained: Trained, tmp_path: Path) -> None:
+def test_in_python_the_result_holds_the_pruned_model(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     stages: list[tuple[int, int]] = []
     plan = Plan(model=trained("grassmann"), experts=3, tokens=512)
     result = run(plan, lambda stage, done, total: stages.append((done, total)))
@@ -105,6 +108,33 @@ def test_in_python_the_result_holds_the_pruned_model(trained: Trained, tmp_path:
     }
     assert [done for done, _ in stages] == list(range(1, len(stages) + 1))
     assert stages[-1][0] == stages[-1][1]  # as many as announced
+    monkeypatch.setattr("grmoe.prune.saving.draw", lambda _, path: path)
+    _check_earlier(result, tmp_path / "out", capsys)
+
+
+def _check_earlier(result: Result, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model of an earlier prune stays beside results of the same model only."""
+    folder, nothing = out / "model", replace(result, body=replace(result.body, chosen=None))
+    weight = next(result.loaded.model.parameters())
+
+    def left() -> tuple[list[str], str]:
+        return sorted(path.name for path in out.glob("model*")), capsys.readouterr().err
+
+    save(result, out, write=True)
+    capsys.readouterr()
+    save(result, out)
+    assert left() == (["model"], "")
+    with torch.no_grad():
+        weight[0, 0] += 1  # one number differs
+    save(result, out)
+    moved = f"{folder} was of an earlier prune: moved to {folder}-old"
+    assert left() == (["model-old"], f"{moved}. --write saves the model of this one\n")
+    save(result, out, write=True)
+    weight.data = weight.data + 1
+    save(nothing, out, write=True)
+    names, said = left()
+    assert names == ["model-old", "model-old-2"]  # nothing is lost
+    assert said.endswith(f"{moved}-2. This one found none\n")
 
 
 def test_the_card_has_no_numbers_of_the_whole_model(trained: Trained, data: Path, tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ def test_the_setting_in_words() -> None:
     assert describe_setting(GrmoeConfig()) == "α 1, the 2 most probable experts per token"
     mass = GrmoeConfig(selection="mass", selection_tau=0.45, alpha=[1.5] * 6)
     assert "reach probability 0.45, at most 2" in describe_setting(mass)
+    assert describe_setting(GrmoeConfig(num_experts_per_tok=1)) == "α 1, the most probable expert per token"
+    low, high = ({"experts_per_token": k, "tau": 0.9, "alpha": 1.0, "cap": int(k)} for k in (1.0, 2.0))
+    for budget, words in ((1.0, "1 expert per token"), (1.5, "1.5 experts per token")):
+        config = GrmoeConfig(budget_curve=[low, high], budget=budget)
+        assert describe_setting(config).startswith(f"a budget of {words} (the fewest")
     assert describe_setting(GrmoeConfig(router="switch")) == "router `switch`, α 1"
 
 

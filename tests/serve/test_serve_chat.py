@@ -11,7 +11,7 @@ import pytest
 from small_model import make_tokenizer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from grmoe.serve import chat_worker
+from grmoe import chat_worker
 from grmoe.serve.chat import ChatTemplate
 from grmoe.serve.errors import Invalid
 
@@ -55,10 +55,11 @@ def rendered(template: ChatTemplate, *contents: str) -> list[str | Invalid]:
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_rendered_as_transformers_does(template: str) -> None:
     tokenizer = make_tokenizer()
-    expected = tokenizer.apply_chat_template(
-        MESSAGES, chat_template=template, tokenize=False, add_generation_prompt=True
-    )
-    assert chat_worker.render(template, tokenizer.special_tokens_map, MESSAGES) == expected
+    for prompt in (True, False):
+        expected = tokenizer.apply_chat_template(
+            MESSAGES, chat_template=template, tokenize=False, add_generation_prompt=prompt
+        )
+        assert chat_worker.render(template, tokenizer.special_tokens_map, MESSAGES, prompt) == expected
 
 
 def test_the_sandbox_is_that_of_transformers() -> None:

@@ -270,6 +270,11 @@ def test_lines_in_words() -> None:
     assert log._describe_validation(numbers).startswith(
         "validation loss 2.0000, perplexity 7.39 (a 3.00, b 1"
     )
+    many = {"x" * 99: 0.0, **{f"d{n}": math.log(n) for n in range(1, 8)}}
+    said = log._describe_validation(numbers | {"domains": many})
+    assert said.endswith(f"({'x' * 39}… 1.00, d1 1.00, d2 2.00, d3 3.00, d4 4.00, 3 others)")
+    five = dict(list(many.items())[:6])
+    assert log.describe_domains(five).endswith("d4 4.00, d5 5.00")  # not "1 others"
     assert [log.duration(s) for s in (0.4, 59.6, 61, 3599, 3600, 7325)] == [
         "0:00", "1:00", "1:01", "59:59", "1:00:00", "2:02:05",
     ]  # fmt: skip

@@ -225,7 +225,7 @@ def test_activation_checkpointing_is_on_where_it_is_asked_for(settings: Settings
 def test_data_without_validation_text_is_refused(settings: Settings, prepared: Path, tmp_path: Path) -> None:
     corpus = prepared.parent / "corpus.jsonl"
     prepare([str(corpus)], tmp_path / "data", tokenizer="bpe:280", validation=0.0, workers=1)
-    with pytest.raises(ValueError, match=r"data\.path must hold validation text, got .*--validation 0\.01"):
+    with pytest.raises(ValueError, match=r"data\.path must hold validation text, got .*--validation 1%"):
         build_trainer(settings(data={"path": str(tmp_path / "data")}), ONE)
     with pytest.raises(ValueError, match=r"data\.sequence_length must be at most the model's 32, got 33"):
         build_trainer(settings(data={"sequence_length": 33}), ONE)

@@ -22,7 +22,9 @@ def trainer(config: TrainConfig) -> Trainer:
 def test_the_loss_is_the_mean_over_tokens_of_each_domain(settings: Settings) -> None:
     """Against windows one at a time; batches change the order of sums, so fp32 agrees to about 1e-6."""
     s = trainer(settings(validation={"tokens": 10**9, "batch_size": 3}))
+    s.validation.domain_tokens = {"ones": 1, "threes": 2}
     found = validate(s)
+    assert list(found.domains) == ["threes", "ones"]  # the largest first
     total = tokens = 0.0
     for domain in ("ones", "threes"):
         loss = count = 0.0

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from grmoe.cli import options
 from grmoe.cli.shell import shell
 from grmoe.terminal import say, say_all, say_written, show_progress
 
@@ -31,13 +32,11 @@ def prepare(
         ),
     ] = "bpe:4096",
     validation: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            min=0,
-            max=0.99,
-            help="Share of the documents to hold out for validation, chosen by their hash. Of few or long documents: "
-            "this share of each, its end.",
-            show_default="0.01, and more where later commands need it; 0.05 of python-stdlib",
+            help="Share of the documents to hold out for validation, chosen by their hash: 5% or 0.05. Of few or long "
+            "documents: this share of each, its end.",
+            show_default="1%, and more where later commands need it; 5% of python-stdlib",
         ),
     ] = None,
     validation_source: Annotated[
@@ -110,9 +109,12 @@ def prepare(
         from grmoe.data.progress import Reporter, next_command, show
         from grmoe.data.sources import STDLIB
 
+        share = None
+        if validation is not None:
+            share = options.parse_percent("validation", validation, ambiguous=1, zero=True)
         with show_progress() as progress:
             index = run(
-                source or [STDLIB], out, tokenizer=tokenizer, validation=validation,
+                source or [STDLIB], out, tokenizer=tokenizer, validation=share,
                 validation_source=validation_source, sequence_length=sequence_length, shard_tokens=shard_tokens,
                 chat=chat, text_field=text_field, domain_field=domain_field,
                 max_document=round(max_document_mb * 2**20), workers=workers, strict=strict, overwrite=overwrite,

@@ -66,14 +66,14 @@ def beside_model(files: str, kind: str) -> Any:
     return typer.Option(file_okay=False, help=f"Folder for {files}.", show_default=place)
 
 
-def parse_number(name: str, text: str, unit: str, example: str) -> float:
-    """A positive number with or without its unit: 1.3 for "1.3x"."""
+def parse_number(name: str, text: str, unit: str, example: str, zero: bool = False) -> float:
+    """A positive number with or without its unit: 1.3 for "1.3x". zero: 0 is allowed too."""
     try:
         value = float(text.strip().removesuffix(unit))
     except ValueError:
         raise ValueError(f"{name} must be a number like {example}, got {text!r}") from None
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be above 0 and finite, got {text!r}")
+    if not (0 < value < float("inf") or (zero and value == 0)):
+        raise ValueError(f"{name} must be {'at least' if zero else 'above'} 0 and finite, got {text!r}")
     return value
 
 
@@ -82,13 +82,18 @@ def parse_numbers(name: str, texts: list[str] | None) -> list[float]:
     return [parse_number(name, part, "", "1.5") for text in texts or [] for part in text.split(",")]
 
 
-def parse_percent(name: str, text: str | None, default: str = "1%") -> float:
-    """A positive share: 0.01 for "1%" and for "0.01". Without a sign, 0.1 and more may mean percent: refused."""
+def parse_percent(
+    name: str, text: str | None, default: str = "1%", ambiguous: float = AMBIGUOUS_SHARE, zero: bool = False
+) -> float:
+    """A positive share: 0.01 for "1%" and for "0.01". Without the sign, a number from `ambiguous` on is refused.
+
+    It may mean percent. zero: 0 is allowed too.
+    """
     text = (default if text is None else text).strip()
-    value = parse_number(name, text, "%", "1%")
+    value = parse_number(name, text, "%", "1%", zero)
     if text.endswith("%"):
         return value / 100
-    if value >= AMBIGUOUS_SHARE:
+    if value >= ambiguous:
         other = f" or {100 * value:g}%" if value < 1 else f" or {value / 100:g}" if value < 10 else ""
-        raise ValueError(f"{name} {text}: {value:g}%{other}? From {AMBIGUOUS_SHARE} on, write the % sign")
+        raise ValueError(f"{name} {text}: {value:g}%{other}? From {ambiguous:g} on, write the % sign")
     return value

@@ -34,6 +34,9 @@ def prune(
     The command compares methods that look at the overlap of subspaces, at outputs, at predictions or at load, with
     random pruning as the baseline. It chooses the one that changes the predictions least. Nothing is retrained.
 
+    A second prune replaces results.json. Without --write it moves a model that an earlier prune saved to OUT/model-old,
+    if that is another model than this one found.
+
     Example: [bold]grmoe prune runs/first --experts 6 --check wikitext.txt --write[/]
     """
     with shell("lm", "studies"):

@@ -1,7 +1,8 @@
 """From conversations to tokens, with the loss on what the assistant says.
 
 The tokenizer's chat template turns a conversation into text. A template is a program of Jinja that came with the
-tokenizer. transformers runs it in a sandbox, where it reaches neither files nor attributes of Python objects.
+tokenizer. It runs in a process of its own and in the sandbox of transformers, where it reaches neither files nor
+attributes of Python objects.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from grmoe.chat_worker import MAX_TEXT
 from grmoe.data.conversations import ASSISTANT
+from grmoe.data.rendering import Renderer
 from grmoe.data.shards import context_bit
 from grmoe.data.sources import optional
 
@@ -45,6 +48,7 @@ class ChatEncoder:
         self.end_of_text, self.dtype = end_of_text, dtype
         added = self.tokenizer.added_tokens_decoder.values()
         self.special = {token.content for token in added if token.special}
+        self.renderer = Renderer(self.tokenizer.get_chat_template(), self.tokenizer.special_tokens_map)
 
     def batch(self, texts: Sequence[str]) -> list[NDArray[np.unsignedinteger] | str]:
         """The tokens of each conversation, or why it has none: a reason, or "reason: detail"."""
@@ -56,38 +60,21 @@ class ChatEncoder:
         said = [text for message in messages for text in message.values()]
         if any(token in text for text in said for token in self.special):
             return SPECIAL  # it would end an answer, or begin a message
-        try:
-            text, spans = self._render(messages)
-        except Exception as error:  # templates raise errors of many kinds
-            return f"{TEMPLATE}: {' '.join(str(error).split()):.80}"
+        if sum(map(len, said)) > MAX_TEXT:
+            return LONG
+        found = self.renderer.render(messages, ASSISTANT)
+        if "error" in found:
+            return f"{TEMPLATE}: {' '.join(found['error'].split()):.80}"
+        text = found["text"]
         if len(text) > _LONGEST:
             return LONG
         encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int64)
         starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
         spoken = np.zeros(len(ids), dtype=bool)
-        for first, stop in spans:
+        for first, stop in found["spans"]:
             spoken |= (starts >= first) & (starts < stop)
         if not len(ids) or ids[-1] != self.end_of_text:
             ids = np.append(ids, self.end_of_text)
             spoken = np.append(spoken, messages[-1]["role"] == ASSISTANT)
         return np.where(spoken, ids, ids + context_bit(self.dtype)).astype(self.dtype)
-
-    def _render(self, messages: list[dict[str, str]]) -> tuple[str, list[tuple[int, int]]]:
-        """(the conversation as text, where the assistant speaks in it)."""
-        whole = self._apply(messages)
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] == ASSISTANT:
-                prompt = self._apply(messages[:number], add_generation_prompt=True)
-                answered = self._apply(messages[: number + 1])
-                if not (whole.startswith(answered) and answered.startswith(prompt)):
-                    raise ValueError("the template changes earlier messages")
-                spans.append((len(prompt), len(answered)))
-        return whole, spans
-
-    def _apply(self, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-        return text

@@ -44,7 +44,10 @@ class TokenDataset:
         content = self.index["splits"][split]
         self.tokens: int = content["tokens"]
         self.documents: int = content["documents"]
-        self.domains: list[str] = list(content["domains"])
+        self.domain_tokens: dict[str, int] = {
+            name: tally["tokens"] for name, tally in content["domains"].items()
+        }
+        self.domains = list(self.domain_tokens)
         self._shards = content["shards"]
         for shard in self._shards:
             check_shard(self.folder, shard, self._dtype)

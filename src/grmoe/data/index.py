@@ -85,6 +85,8 @@ def _find_problem(index: dict[str, Any]) -> str:
             return f"the counts of the split {name} do not fit its shards"
         if not isinstance(split.get("domains"), dict) or not set(split["domains"]) <= set(domains):
             return f"the domains of the split {name} are not those of the data"
+        if not all(isinstance(t, dict) and _is_count(t.get("tokens")) for t in split["domains"].values()):
+            return f"the domains of the split {name} have no counts"
     return ""
 
 

@@ -11,7 +11,7 @@ from grmoe.data.packing import Tally
 from grmoe.data.prepare import Progress
 from grmoe.data.room import lacks_room, longest_sequence
 from grmoe.data.splitting import SEQUENCE_LENGTH
-from grmoe.tables import Table
+from grmoe.tables import Table, counted, largest, shortened
 from grmoe.terminal import Progress as Show
 
 _MOST_DOMAINS = 10  # rows of the table
@@ -44,9 +44,7 @@ def show(index: dict[str, Any], sequence_length: int = SEQUENCE_LENGTH) -> Itera
     yield domains(index)
     if skipped := index["skipped"]:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in skipped.items())
-        count = sum(skipped.values())
-        rows = "1 row" if count == 1 else f"{count:,} rows"
-        yield f"{rows} skipped ({reasons}). --strict stops at the first and names it."
+        yield f"{counted(sum(skipped.values()), 'row')} skipped ({reasons}). --strict stops at the first and names it."
         yield from (f"  {sentence}" for sentence in index.get("first_skipped", {}).values())
     yield _validation(index)
     if missing := lacks_room(index, sequence_length):
@@ -88,17 +86,17 @@ def domains(index: dict[str, Any]) -> Table:
         name: [Tally(**split["domains"].get(name, {})) for split in (train, validation)]
         for name in sorted(index["domains"])
     }
-    largest = sorted(rows, key=lambda name: -sum(tally.tokens for tally in rows[name]))
-    shown = largest[:_MOST_DOMAINS] if len(rows) > _MOST_DOMAINS + 1 else largest
+    by_size = sorted(rows, key=lambda name: -sum(tally.tokens for tally in rows[name]))
+    shown, rest = largest(by_size, _MOST_DOMAINS)
     others = [Tally(), Tally()]
     for name, tallies in rows.items():
         if name in shown:
-            table.add(name if len(name) <= 40 else name[:39] + "…", *_cells(*tallies))
+            table.add(shortened(name), *_cells(*tallies))
         else:
             others[0] += tallies[0]
             others[1] += tallies[1]
-    if len(shown) < len(rows):
-        table.add(f"{len(rows) - len(shown):,} others", *_cells(*others))
+    if rest:
+        table.add(rest, *_cells(*others))
     table.end_section()
     table.add("all", *_cells(*(Tally(s["documents"], s["bytes"], s["tokens"]) for s in (train, validation))))
     return table

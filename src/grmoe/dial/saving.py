@@ -5,17 +5,15 @@ A model of an earlier dial never stays beside results that differ from it: it mo
 
 from __future__ import annotations
 
-import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 from grmoe.dial.figure import FIGURE, draw
-from grmoe.dial.results import DialResults, Result
+from grmoe.dial.results import Result
 from grmoe.dial.saved import FILE
 from grmoe.dial.tables import card_section
 from grmoe.runs.card import card_name, model_card
-from grmoe.runs.export import write_model
+from grmoe.runs.export import set_aside, write_model
 from grmoe.runs.results import Results, ResultsError, load_results, plain, save_results
 from grmoe.terminal import note
 
@@ -31,7 +29,7 @@ def save(result: Result, out: Path, write: bool = False) -> dict[str, Path]:
     loaded, section, folder = result.loaded, card_section(result), out / MODEL
     earlier = _earlier(out)
     if not write:
-        _set_aside(folder, result.body)
+        set_aside(loaded, folder, "dial", "--write saves the model of this one")
     numbers = save_results(loaded, "dial", result.body, out, section)
     if earlier is not None and _asked(earlier.body) != _asked(plain(result.body)):
         note(f"Replaced the results of {earlier.created}: {earlier.body['asked']}; {_chosen(earlier.body)}")
@@ -58,17 +56,3 @@ def _asked(body: dict[str, Any]) -> tuple[Any, ...]:
 
 def _chosen(body: dict[str, Any]) -> str:
     return f"chosen were {body['chosen']['experts_per_token']:.3f} experts per token"
-
-
-def _set_aside(folder: Path, body: DialResults) -> None:
-    """Move the model of an earlier dial out of the way, unless it has this curve and this budget."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return  # not a model
-    if (config.get("budget"), config.get("budget_curve")) == (body.budget, plain(body.curve)):
-        return
-    names = itertools.chain([f"{MODEL}-old"], (f"{MODEL}-old-{i}" for i in itertools.count(2)))
-    aside = next(place for name in names if not (place := folder.with_name(name)).exists())
-    folder.rename(aside)
-    note(f"{folder} was of an earlier dial: moved to {aside}. --write saves the model of this one")

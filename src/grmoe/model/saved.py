@@ -83,6 +83,25 @@ def read_config(folder: Path) -> GrmoeConfig:
     return config
 
 
+def is_saved(model: GrmoeForCausalLM, folder: Path) -> bool:
+    """Whether a folder holds just this model: its configuration, and its weights bit for bit."""
+    try:
+        theirs, files = read_config(folder), _weight_files(folder)
+        ours = GrmoeConfig.from_dict(json.loads(model.config.to_json_string(use_diff=False)))
+        if any(getattr(ours, name) != getattr(theirs, name) for name in vars(GrmoeConfig)["__annotations__"]):
+            return False
+        weights = model.state_dict()
+        for path in files:
+            with reading(path), safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    saved, own = file.get_tensor(name), weights.get(name)
+                    if own is None or own.dtype != saved.dtype or not torch.equal(own.cpu(), saved):
+                        return False
+    except (OSError, ValueError):
+        return False  # what cannot be read is no model
+    return True
+
+
 def _check_types(values: Mapping[str, Any]) -> None:
     """Numbers and switches have the type of their default."""
     names = {bool: "true or false", int: "an integer", float: "a number"}

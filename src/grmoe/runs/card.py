@@ -19,10 +19,11 @@ from grmoe.runs.checkpoint import Checkpoint
 from grmoe.runs.folder import read_log
 from grmoe.runs.open import LoadedModel
 from grmoe.runs.results import COMMANDS, find_results
-from grmoe.tables import Table
+from grmoe.tables import Table, counted, largest, shortened
 
 MODEL_CARD = "README.md"
 
+_MOST_DOMAINS = 10  # rows of the table
 _CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -123,13 +124,14 @@ def describe_setting(config: GrmoeConfig) -> str:
         taus, sharpness, caps, _ = zip(*config.numbers, strict=True)
         shown = [1.0 if tau == NO_LIMIT else tau for tau in taus]
         rule = f"probability {_values(shown)}, at most {_values(caps)}, α {_values(sharpness)}"
-        return f"a budget of {config.budget:g} experts per token (the fewest that reach {rule})"
+        return f"a budget of {counted(config.budget, 'expert')} per token (the fewest that reach {rule})"
     alphas = ", ".join(f"{a:g}" for a in dict.fromkeys(config.alphas))
     if config.router in OWN_CHOICE:
         return f"router `{config.router}`, α {alphas}"
     cap, tau = config.num_experts_per_tok, config.selection_tau
+    probable = "most probable expert" if cap == 1 else f"{cap} most probable experts"
     how = {
-        "topk": f"the {cap} most probable experts per token",
+        "topk": f"the {probable} per token",
         "mass": f"the fewest experts per token that reach probability {tau}, at most {cap}",
         "threshold": f"the experts of probability at least {tau} per token",
         "dense": "all experts per token",
@@ -180,8 +182,11 @@ def _training(loaded: LoadedModel, checkpoint: Checkpoint) -> str:
     last = lines[-1]
     table = Table("", ["", ""])
     table.add("validation perplexity", f"{last['perplexity']:.3f}")
-    for name, loss in last["domains"].items():
-        table.add(f"validation loss, {name}", f"{loss:.4f}")
+    shown, others = largest(list(last["domains"]), _MOST_DOMAINS)
+    for name in shown:
+        table.add(f"validation loss, {shortened(name)}", f"{last['domains'][name]:.4f}")
+    if others:
+        table.add(f"validation loss, {others}", "–")
     table.add("experts per token", f"{last['experts_per_token']:.2f}")
     table.add("entropy of the gate, nats", f"{last['entropy']:.3f}")
     table.add("load CV", f"{last['load_cv']:.3f}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +12,12 @@ import torch
 from grmoe import checks
 from grmoe.files import read_json, replace_files, was_interrupted
 from grmoe.model import export_remote_code
-from grmoe.model.saved import CONFIG, seal
+from grmoe.model.saved import CONFIG, is_saved, seal
 from grmoe.runs.card import MODEL_CARD, card_name, model_card
 from grmoe.runs.checkpoint import Checkpoint
 from grmoe.runs.folder import saved_config
 from grmoe.runs.open import LoadedModel, open_model
+from grmoe.terminal import note
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 # Files of an earlier export that would change this model, if this export has none of the name.
@@ -64,6 +66,21 @@ def write_model(loaded: LoadedModel, out: Path, card: str) -> Path:
         export_remote_code(writing)
         (writing / MODEL_CARD).write_text(card, encoding="utf-8")
     return out
+
+
+def set_aside(loaded: LoadedModel, folder: Path, command: str, advice: str) -> None:
+    """Move a model that an earlier command wrote out of the way, unless it is the model in memory.
+
+    A model never stays beside results that differ from it. Nothing is deleted: `model` becomes `model-old`, or
+    `model-old-2` if there is one. advice: a sentence after what is said about it, without its full stop.
+    """
+    if not (folder / CONFIG).is_file() or not _is_export(folder) or is_saved(loaded.model, folder):
+        return
+    old = f"{folder.name}-old"
+    names = itertools.chain([old], (f"{old}-{i}" for i in itertools.count(2)))
+    aside = next(place for name in names if not (place := folder.with_name(name)).exists())
+    folder.rename(aside)
+    note(f"{folder} was of an earlier {command}: moved to {aside}. {advice}")
 
 
 def check_place(source: Path, out: Path) -> None:

@@ -1,24 +1,21 @@
 """From the messages of a chat to the text of a prompt, by the template of the model's folder.
 
-The template runs in a process of its own (`chat_worker`), because it may never end.
+The template runs in a process of its own (`grmoe.chat_worker`), because it may never end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from grmoe.chat_worker import launch
 from grmoe.serve.errors import Invalid
 
 SECONDS = 5.0
 """Most that a template may take for one chat."""
-_WORKER = Path(__file__).with_name("chat_worker.py")
 _MAX_LINE = 1 << 26  # bytes: MAX_TEXT of the worker as JSON
 
 
@@ -74,12 +71,8 @@ class ChatTemplate:
     async def _running(self) -> Process:
         if self.process is None:
             await self._reap()
-            # -P: the modules beside the worker must not stand for others of the same name.
-            command = [sys.executable, "-P", str(_WORKER), str(self.seconds)]
-            environment = {name: value for name, value in os.environ.items() if name != "GRMOE_API_KEY"}
-            self.process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, env=environment, limit=_MAX_LINE, start_new_session=True
-            )
+            command, options = launch(self.seconds)
+            self.process = await asyncio.create_subprocess_exec(*command, limit=_MAX_LINE, **options)
             assert self.process.stdin is not None
             self.process.stdin.write(json.dumps(self.setup).encode() + b"\n")
         return self.process

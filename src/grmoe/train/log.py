@@ -26,11 +26,13 @@ from grmoe.model.count import short
 from grmoe.routing import RoutingMetrics
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import LOG, first_start
+from grmoe.tables import largest, shortened
 from grmoe.train.interrupt import duration
 from grmoe.train.setup import Trainer, uses_bf16
 
 # Columns of a terminal from which the bar shows its percentage, and the bar itself.
 _NARROW, _WIDE, _BAR = 60, 110, 20
+_MOST_DOMAINS = 5  # named on a line
 
 _LAYER_FIGURES = (
     "entropy", "experts_per_token", "load", "load_cv", "min_load", "leading_load", "leading_cv", "gate_load",
@@ -277,5 +279,12 @@ def describe_load(line: dict[str, Any]) -> str:
 
 
 def _describe_validation(line: dict[str, Any]) -> str:
-    domains = ", ".join(f"{name} {math.exp(min(loss, 700)):.2f}" for name, loss in line["domains"].items())
+    domains = describe_domains(line["domains"])
     return f"validation loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f} ({domains})"
+
+
+def describe_domains(losses: dict[str, float]) -> str:
+    """The perplexity of the largest domains, and how many others there are. The largest comes first in `losses`."""
+    shown, others = largest(list(losses), _MOST_DOMAINS)
+    each = [f"{shortened(name)} {math.exp(min(losses[name], 700)):.2f}" for name in shown]
+    return ", ".join([*each, others] if others else each)

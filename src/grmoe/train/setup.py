@@ -88,7 +88,7 @@ def build_trainer(config: TrainConfig, world: World) -> Trainer:
     require(
         validation.tokens > 1,
         f"data.path must hold validation text, got {config.data.path} without any; "
-        "prepare it again with --validation 0.01",
+        "prepare it again with --validation 1%",
     )
     model_config = config.model_config(data.vocab_size, data.end_of_text)
     check_size(model_config, world, config.parallel.replicate)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from grmoe.data.dataset import TokenDataset
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import LOG, read_log
 from grmoe.train.curves import draw_curves
+from grmoe.train.log import describe_domains
 from grmoe.train.loop import Outcome
 
 
@@ -51,7 +51,7 @@ def show(summary: Summary) -> Iterator[str]:
     if summary.outcome.validation is None:
         yield f"{folder} had already reached its last step."
     if summary.perplexity is not None:
-        each = ", ".join(f"{name} {math.exp(loss):.2f}" for name, loss in summary.domains.items())
+        each = describe_domains(summary.domains)
         yield f"Validation perplexity {summary.perplexity:.2f} ({each}); unigram model {summary.unigram:.1f}"
     if not summary.has_log:
         yield f"{folder / LOG} has no lines to draw."

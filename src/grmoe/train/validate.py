@@ -22,7 +22,7 @@ class Validation:
     loss: float
     """Nats per token over all domains."""
     domains: dict[str, float]
-    """Nats per token of each domain."""
+    """Nats per token of each domain, the domain with most held-out text first."""
     routing: list[RoutingMetrics]
     """Of each MoE layer."""
 
@@ -54,7 +54,9 @@ def validate(trainer: Trainer) -> Validation:
     finally:
         model.train()
         model.reset_routing_metrics()
-    domains = {name: loss / tokens for name, (loss, tokens) in sums.items() if tokens}
+    sizes = trainer.validation.domain_tokens
+    by_size = sorted(sums.items(), key=lambda item: -sizes[item[0]])
+    domains = {name: loss / tokens for name, (loss, tokens) in by_size if tokens}
     return Validation(sum(s[0] for s in sums.values()) / sum(s[1] for s in sums.values()), domains, routing)
 
 
