@@ -18,15 +18,15 @@ _CARD_POINTS = 3  # of the frontier, in the model card
 
 
 def show(result: Result) -> Iterator[Table | str]:
-    """What the terminal shows: the choice in a few lines, perplexity by budget, then the tables behind them."""
+    """What the terminal shows: the choice in a few lines, the tables behind it, and last perplexity by budget."""
     body = result.body
     yield from _summary(body)
-    if body.budgets:
-        yield budget_table(body.budgets)
     timed = {name: [p for p in points if p.speed] for name, points in body.families.items()}
     yield _frontier_table(timed, body.chosen)
     yield _alpha_table(body)
     yield _certificate_table(body)
+    if body.budgets:
+        yield budget_table(body.budgets)  # last, where the eye is when the command ends
 
 
 def _summary(body: DialResults) -> Iterator[str]:
