@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "grmoe needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@echo "Setting up $(VENV) (about a minute, once)"
 	@$(PYTHON) -m venv $(VENV)
-	@command -v nvidia-smi >/dev/null || $(PIP) --no-deps --retries 1 --index-url $(CPU) torch || true
+	@command -v nvidia-smi >/dev/null || $(PIP) --no-deps --retries 1 --timeout 5 --index-url $(CPU) torch || true
 	@$(PIP) -e '.[dev]'
 	@# pip would compile on one core, and two thousand files of transformers that nothing here imports.
 	@$(RUN) -m compileall -qq -j 2 -x 'transformers/models/(?!auto|llama|olmoe|__init__)|/tests/' $(VENV)/lib || true
