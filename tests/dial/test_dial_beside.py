@@ -71,7 +71,9 @@ def test_a_model_along_its_budgets_and_another_as_trained(
     assert rows[4]["perplexity"] == pytest.approx(other.perplexity, rel=1e-9)
     assert rows[0]["increase"]["value"] == rows[4]["increase"]["value"] == 0  # each against itself as trained
     assert "Perplexity by experts per token" in said
-    tables = [said.index(title) for title in ("Chosen:", "Certificates of", "Perplexity by experts per token")]
+    tables = [
+        said.index(title) for title in ("Chosen:", "Certificates of", "Perplexity by experts per token")
+    ]
     assert tables == sorted(tables)  # the answer first, the budgets last
     assert f"{rows[3]['perplexity']:.2f}" in said
 
