@@ -235,7 +235,7 @@ def check_tensor(name: str, tensor: Tensor, where: Path) -> None:
 
 
 def seal(folder: Path) -> None:
-    """Add the checksum of each tensor to the header of its file. `check_saved` compares them.
+    """Add the checksum of each tensor to the header of its file. `read_tensors` compares them.
 
     They stand in the header, because saving the weights again then drops them too.
     """
