@@ -314,6 +314,24 @@ def test_a_body_without_end_is_cut_off(folder: Path, monkeypatch: pytest.MonkeyP
     assert sent < MEGABYTE
 
 
+def test_a_body_just_too_long_gets_its_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused by its headers alone, before any of it has arrived. All of it may follow, for each request anew."""
+    monkeypatch.setattr("grmoe.serve.connections._ON_ITS_WAY", 1000)
+    head = STALLED["body"].replace(b"Content-Length: 99", b"Content-Length: 10500").rstrip(b"{")
+    with running(make_service(options(folder, max_body=10_000))) as client, connect(client, head) as large:
+        for _ in range(3):
+            answer = b""
+            while not answer.endswith(b"}"):
+                part = large.recv(1 << 16)
+                assert part, "cut off"
+                answer += part
+            assert answer.startswith(b"HTTP/1.1 413")
+            for size in (10_300, 200):
+                large.sendall(b"x" * size)
+                time.sleep(0.02)  # so that the server reads the parts one by one
+            large.sendall(head)
+
+
 def test_a_server_that_is_told_to_stop_waits_for_nobody_for_long(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,9 +20,8 @@ from grmoe.serve.options import Options
 
 _KEEP_ALIVE = 30  # seconds between two requests
 _READ = 1 << 14  # bytes at a time
-_ON_ITS_WAY = (
-    1 << 20
-)  # bytes that a client may still send after its answer: closing before it reads loses the answer
+# Bytes beyond the limit that a client may still send after its answer: closing before it reads loses the answer.
+_ON_ITS_WAY = 8 << 20
 _SPARE = 32  # connections beyond the limit, so that /health is answered when all are busy
 
 
@@ -77,11 +76,14 @@ class Connection(H11Protocol):
         self.heard = time.monotonic()
         super().data_received(data)
         self._watch_headers()
-        if self.cycle is not None and self.cycle.response_complete and self.conn.their_state is h11.SEND_BODY:
-            # It was answered, such as with 413, and sends on. It may send what is on its way, not more.
-            self.unread += len(data)
-            if self.unread > _ON_ITS_WAY:
-                self.drop()
+        answered = self.cycle is not None and self.cycle.response_complete
+        if not (answered and self.conn.their_state is h11.SEND_BODY):
+            self.unread = 0
+            return
+        # It was answered, such as with 413, and sends on. It may send what is on its way, not more.
+        self.unread += len(data)
+        if self.unread > self.options.max_body + _ON_ITS_WAY:
+            self.drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
