@@ -31,6 +31,7 @@ ONE_HOME = {
             "report/content.py",
             "serve/server.py",
             "studies/elastic.py",
+            "studies/models/worker.py",
             "runs/start.py",
         ),
     },
