@@ -8,7 +8,9 @@ from grmoe import checks
 from grmoe.studies.study import Study
 
 # Names as in `grmoe reproduce NAME`; the module has `_` for `-`.
-NAMES = ("language-model",)
+NAMES = (
+    "learning-rates", "language-model", "scaling", "dynamics", "post-hoc", "budgets", "ablations", "normalizer",
+)  # fmt: skip
 
 
 def find_study(name: str) -> Study:

@@ -77,3 +77,17 @@ class Study(Protocol):
 
     def page(self, results: Path) -> Page:
         """The page, from results alone. Works with partial results and with none."""
+
+
+def provenance(place: Place) -> dict[str, str]:
+    """What results say of where they come from: device, version of torch, revision of the code."""
+    import torch
+
+    from grmoe.hardware import device_name, find_device
+    from grmoe.runs.folder import environment
+
+    found = environment()
+    return {
+        "machine": f"{device_name(find_device(place.device))}, torch {torch.__version__}",
+        "revision": found["revision"] or place.revision or f"grmoe {found['grmoe']}",
+    }
