@@ -160,7 +160,7 @@ def _claims(models: Models) -> list[Claim]:
             f"collapsed {show_count(lost)}; CV {show_mean(cv['overlap-none'], 3)}, "
             f"with it {show_mean(cv[REFERENCE.name], 3)}",
             needed,
-            "The balanced prior keeps the load even with and without the penalty.",
+            "Both have the balanced prior, which the paper does not have.",
         ),
         Claim(
             OVERLAP,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from grmoe.studies.judging import in_doubt, never, not_above, show_count
+from grmoe.studies.judging import MIN_SEEDS, in_doubt, never, not_above, show_count
 from grmoe.studies.language_model import BASE
 from grmoe.studies.model_study import Group, ModelStudy, runs_of
 from grmoe.studies.models.recipes import BUDGETS, ONE, RECIPES, small
@@ -94,7 +94,7 @@ def _one_for_all(models: Models, fine: Models) -> list[Claim]:
         gap = difference(fine["token-mass"], fine[recipe.name], setting=setting, other_setting=setting)
         found.append(
             Claim(
-                WHERE,
+                "not in the paper",
                 f"The same with 32 experts: {setting}",
                 show_mean(gap, 4, "+"),
                 _elastic(not_above(gap, FINE_MARGIN)),
@@ -114,11 +114,11 @@ def _load(models: Models) -> Claim:
     cv = {s: mean_of(runs, lambda row: row.load_cv, setting=s) for s in ("top-2", "top-1")}
     rows = [row for s in cv for row in rows_by_seed(runs, setting=s).values()]
     lost = sum(row.collapsed for row in rows), len(rows)
-    verdict = never(lost)
+    verdict = never(lost) if len(runs) >= MIN_SEEDS else Verdict.OPEN
     if verdict is Verdict.HOLDS:
         verdict = Verdict.HOLDS if all(m and m.value <= MOST_CV for m in cv.values()) else Verdict.FAILS
     return Claim(
-        WHERE,
+        "not in the paper",
         f"The load stays even at every budget: CV at most {MOST_CV:g}, no expert collapses",
         "; ".join(f"{s}: CV {show_mean(m, 3)}" for s, m in cv.items()) + f"; collapsed {show_count(lost)}",
         _elastic(verdict),
@@ -131,7 +131,7 @@ def _other_text(models: Models, texts: Sequence[str]) -> Claim:
     costs = {t: difference(runs, runs, t, "top-1", "top-2") for t in texts}
     known = [cost for cost in costs.values() if cost is not None]
     verdict = Verdict.OPEN
-    if known and len(texts) > 1 and min(cost.seeds for cost in known) >= 3:
+    if known and len(texts) > 1 and min(cost.seeds for cost in known) >= MIN_SEEDS:
         verdict = Verdict.HOLDS if all(cost.value <= 0.01 for cost in known) else Verdict.FAILS
     return Claim(
         WHERE,

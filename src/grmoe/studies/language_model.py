@@ -159,7 +159,7 @@ def _stability(models: Models) -> list[Claim]:
             "GrMoE's load is more even: CV .089, with amortiser .074, softmax .241",
             ", ".join(f"{RECIPES[name].label} {show_mean(found, 3)}" for name, found in cv.items()),
             _with_prior(balance),
-            "On validation text, mean over layers. The balanced prior evens out the load; the subspaces alone do not.",
+            "On validation text, mean over layers. The prior is balanced by the load, which the paper does not have.",
         ),
         Claim(
             "Section 6.3",

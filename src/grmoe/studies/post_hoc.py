@@ -21,7 +21,7 @@ from grmoe.studies.models.runner import Job, run_folder
 from grmoe.studies.models.store import Run, Store
 from grmoe.studies.models.summary import Mean, difference, mean_of, show_mean
 from grmoe.studies.page import Claim, Figure, Page, Verdict
-from grmoe.studies.study import Place, State
+from grmoe.studies.study import Place, State, provenance
 from grmoe.tables import Table
 from grmoe.terminal import Progress, note
 
@@ -98,11 +98,7 @@ class PostHoc(ModelStudy):
         for number, (name, folder) in enumerate(folders.items()):
             progress(f"timing {name}", number, len(folders))
             rows += time_run(name, folder, place.device)
-        about = {
-            "machine": _machine(place),
-            "revision": place.revision,
-            "rows": [asdict(row) for row in rows],
-        }
+        about = {**provenance(place), "rows": [asdict(row) for row in rows]}
         write_file(speed_file(place.results), (json.dumps(about, indent=1) + "\n").encode())
 
 
@@ -275,7 +271,7 @@ def _claims(models: Models, speeds: Speeds) -> list[Claim]:
             "α = 2 has 1.24 times the throughput of α = 1",
             _times(faster) if faster else "",
             Verdict.OPEN if faster is None else Verdict.HOLDS if faster >= 1.24 else Verdict.FAILS,
-            "Prefill, measured. The time of a whole model falls less than the experts computed.",
+            "Prefill of the whole model, measured with nothing else on the machine.",
         ),
         Claim(
             WHERE,
