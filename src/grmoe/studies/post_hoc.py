@@ -82,12 +82,10 @@ class PostHoc(ModelStudy):
 
     def run(self, place: Place, progress: Progress) -> None:
         super().run(place, progress)
-        if place.only or speed_file(place.results).is_file() or place.time_left < 0:
+        in_part = place.only or place.steps is not None
+        if in_part or speed_file(place.results).is_file() or place.time_left < 0:
             return
-        folders = {
-            recipe.name: run_folder(place.work, Job(self.groups[0].base.with_steps(place.steps), recipe, 0))
-            for recipe in TIMED
-        }
+        folders = {recipe.name: run_folder(place.work, Job(BASE, recipe, 0)) for recipe in TIMED}
         missing = [name for name, folder in folders.items() if not (folder / "config.yaml").is_file()]
         if missing:
             note(
