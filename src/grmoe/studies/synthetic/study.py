@@ -17,8 +17,8 @@ from statistics import fmean
 
 import torch
 
-from grmoe.hardware import device_name
-from grmoe.studies.quality import StudyError
+from grmoe.hardware import device_name, use_device
+from grmoe.studies.study import Place, State
 from grmoe.studies.synthetic import results
 from grmoe.studies.synthetic.evaluation import SeedScore, frame_recovery, score, sweep_dial
 from grmoe.studies.synthetic.methods import METHODS, Method
@@ -31,6 +31,12 @@ SETTINGS = {s.name: s for s in (EASY, HARD, SKEWED)}
 QUICK_METHODS = ["softmax_top1", "switch", "expert_choice", "soft_moe", "vmf", "grmoe", "supervised"]
 DIALED = ("grmoe", "softmax_top1", "softmax_top2")  # the figures show their dials
 ALPHAS = [2.0 ** (i / 2) for i in range(-6, 9)]  # 1/8 … 16
+
+
+class JobError(RuntimeError):
+    """A process that ran jobs failed."""
+
+    status = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +136,17 @@ def _reusable(plan: Plan, method: Method) -> dict[str, MethodResult]:
     return saved.results
 
 
+def state_of(plan: Plan) -> State:
+    """How many methods have all their results."""
+    return State(sum(not missing(plan, method) for method in plan.methods), len(plan.methods))
+
+
+def run_at(plan: Plan, place: Place, progress: Progress) -> None:
+    """Run a plan as part of `grmoe reproduce`."""
+    config = replace(plan.config, device=use_device(place.device).type)
+    run(replace(plan, config=config, at_once=place.at_once, until=place.until), progress)
+
+
 def steps_of(config: Config) -> int:
     """Training steps of one job."""
     return config.training.steps * (2 if len(config.rates) > 1 else 1)
@@ -160,7 +177,7 @@ def _run_apart(plan: Plan, progress: Progress) -> None:
         progress(f"{len(workers)} methods at once", done, total)
         time.sleep(1)
     if any(worker.exitcode for worker in workers):
-        raise StudyError("a process of the study failed; its error is above")
+        raise JobError("a process of the study failed; its error is above")
 
 
 def _run_job(plan: Plan, bench: Bench, method: Method, settings: tuple[Setting, ...], steps: Steps) -> None:

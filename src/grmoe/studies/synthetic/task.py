@@ -199,7 +199,7 @@ def frames_with_overlap(
     tilted towards a tight configuration (mutually orthogonal when num·rank <= dim), which has the least possible mean
     overlap. Bisection finds the tilt for each batch entry.
     """
-    least = max(0.0, (num * rank / dim - 1) / (num - 1))
+    least = least_overlap(dim, rank, num)
     ok = least <= rho < 1
     checks.require(
         ok, f"rho must be in [{least:.3g}, 1) for {num} rank-{rank} frames in {dim} dimensions, got {rho}"
@@ -219,6 +219,11 @@ def frames_with_overlap(
         too_much = geometry.overlap(frames)[:, i, j].mean(-1) / rank > rho
         low, high = torch.where(too_much, low, middle), torch.where(too_much, middle, high)
     return frames.float()
+
+
+def least_overlap(dim: int, rank: int, num: int) -> float:
+    """The least mean pairwise overlap ‖UᵢᵀUⱼ‖²_F / rank that `num` frames can have."""
+    return max(0.0, (num * rank / dim - 1) / (num - 1))
 
 
 def _tight_frames(dim: int, rank: int, num: int, batch: int, generator: torch.Generator | None) -> Tensor:
