@@ -44,7 +44,7 @@ class AlphaStudy:
         draw = Figure(
             "alpha-sweep",
             "Routing entropy along α, turned after training at α = 1, between certified bounds.",
-            lambda path: _draw_sweep(dialed, path),
+            lambda path: draw_sweep(dialed, path),
         )
         return Page(
             claims=[question.answer(found) for question in _ALPHA_QUESTIONS],
@@ -173,7 +173,7 @@ _ALPHA_QUESTIONS = (
 )
 
 
-def _draw_sweep(dialed: list[MethodResult], path: Path) -> None:
+def draw_sweep(dialed: list[MethodResult], path: Path) -> None:
     """A row of panels per setting, a column per gate."""
     settings = list(dict.fromkeys(m.setting.name for m in dialed))
     gates = list(dict.fromkeys(m.method for m in dialed))
@@ -185,7 +185,9 @@ def _draw_sweep(dialed: list[MethodResult], path: Path) -> None:
             ax = axes[settings.index(result.setting.name)][gates.index(result.method)]
             ax.axis("on")
             figure.draw_dial(ax, result)
-            ax.set_title(f"{result.setting.name}: {ax.get_title(loc='left')}", loc="left", fontsize=9)
+            dial: Any = result.dial
+            fallen = f"{dial.falling_seeds()}/{len(result.scores)} seeds fall"
+            ax.set_title(f"{result.title}, {result.setting.name}: {fallen}", loc="left", fontsize=10)
 
 
 STUDY = AlphaStudy()

@@ -179,9 +179,8 @@ def train(
         if routers.template.balance:
             routers.update_prior(config.prior_rate * decay(step))
         on_step()
-    with torch.no_grad():
-        routers.params = {name: leaves.stack() for name, leaves in params.items()}
-        return Trained(routers, maps.stack().detach())
+    routers.params = {name: leaves.stack().detach() for name, leaves in params.items()}
+    return Trained(routers, maps.stack().detach())
 
 
 def _cosine(step: int, steps: int) -> float:
