@@ -159,6 +159,8 @@ def test_no_rank_allows_the_papers_numbers() -> None:
     assert row.hard is not None
     assert row.hard < 0.74
     assert [row.rank for row in stored if row.easy is None] == [32, 48]
+    page = (Path(__file__).parents[2] / "docs/results/synthetic.md").read_text()
+    assert f"\n{oracle.table(stored).markdown()}\n" in page
     (measured,) = oracle.measure((4,), seeds=1, tokens=500)
     assert measured.easy is not None
     assert measured.easy > 0.85

@@ -25,7 +25,7 @@ _METRICS = (
     "experts_per_token",
 )  # fmt: skip
 _BOUNDS = ("lower", "upper", "paper_lower", "paper_upper")
-_ROUNDING = 1e-5  # of an entropy in fp32, in nats
+_ROUNDING = 1e-5  # of an entropy in fp32
 
 
 @dataclass(kw_only=True)

@@ -123,7 +123,7 @@ class Task:
         return len(self.frames_SNDK)
 
     def restart(self, seed: int) -> None:
-        """Start the stream of tokens anew."""
+        """Start the stream of tokens again."""
         for source in self.sources:
             source.generator.manual_seed(seed)
 
