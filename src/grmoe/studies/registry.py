@@ -9,6 +9,7 @@ from grmoe.studies.study import Study
 
 # Names as in `grmoe reproduce NAME`; the module has `_` for `-`.
 NAMES = (
+    "synthetic", "alpha-sweep", "synthetic-map",
     "learning-rates", "language-model", "scaling", "dynamics", "post-hoc", "budgets", "ablations", "normalizer",
 )  # fmt: skip
 
