@@ -51,7 +51,7 @@ def evaluate(
     scorer: Annotated[
         str,
         typer.Option(
-            help="What scores tasks: `harness` (lm_eval), `grmoe` (files of --tasks-from, the same numbers), or `auto`: "
+            help="What scores tasks: `harness` (lm_eval), `grmoe` (files of --tasks-from, same numbers), or `auto`: "
             "lm_eval where it is installed."
         ),
     ] = "auto",
