@@ -30,7 +30,7 @@ ONE_HOME = {
             "analyze/study.py",
             "report/content.py",
             "serve/server.py",
-            "studies/elastic.py",
+            "studies/models/worker.py",
             "runs/start.py",
         ),
     },

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -34,7 +36,30 @@ class Place:
     at_once: int = 1
     """Jobs that run at the same time."""
     until: float | None = None
-    """No job starts after this time (`time.monotonic`)."""
+    """When the time is up (`time.monotonic`). No job starts that would not finish by then."""
+    only: tuple[str, ...] = ()
+    """Recipes, methods or other parts of a study to do. Empty: all of them."""
+    seeds: int | None = None
+    """Seeds per recipe. Default: the study's own number."""
+    steps: int | None = None
+    """Training steps of models. Default: the study's own. Results of other steps are kept apart from those of pages."""
+    settings: tuple[str, ...] = ()
+    """More settings of `grmoe train` for every model, such as compile=false."""
+    tokens: int | None = None
+    """Tokens to measure of each text. Default: 8192, on a GPU 131072."""
+    keep: tuple[str, ...] | None = None
+    """Recipes with models that stay in `work` once measured. None: all of them."""
+    revision: str = ""
+    """Revision to note with results where git is not there to ask."""
+
+    @property
+    def time_left(self) -> float:
+        """Seconds until the time is up; infinite without a limit."""
+        return math.inf if self.until is None else self.until - time.monotonic()
+
+    def wants(self, part: str) -> bool:
+        """Whether a part of a study was asked for."""
+        return not self.only or part in self.only
 
 
 class Study(Protocol):
