@@ -8,7 +8,9 @@ from grmoe import checks
 from grmoe.studies.study import Study
 
 # Names as in `grmoe reproduce NAME`; the module has `_` for `-`.
-NAMES = ("language-model",)
+NAMES = (
+    "language-model", "separation", "token-analysis", "depth", "learned-normalizer", "downstream",
+)  # fmt: skip
 
 
 def find_study(name: str) -> Study:
