@@ -65,11 +65,11 @@ def write(models: Models) -> Page:
         if any(models.values())
         else [],
         notes=[
-            "Claims are judged on GrMoE with an amortiser, as the paper's. The paper reports the 1.3B model with 12 MoE "
-            "layers after 150 K steps; here it is `small`.",
-            f"α by depth: the first half of the MoE layers is early. Experts are chosen by the mass rule (τ = {TAU:g}), "
-            "because under top-k α does not change how many compute. The loss is compared with that of equal α at the "
-            "same number of experts per token, interpolated between measured ones.",
+            "Claims are judged on GrMoE with an amortiser, as the paper's. The paper reports the 1.3B model with 12 "
+            "MoE layers after 150 K steps; here it is `small`.",
+            "α by depth: the first half of the MoE layers is early. Experts are chosen by the mass rule "
+            f"(τ = {TAU:g}), because under top-k α does not change how many compute. The loss is compared with that of equal α "
+            "at the same number of experts per token, interpolated between measured ones.",
         ],
     )
 

@@ -97,8 +97,6 @@ def write(models: Models) -> Page:
             "scores are those of lm-evaluation-harness.",
             "The paper does not name the number of examples. Here it is 0 and 5. Without training rows the examples are "
             "other rows of the evaluated set. A prompt that is too long for a model loses its beginning.",
-            "Models of this size, on 41 M tokens, are close to guessing on these tasks: differences between routers "
-            "are smaller than the error of a task.",
             "Expert Choice looks at later tokens to route earlier ones, so its likelihoods of a continuation leak. It "
             "is left out.",
         ],

@@ -111,7 +111,9 @@ def layer_table(rows: Sequence[LearnedRow]) -> Table:
             _span([row.learned for row in of]),
             _span([row.kappa for row in of]),
             *(f"{max(abs(getattr(row, name)) for row in of):{form}}" for name, form in errors),
-            _span([row.printed_1 for row in of], "+.0f"),
+            "; ".join(
+                _span([getattr(row, name) for row in of], "+.0f") for name in ("printed_1", "printed_2")
+            ),
         )
     return table
 

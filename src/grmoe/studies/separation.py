@@ -132,7 +132,7 @@ def _theorem(models: Models) -> list[Claim]:
             "That no model collapses confirms the theorem: separation replaces balancing losses",
             f"load CV (mean gate) {min(cvs):.3f} to {max(cvs):.3f}" if cvs else "",
             Verdict.OPEN if not decided else Verdict.FAILS if len(holds) < len(found) else Verdict.HOLDS,
-            "Loads are even where the hypothesis fails: the balanced prior does it, not the separation of subspaces.",
+            "Where Δ ≤ 0 the theorem cannot explain the load: then these loads have another cause, such as the prior.",
         ),
     ]
 
@@ -141,18 +141,19 @@ def _corollary(models: Models) -> Claim:
     runs = [run for found in models.values() for run in found]
     masses = [m for _, layer in _layers(runs) for m in layer["top_mass"]]
     broken = [m for m in masses if m["paper"] > m["mass"] + 1e-6 or m["sharp"] > m["mass"] + 1e-6]
-    shown = []
+    shown, useful = [], []
     for k in sorted({m["k"] for m in masses}):
         of = [m for m in masses if m["k"] == k]
         values = (_value(mean(m[key] for m in of)) for key in ("mass", "paper", "sharp"))
+        useful.append(f"{100 * _value(mean(m['paper_useful'] for m in of)):.0f} % of tokens at k = {k}")
         shown.append("G_{} {:.2f}, paper's bound {:.2f}, sharp {:.2f}".format(k, *values))
     return Claim(
         COROLLARY,
         "G_k ≥ 1 − (N−k) e^(−αδ_k): the gap at the k-th expert controls the top-k mass",
         "; ".join(shown),
         Verdict.OPEN if len(runs) < MIN_SEEDS else Verdict.FAILS if broken else Verdict.HOLDS,
-        "True of every token. It controls little: the paper's bound is below zero for most tokens of a trained "
-        "gate, and k/N holds for any gate.",
+        "A mean over tokens that exceeds the bound, in every layer. "
+        + (f"The paper's bound is above k/N, true of any gate, for {', '.join(useful)}." if useful else ""),
     )
 
 
