@@ -53,7 +53,7 @@ class Plan:
     tokens: int | None = None
     """Most tokens of each domain of a text."""
     length: int | None = None
-    """Tokens per window. None: as trained, or the model's longest."""
+    """Tokens per window. None: as trained, or the model's longest. Also the most tokens of a prompt, under "grmoe"."""
     stride: int | None = None
     """Tokens from window to window. None: the length, so that windows do not overlap."""
     batch: int = 8
@@ -121,7 +121,7 @@ def _open_tasks(plan: Plan, loaded: LoadedModel, scorer: str) -> harness.Harness
     if scorer == "grmoe":
         assert plan.tasks_from is not None  # by `choose_scorer`
         given = (loaded.model, loaded.tokenizer, plan.batch, plan.shots)
-        return Scorer(plan.tasks, plan.tasks_from, *given)
+        return Scorer(plan.tasks, plan.tasks_from, *given, longest=plan.length)
     specs = harness.task_specs(plan.tasks, plan.tasks_from, plan.out / "tasks")
     return harness.Harness(specs, loaded.model, loaded.tokenizer, plan.batch, plan.shots)
 

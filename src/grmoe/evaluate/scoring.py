@@ -18,6 +18,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -173,13 +174,17 @@ def score_pairs(
     pairs: Sequence[tuple[list[int], list[int]]],
     batch: int,
     progress: Callable[[int], None] = lambda done: None,
+    longest: int | None = None,
 ) -> list[Score]:
-    """log p(continuation | context) of every pair. A context too long for the model loses its beginning."""
-    longest = model.config.max_position_embeddings
+    """log p(continuation | context) of every pair. A context too long for the model loses its beginning.
+
+    longest: most tokens of a sequence. Default: what the model takes, as in the harness.
+    """
+    longest = longest or model.config.max_position_embeddings
     for _, continuation in pairs:
         require(
             0 < len(continuation) <= longest,
-            f"a continuation must have 1 to {longest} tokens, the model's longest, got {len(continuation)}",
+            f"a continuation must have 1 to {longest} tokens, the most of a sequence, got {len(continuation)}",
         )
     scores: list[Score | None] = [None] * len(pairs)
     # Long ones first: batches of equal lengths have little padding.
@@ -253,8 +258,12 @@ class Scorer:
         tokenizer: Any,
         batch: int,
         shots: int | None,
+        longest: int | None = None,
     ) -> None:
-        """tasks: names; none for all of `folder`. shots: examples per prompt, None for zero."""
+        """tasks: names; none for all of `folder`. shots: examples per prompt, None for zero.
+
+        longest: most tokens of a prompt with its answer. None: what the model takes, as in the harness.
+        """
         found = find_files(folder)
         require(
             bool(found),
@@ -263,6 +272,7 @@ class Scorer:
         names = [task_name(given, found, folder) for given in dict.fromkeys(tasks or found)]
         self.tasks = [Task.read(name, found[name]) for name in names]
         self.model, self.tokenizer, self.batch, self.shots = model, tokenizer, batch, shots or 0
+        self.longest = longest
         for task in self.tasks:
             rows = len(task.examples)
             require(
@@ -281,9 +291,9 @@ class Scorer:
             for prompt in prompts
             for continuation in task.continuations(prompt)
         ]
-        flat = iter(
-            score_pairs(self.model, pairs, self.batch, lambda done: progress(task.name, done, len(pairs)))
-        )
+        done = partial(progress, task.name)
+        found = score_pairs(self.model, pairs, self.batch, lambda n: done(n, len(pairs)), self.longest)
+        flat = iter(found)
         scores = [[next(flat) for _ in prompt.choices] for prompt in prompts]
         metrics = last_word(scores) if _is_lambada(task.name) else multiple_choice(prompts, scores)
         return metrics | {"shots": self.shots, "rows": len(prompts)}

@@ -68,8 +68,8 @@ def write(models: Models) -> Page:
             "Claims are judged on GrMoE with an amortiser, as the paper's. The paper reports the 1.3B model with 12 "
             "MoE layers after 150 K steps; here it is `small`.",
             "α by depth: the first half of the MoE layers is early. Experts are chosen by the mass rule "
-            f"(τ = {TAU:g}), because under top-k α does not change how many compute. The loss is compared with that of equal α "
-            "at the same number of experts per token, interpolated between measured ones.",
+            f"(τ = {TAU:g}), because under top-k α does not change how many compute. The loss is compared with that "
+            "of equal α at the same number of experts per token, interpolated between measured ones.",
         ],
     )
 
@@ -184,8 +184,8 @@ def _alpha_table(models: Models) -> Table:
             costs = [cost(run.body, setting) for run in runs]
             found = mean(c for c in costs if c is not None) if setting in (BY_DEPTH, EXCHANGED) else None
             table.add(
-                labels(GROUP)[name], setting.removeprefix("α "), show_mean(mean(r["experts_per_token"] for r in rows), 2),
-                show_mean(mean(r["loss"] for r in rows), 4), show_mean(found, 4, "+"),
+                labels(GROUP)[name], setting.removeprefix("α "),
+                show_mean(mean(r["experts_per_token"] for r in rows), 2), show_mean(mean(r["loss"] for r in rows), 4), show_mean(found, 4, "+"),
             )  # fmt: skip
     return table
 

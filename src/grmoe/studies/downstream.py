@@ -22,6 +22,7 @@ from grmoe.terminal import Progress
 WHERE = "Appendix, Downstream Task Evaluation"
 SHOTS = (0, 5)
 BATCH = 64
+LENGTH = 512  # tokens of a prompt at most: what the models were trained on
 LIMIT = 2000  # rows of each task: a standard error of one point
 # The metric that counts of each task, and what guessing gets.
 METRICS = {"hellaswag": "acc_norm", "arc_easy": "acc", "piqa": "acc", "lambada_openai": "acc"}
@@ -46,7 +47,7 @@ def measure_run(folder: Path, place: Place, progress: Progress) -> Mapping[str, 
     for shots in SHOTS:
         plan = Plan(
             model=folder, out=folder / f"eval-{shots}", tasks=tuple(METRICS), tasks_from=place.tasks, shots=shots,
-            batch=BATCH, scorer="grmoe", checkpoint="last", limit=LIMIT,
+            batch=BATCH, scorer="grmoe", checkpoint="last", limit=LIMIT, length=LENGTH,
         )  # fmt: skip
         found[str(shots)] = evaluate(plan, progress).evaluation.points[0].tasks
     return found
@@ -96,7 +97,8 @@ def write(models: Models) -> Page:
             f"standard error over the rows of a task, for one model. The first {LIMIT:,} rows of each. Prompts and "
             "scores are those of lm-evaluation-harness.",
             "The paper does not name the number of examples. Here it is 0 and 5. Without training rows the examples are "
-            "other rows of the evaluated set. A prompt that is too long for a model loses its beginning.",
+            "other rows of the evaluated set. A prompt of more than "
+            f"{LENGTH} tokens, the length of training, loses its beginning.",
             "Expert Choice looks at later tokens to route earlier ones, so its likelihoods of a continuation leak. It "
             "is left out.",
         ],
