@@ -32,6 +32,7 @@ ONE_HOME = {
             "serve/server.py",
             "studies/models/worker.py",
             "studies/learned_kappa.py",
+            "studies/post_hoc.py",
             "runs/start.py",
         ),
     },

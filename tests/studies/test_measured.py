@@ -201,7 +201,9 @@ def test_a_model_is_measured_once_and_a_missing_one_is_named(
     assert "mine-1 are not in" in capsys.readouterr().err.replace("\n", " ")
     assert study.page(place.results).notes == ["0.33333"]
     kept = json.loads((place.results / "kind" / "tiny" / "mine-0.json").read_text())
-    assert (kept["seed"], kept["revision"]) == (0, "r0")  # that of the training
+    assert (kept["seed"], kept["recipe"]) == (0, "mine")
+    assert kept["machine"].startswith("CPU, torch")
+    assert kept["revision"]
     study.run(place, silent)
     assert len(seen) == 1
 

@@ -145,8 +145,9 @@ def compare(
 ) -> None:
     """Compare routers and ways to train as language models: same text, same tokens, several seeds.
 
-    The settings are those of [bold]grmoe train[/]; a recipe adds its own. Each model is measured as it was trained and
-    with every smaller number of experts per token. Finished models are skipped when you run the same command again.
+    The settings are those of [bold]grmoe train[/], the learning rate too; a recipe adds its own. Each model is
+    measured as it was trained and with every smaller number of experts per token. Finished models are skipped when you
+    run the same command again.
 
     Example: [bold]grmoe compare data.path=runs/data steps=1400 --recipe grmoe --recipe softmax-bias --at-once 4[/]
 
@@ -158,7 +159,8 @@ def compare(
         from grmoe.studies.models import find_recipe
         from grmoe.studies.models import vary as varied
 
-        recipes = [find_recipe(name) for name in recipe or DEFAULT]
+        # The rates of recipes are for `small`. Those that you write yourself stay.
+        recipes = [find_recipe(n) if ":" in n else find_recipe(n).without_rate() for n in recipe or DEFAULT]
         for key in vary or []:
             recipes = [found for each in recipes for found in varied(each, key)]
         plan = Plan(

@@ -185,7 +185,8 @@ def _alpha_table(models: Models) -> Table:
             found = mean(c for c in costs if c is not None) if setting in (BY_DEPTH, EXCHANGED) else None
             table.add(
                 labels(GROUP)[name], setting.removeprefix("α "),
-                show_mean(mean(r["experts_per_token"] for r in rows), 2), show_mean(mean(r["loss"] for r in rows), 4), show_mean(found, 4, "+"),
+                show_mean(mean(r["experts_per_token"] for r in rows), 2),
+                show_mean(mean(r["loss"] for r in rows), 4), show_mean(found, 4, "+"),
             )  # fmt: skip
     return table
 

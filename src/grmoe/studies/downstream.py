@@ -96,9 +96,9 @@ def write(models: Models) -> Page:
             "(acc), LAMBADA the last word under greedy decoding. ± is the 95 % interval over seeds; in brackets the "
             f"standard error over the rows of a task, for one model. The first {LIMIT:,} rows of each. Prompts and "
             "scores are those of lm-evaluation-harness.",
-            "The paper does not name the number of examples. Here it is 0 and 5. Without training rows the examples are "
-            "other rows of the evaluated set. A prompt of more than "
-            f"{LENGTH} tokens, the length of training, loses its beginning.",
+            "The paper does not name the number of examples. Here it is 0 and 5. Without training rows the examples "
+            f"are other rows of the evaluated set. A prompt of more than {LENGTH} tokens, the length of training, "
+            "loses its beginning.",
             "Expert Choice looks at later tokens to route earlier ones, so its likelihoods of a continuation leak. It "
             "is left out.",
         ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from grmoe.studies.judging import MIN_SEEDS
 from grmoe.studies.learned_kappa import LearnedRow, layer_table
@@ -46,10 +45,7 @@ def _claims(runs: Sequence[Measured], rows: Sequence[LearnedRow]) -> list[Claim]
 
     arguments = [row.kappa for row in rows]
     spread = f"{min(arguments):.1f} to {max(arguments):.1f}" if rows else ""
-    numbers: dict[str, Any] = {
-        name: _worst(rows, name) for name in ("kume_wood_1", "gradient_1", "monte_carlo", "printed_1")
-    }
-    two = _worst(rows, "printed_gradient_2")
+    numbers = {name: _worst(rows, name) for name in ("kume_wood_1", "gradient_1", "monte_carlo")}
     return [
         Claim(
             WHERE,
@@ -78,16 +74,6 @@ def _claims(runs: Sequence[Measured], rows: Sequence[LearnedRow]) -> list[Claim]
             said(f"Monte Carlo is off by at most {100 * numbers['monte_carlo']:.2g} %"),
             judge(numbers["monte_carlo"] <= 0.015),
             "It must be closer to Z than the 1.5 % it is to confirm.",
-        ),
-        Claim(
-            "Appendix, Bingham Normalizing Constant Approximation",
-            "Z(Λ) ≈ (2π)^(d/2) |Λ*|^(−1/2) exp(tr(Λ(Λ*)⁻¹))",
-            said(
-                f"log Z off by {numbers['printed_1']:.0f}; gradient off by {100 * two:.2g} % if Λ* = 2(ŝI − Λ)"
-            ),
-            judge(numbers["printed_1"] <= 0.015),
-            "The formula lacks K''(t̂)^(−1/2) and e^(−t̂), and Λ* is not defined. With Λ* = 2(ŝI − Λ) only a constant is "
-            "wrong, so training by its gradient would work.",
         ),
     ]
 

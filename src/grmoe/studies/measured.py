@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from grmoe.files import read_json, write_file
-from grmoe.hardware import device_name, find_device
 from grmoe.runs.folder import CONFIG
 from grmoe.runs.results import plain
 from grmoe.studies.model_study import Group, list_jobs
@@ -23,7 +20,7 @@ from grmoe.studies.models.recipes import Base, Recipe
 from grmoe.studies.models.runner import Job, has_results, run_folder, run_jobs
 from grmoe.studies.models.store import Store
 from grmoe.studies.page import Page
-from grmoe.studies.study import Place, State
+from grmoe.studies.study import Place, State, provenance
 from grmoe.terminal import Progress, note
 
 DIGITS = 5  # significant, of every number that is kept
@@ -119,8 +116,7 @@ class MeasuredStudy:
         about = {
             "recipe": job.recipe.name,
             "seed": job.seed,
-            "revision": place.revision or _revision(place, job),
-            "machine": f"{device_name(find_device(place.device))}, torch {torch.__version__}",
+            **provenance(place),
             "body": plain(body, DIGITS),
         }
         path = self._path(place.results, job)
@@ -129,13 +125,6 @@ class MeasuredStudy:
 
     def page(self, results: Path) -> Page:
         return self.write(self.kind.read(results, self.group))
-
-
-def _revision(place: Place, job: Job) -> str:
-    """That of the training: measurements come from the same call."""
-    return next(
-        run.revision for run in Store(place.results).runs(job.base, job.recipe) if run.seed == job.seed
-    )
 
 
 def labels(group: Group) -> dict[str, str]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grmoe import checks
 from grmoe.studies.models.recipes import Base, Recipe
 from grmoe.studies.models.runner import Job, has_results, run_jobs
-from grmoe.studies.models.store import Run, Store
+from grmoe.studies.models.store import Run, Store, describe_data
 from grmoe.studies.page import Page
 from grmoe.studies.study import Place, State
 from grmoe.terminal import Progress
@@ -65,7 +66,26 @@ class ModelStudy:
         run_jobs(self.jobs(place), place, progress)
 
     def page(self, results: Path) -> Page:
-        return self.write(Store(results))
+        store = Store(results)
+        page = self.write(store)
+        return replace(page, notes=[*page.notes, *self._sources(store)])
+
+    def _sources(self, store: Store) -> list[str]:
+        """Where the models come from: text, revision and machine."""
+        found: Counter[str] = Counter()
+        texts: dict[str, None] = {}
+        for group in self.groups:
+            for recipe in group.recipes:
+                trained = store.read(group.base, recipe)
+                for run in [] if trained is None else trained.runs:
+                    origin = f", taken from `{run.source}`" if run.source else ""
+                    found[f"revision {run.revision}, {run.machine}{origin}"] += 1
+                if trained is not None:
+                    texts[describe_data(trained.data)] = None
+        if not found:
+            return []
+        models = "; ".join(f"{count} of {source}" for source, count in sorted(found.items()))
+        return [f"Text: {'; '.join(texts)}. Models: {models}. Raw numbers: `results/models`."]
 
 
 def runs_of(store: Store, base: Base, *recipes: Recipe) -> dict[str, list[Run]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grmoe.files import write_file
-from grmoe.studies.page import Claim, Page, Verdict
+from grmoe.studies.page import Claim, Figure, Page, Verdict
 from grmoe.studies.study import Study
 from grmoe.tables import Table
 
@@ -17,11 +17,11 @@ _INTRO = (
 )
 _CLAIMS = ("paper", "it says", "here", "verdict", "why")
 _MEANING = {
-    Verdict.HOLDS: "the claim was measured here and is true",
-    Verdict.CHANGED: "it is true after a change that the reason names",
-    Verdict.FAILS: "it was measured here and is not true",
-    Verdict.UNTESTABLE: "it cannot be decided here, and the reason says why",
-    Verdict.OPEN: "no results decide it yet",
+    Verdict.HOLDS: "The claim was measured here and is true",
+    Verdict.CHANGED: "It is true after a change that the reason names",
+    Verdict.FAILS: "It was measured here and is not true",
+    Verdict.UNTESTABLE: "It cannot be decided here, and the reason says why",
+    Verdict.OPEN: "No results decide it yet",
 }
 
 
@@ -54,9 +54,8 @@ def index_text(studies: Sequence[Study], pages: Sequence[Page], results: Path) -
             *(str(counts[v]) for v in Verdict),
         )  # fmt: skip
     total = {v: sum(verdict_counts(page)[v] for page in pages) for v in Verdict}
-    counted = ", ".join(f"{total[v]} {v.value}" for v in Verdict)
-    parts = [_GENERATED, "# The paper, reproduced", _INTRO, f"Of {sum(total.values())} claims: {counted}."]
-    parts += ["\n".join(f"- **{v.value}**: {meaning}." for v, meaning in _MEANING.items())]
+    parts = [_GENERATED, "# The paper, reproduced", _INTRO, f"{sum(total.values())} claims, by verdict:"]
+    parts += ["\n".join(f"- **{v.value}**: {total[v]}. {meaning}." for v, meaning in _MEANING.items())]
     parts += ["## Studies", status.markdown()]
     for study, page in zip(studies, pages, strict=True):
         if page.claims:
@@ -75,19 +74,33 @@ def _claims(claims: Sequence[Claim]) -> Table:
     return table
 
 
-def write_pages(studies: Sequence[Study], results: Path, docs: Path) -> dict[str, Path]:
-    """Write docs/results/paper/*.md and the figures under docs/images/paper. Returns what was written, by name."""
-    out, images = docs / "results" / "paper", docs / "images" / "paper"
-    for folder in (out, images):
-        folder.mkdir(parents=True, exist_ok=True)
+def page_files(studies: Sequence[Study], results: Path) -> tuple[dict[str, str], dict[str, Figure]]:
+    """(Markdown by file name, figures by file name). Nothing is drawn yet."""
     pages = [study.page(results) for study in studies]
-    written = {"Index": out / "index.md"}
-    write_file(written["Index"], index_text(studies, pages, results).encode())
+    texts = {"index.md": index_text(studies, pages, results)}
+    figures: dict[str, Figure] = {}
     for study, page in zip(studies, pages, strict=True):
-        path = written[study.title] = out / f"{study.name}.md"
-        write_file(path, page_text(study, page, results).encode())
-        for figure in page.figures:
-            figure.draw(images / f"{figure.name}.png")
+        texts[f"{study.name}.md"] = page_text(study, page, results)
+        figures |= {f"{figure.name}.png": figure for figure in page.figures}
+    return texts, figures
+
+
+def write_pages(studies: Sequence[Study], results: Path, docs: Path) -> dict[str, Path]:
+    """Write docs/results/paper/*.md and docs/images/paper/*.png, and remove what is no longer made.
+
+    Returns where they are.
+    """
+    texts, figures = page_files(studies, results)
+    written = {"Pages": docs / "results" / "paper", "Figures": docs / "images" / "paper"}
+    for folder, made in ((written["Pages"], set(texts)), (written["Figures"], set(figures))):
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.iterdir():
+            if old.name not in made:
+                old.unlink()
+    for name, text in texts.items():
+        write_file(written["Pages"] / name, text.encode())
+    for name, figure in figures.items():
+        figure.draw(written["Figures"] / name)
     return written
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from grmoe.studies.page import Page
 from grmoe.terminal import Progress
@@ -79,3 +80,24 @@ class Study(Protocol):
 
     def page(self, results: Path) -> Page:
         """The page, from results alone. Works with partial results and with none."""
+
+
+def provenance(place: Place) -> dict[str, str]:
+    """What results say of where they come from: device, version of torch, revision of the code."""
+    import torch
+
+    from grmoe.hardware import device_name, find_device
+    from grmoe.runs.folder import environment
+
+    return {
+        "machine": f"{device_name(find_device(place.device))}, torch {torch.__version__}",
+        "revision": short_revision(environment(), place.revision),
+    }
+
+
+def short_revision(environment: Mapping[str, Any], given: str) -> str:
+    """Of the code, as git or the user names it; else the version. "+": with changes that were not committed."""
+    found = environment.get("revision") or given
+    if not found:
+        return f"grmoe {environment.get('grmoe')}"
+    return found.removesuffix("+")[:10] + ("+" if found.endswith("+") else "")

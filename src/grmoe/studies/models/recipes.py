@@ -50,6 +50,11 @@ class Recipe:
         """This recipe with more settings, under another name."""
         return Recipe(name, label, (*self.settings, *settings))
 
+    def without_rate(self) -> Recipe:
+        """This recipe at the base's learning rate, for models of another size."""
+        kept = tuple(s for s in self.settings if not s.startswith("optim.lr="))
+        return Recipe(self.name, self.label, kept)
+
 
 def small(steps: int, preset: str = "small") -> Base:
     """A preset for `steps` steps of 32 × 512 tokens. The curve of its validation has 20 points."""

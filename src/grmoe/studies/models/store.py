@@ -160,8 +160,7 @@ class Store:
             if (name in before.config and before.config[name] != value)
             or (name not in before.config and defaults is not None and defaults.get(name) != value)
         ]
-        old, new = before.data.get("checksum"), wanted.data.get("checksum")
-        if old is not None and new is not None and old != new:
+        if not _same_data(before.data, wanted.data):
             changed.append(f"the data: {describe_data(before.data)} → {describe_data(wanted.data)}")
         require(
             not changed,
@@ -170,12 +169,18 @@ class Store:
         )
 
 
+def _same_data(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """By checksum; results without one, of an earlier version, by size and vocabulary."""
+    if "checksum" in old and "checksum" in new:
+        return bool(old["checksum"] == new["checksum"])
+    same_size = f"{old['tokens']:.3g}" == f"{new['tokens']:.3g}"
+    return same_size and bool(old["vocabulary"] == new["vocabulary"])
+
+
 def describe_data(data: Mapping[str, Any]) -> str:
     """ "44.8 M tokens, vocabulary 8192, checksum 12ab34cd"."""
-    parts = [f"{data['tokens'] / 1e6:.1f} M tokens"] if data.get("tokens") else []
-    parts += [f"vocabulary {data['vocabulary']}"] if data.get("vocabulary") else []
-    parts += [f"checksum {data['checksum'][:8]}"] if data.get("checksum") else []
-    return ", ".join(parts) or "not described"
+    checksum = f", checksum {data['checksum'][:8]}" if "checksum" in data else ""
+    return f"{data['tokens'] / 1e6:.3g} M tokens, vocabulary {data['vocabulary']}{checksum}"
 
 
 def _trained(tree: dict[str, Any]) -> Trained:

@@ -32,6 +32,7 @@ from grmoe.runs.open import open_model
 from grmoe.runs.start import starting_config
 from grmoe.studies.models.recipes import POINTS
 from grmoe.studies.models.store import Point, Row, Run
+from grmoe.studies.study import short_revision
 from grmoe.train.loop import TrainingStopped, train
 
 TAUS = (0.3, 0.5, 0.7)  # of the mass rule at the trained α, between the top-k
@@ -102,7 +103,7 @@ def measure_run(folder: Path, seed: int, order: Order) -> Run:
         seed=seed,
         tokens=last["tokens"],
         trained=trained,
-        revision=environment.get("revision") or order.revision or f"grmoe {environment.get('grmoe')}",
+        revision=short_revision(environment, order.revision),
         machine=f"{device_name(model.device)}, torch {torch.__version__}{company}",
         curve=curve_of(lines),
         rows=rows,
