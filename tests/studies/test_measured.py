@@ -18,7 +18,7 @@ from grmoe.studies.models.runner import Job, run_folder
 from grmoe.studies.models.store import Row, Run, Store, Trained
 from grmoe.studies.page import Page, Verdict
 from grmoe.studies.pages import page_text
-from grmoe.studies.registry import NAMES, find_study
+from grmoe.studies.registry import find_study
 from grmoe.studies.study import Place, State
 from grmoe.terminal import silent
 from grmoe.train.loop import train
@@ -70,9 +70,10 @@ def test_a_run_is_measured(body: dict[str, Any]) -> None:
     assert "text" not in body  # paths of a machine are not kept
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_page_without_results_is_open(name: str, tmp_path: Path) -> None:
-    study = find_study(name)
+@pytest.mark.parametrize("module", [*ANALYSED, downstream])
+def test_a_page_without_results_is_open(module: Any, tmp_path: Path) -> None:
+    study = find_study(module.STUDY.name)
+    assert study is module.STUDY
     page = study.page(tmp_path)
     assert page.claims
     assert set(verdicts(page)) <= {Verdict.OPEN, Verdict.UNTESTABLE}
@@ -119,8 +120,8 @@ def test_verdicts_follow_the_numbers(body: dict[str, Any]) -> None:
     code[2], code[3], names[4] = 0.8, 0.7, 0.75
     shares = [code, names, [0.1] * 7, [0.1] * 7]
     as_paper = planted(
-        with_types(body, -0.9), kappa=[[1.0, 1.2, 1.1, 1.1], [0.4, 4.2, 3.5, 1.0]], entropy=[1.65, 1.15], of_type=[shares, shares],
-        type_entropy=[[1.9, 1.9, 1.2, 1.2, 1.2, 1.2, 1.2]] * 2,
+        with_types(body, -0.9), kappa=[[1.0, 1.2, 1.1, 1.1], [0.4, 4.2, 3.5, 1.0]], entropy=[1.65, 1.15],
+        of_type=[shares, shares], type_entropy=[[1.9, 1.9, 1.2, 1.2, 1.2, 1.2, 1.2]] * 2,
     )  # fmt: skip
     runs = [Measured(recipe="x", seed=s, revision="r", machine="m", body=as_paper) for s in range(3)]
     assert set(verdicts(Page(token_analysis._claims(runs)))) == {Verdict.HOLDS}

@@ -48,11 +48,11 @@ def kume_wood(eigenvalues: Tensor, multiplicities: Sequence[int] | Tensor, order
 
 
 def printed(eigenvalues: Tensor, multiplicities: Sequence[int] | Tensor, factor: int = 1) -> Tensor:
-    """log Z by the formula of the paper's appendix: Z ≈ (2π)^(d/2) |Λ*|^(−1/2) exp(tr(Λ Λ*⁻¹)).
+    """log Z by the formula of the paper's appendix: Z ≈ (2π)^(d/2) |Λ⋆|^(−1/2) exp(tr(Λ Λ⋆⁻¹)).
 
-    The paper calls Λ* "the solution to a system of implicit equations" and does not print them. Two readings are
-    tried, both with the saddle ŝ of Kume–Wood, ½ Σ 1/(ŝ−λ_j) = 1: Λ* = ŝI − Λ (factor 1), the matrix of their formula,
-    and Λ* = 2(ŝI − Λ) (factor 2), for which tr Λ*⁻¹ = 1. The measure is the area of the sphere, as in their paper.
+    The paper calls Λ⋆ "the solution to a system of implicit equations" and does not print them. Two readings are
+    tried, both with the saddle ŝ of Kume–Wood, ½ Σ 1/(ŝ−λ_j) = 1: Λ⋆ = ŝI − Λ (factor 1), the matrix of their formula,
+    and Λ⋆ = 2(ŝI − Λ) (factor 2), for which tr Λ⋆⁻¹ = 1. The measure is the area of the sphere, as in their paper.
     """
     checks.one_of("factor", factor, (1, 2))
     dtype = eigenvalues.dtype

@@ -27,8 +27,8 @@ from grmoe.terminal import Progress, Steps, silent
 KAPPAS = (0.4, 1.0, 4.2, 10.0, 100.0, 1000.0)
 SHAPES = ((128, 16), (768, 48), (2048, 64))
 PRINTED = (
-    "Last column: error of log Z by the formula that the paper's appendix prints, (2π)^(d/2) |Λ*|^(−1/2) "
-    "exp(tr ΛΛ*⁻¹). It leaves Λ* open. Two readings: Λ* = ŝI − Λ, then 2(ŝI − Λ), with ŝ the saddle."
+    "Last column: error of log Z by the formula that the paper's appendix prints, (2π)^(d/2) |Λ⋆|^(−1/2) "
+    "exp(tr ΛΛ⋆⁻¹). It leaves Λ⋆ open. Two readings: Λ⋆ = ŝI − Λ, then 2(ŝI − Λ), with ŝ the saddle."
 )
 
 
@@ -66,9 +66,9 @@ class NormalizerRow:
     gradient_3: float
     """Relative error of the third-order saddlepoint's gradient."""
     printed_1: float
-    """Error of log Z, not of Z, by the formula of the paper's appendix with Λ* = ŝI − Λ (`bingham.printed`)."""
+    """Error of log Z, not of Z, by the formula of the paper's appendix with Λ⋆ = ŝI − Λ (`bingham.printed`)."""
     printed_2: float
-    """The same with Λ* = 2(ŝI − Λ)."""
+    """The same with Λ⋆ = 2(ŝI − Λ)."""
     printed_gradient_1: float
     """Relative error of the gradient of the first reading."""
     printed_gradient_2: float
@@ -234,13 +234,13 @@ def _printed_claim(rows: Sequence[NormalizerRow]) -> Claim:
     second = max((abs(row.printed_gradient_2) for row in learned), default=0.0)
     return Claim(
         "Appendix, Bingham Normalizing Constant Approximation",
-        "Z(Λ) ≈ (2π)^(d/2) |Λ*|^(−1/2) exp(tr(Λ(Λ*)⁻¹))",
+        "Z(Λ) ≈ (2π)^(d/2) |Λ⋆|^(−1/2) exp(tr(Λ(Λ⋆)⁻¹))",
         ""
         if near is None or gradient is None
-        else f"log Z off by at least {near:.0f}, its gradient by {100 * gradient:.0f} % (Λ* = ŝI − Λ); with "
-        f"Λ* = 2(ŝI − Λ) the gradient is off by at most {100 * second:.2g} %",
+        else f"log Z off by at least {near:.0f}, its gradient by {100 * gradient:.0f} % (Λ⋆ = ŝI − Λ); with "
+        f"Λ⋆ = 2(ŝI − Λ) the gradient is off by at most {100 * second:.2g} %",
         Verdict.OPEN if near is None else Verdict.HOLDS if near <= 0.015 else Verdict.FAILS,
-        "The formula lacks K''(t̂)^(−1/2) and e^(−t̂), and Λ* is not defined. In the second reading the error of log Z "
+        "The formula lacks K''(t̂)^(−1/2) and e^(−t̂), and Λ⋆ is not defined. In the second reading the error of log Z "
         "hardly depends on κ, so a training that needs only the gradient would not notice.",
     )
 
