@@ -174,6 +174,13 @@ def normalizer(
     rank: Annotated[
         list[int] | None, typer.Option(help="Rank k of the subspace.", show_default="16, 48, 64")
     ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of a run or an exported model: also at its learned κ, with its own d and k. The argument of Z "
+            "is c·κ there."
+        ),
+    ] = None,
     samples: Annotated[int, typer.Option(min=2, help="Monte Carlo samples.")] = 1_000_000,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write the rows to this file.")
@@ -182,13 +189,25 @@ def normalizer(
     """Validate the Bingham normaliser: contour integral, Kume-Wood and Monte Carlo side by side.
 
     Example: [bold]grmoe normalizer --dim 768 --rank 48 --kappa 0.4 --kappa 4.2[/]
-    """
-    with shell():
-        from grmoe.studies.normalizer import KAPPAS, SHAPES, Plan, run, save, show
 
+    Example: [bold]grmoe normalizer --run runs/first[/]
+    """
+    with shell(*(() if run is None else ("lm",))):
+        from grmoe.studies import normalizer as fixed
+
+        if run is not None:
+            from grmoe.studies import learned_kappa as at_learned
+
+            if dim or rank:
+                raise ValueError("give --dim and --rank, or --run, which has its own; got both")
+            plan_learned = at_learned.Plan(model=run, samples=samples, kappas=tuple(kappa or fixed.KAPPAS))
+            shown = partial(at_learned.show_learned, samples=samples)
+            run_plan(plan_learned, at_learned.run, shown, partial(fixed.save, path=json_path))
+            return
         dims, ranks = dim or [], rank or []
         if len(dims) != len(ranks):
             raise ValueError(f"give one --rank for each --dim, got {len(ranks)} for {len(dims)}")
-        shapes = tuple(zip(dims, ranks, strict=True)) or SHAPES
-        plan = Plan(samples=samples, shapes=shapes, kappas=tuple(kappa or KAPPAS))
-        run_plan(plan, run, partial(show, samples=samples), partial(save, path=json_path))
+        shapes = tuple(zip(dims, ranks, strict=True)) or fixed.SHAPES
+        plan = fixed.Plan(samples=samples, shapes=shapes, kappas=tuple(kappa or fixed.KAPPAS))
+        shown = partial(fixed.show_noted, samples=samples)
+        run_plan(plan, fixed.run, shown, partial(fixed.save, path=json_path))
