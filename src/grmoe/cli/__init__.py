@@ -73,6 +73,7 @@ _add(bench.train_step, "train-step", _bench)
 _add(bench.train_model, "train-model", _bench)
 _add(bench.elastic, "elastic", _bench)
 _add(bench.prefill, "prefill", _bench)
+_add(bench.breakdown, "breakdown", _bench)
 app.add_typer(_bench, name="bench")
 
 

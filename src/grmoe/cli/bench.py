@@ -25,6 +25,10 @@ Shapes = Annotated[
         show_default="several, larger on a GPU",
     ),
 ]
+NamedShapes = Annotated[
+    str | None,
+    typer.Option(help="A named list of shapes. layer: hopper (five large ones), decode (1 to 128 tokens)."),
+]
 Rank = Annotated[
     int | None,
     typer.Option(
@@ -58,6 +62,7 @@ def _layer_command(name: str, text: str) -> Callable[..., None]:
 
     def command(
         shape: Shapes = None,
+        shapes: NamedShapes = None,
         rank: Rank = None,
         dtype: Dtype = None,
         device: Device = "auto",
@@ -68,6 +73,7 @@ def _layer_command(name: str, text: str) -> Callable[..., None]:
         with shell("studies"):
             from importlib import import_module
 
+            from grmoe import checks
             from grmoe.bench.run import Benchmark, Plan, find_dtype
             from grmoe.bench.shapes import parse_shape
             from grmoe.hardware import use_device
@@ -75,10 +81,14 @@ def _layer_command(name: str, text: str) -> Callable[..., None]:
             benchmark: Benchmark[Any] = import_module(f"grmoe.bench.{name.replace('-', '_')}").BENCHMARK
             where = use_device(device)
             defaults = benchmark.cuda_shapes if where.type == "cuda" else benchmark.cpu_shapes
-            shapes = [parse_shape(type(defaults[0]), given) for given in shape or []] or list(defaults)
+            if shapes is not None:
+                known = tuple(benchmark.named_shapes)
+                defaults = benchmark.named_shapes[checks.one_of("--shapes", shapes, known)]
+            given = [parse_shape(type(defaults[0]), text) for text in shape or []]
+            wanted = [*(defaults if shapes else []), *given] or list(defaults)
             plan = Plan(
                 benchmark=benchmark,
-                shapes=shapes if rank is None else [each.at_rank(rank) for each in shapes],
+                shapes=wanted if rank is None else [each.at_rank(rank) for each in wanted],
                 device=where,
                 dtype=find_dtype(dtype, where),
                 rounds=rounds,
@@ -108,9 +118,12 @@ gate = _layer_command(
 )
 layer = _layer_command(
     "layer",
-    """Measure the whole MoE layer, every backend, next to Hugging Face, Liger, ScatterMoE and dense GEMMs.
+    """Measure the whole MoE layer, every backend, next to Hugging Face, Liger, ScatterMoE, SonicMoE, triton_kernels
+    and dense GEMMs. A library that is not installed is listed as such.
 
     Example, with tokens,dim,experts,width,top_k: [bold]grmoe bench layer --shape 2048,256,64,256,2[/]
+
+    Up to 128 tokens, the floor is the time to read the touched experts' weights and the frames once.
     """,
 )
 dial = _layer_command(
@@ -272,3 +285,63 @@ def prefill(
             out=out,
         )
         _finish(plan)
+
+
+def breakdown(
+    preset: Preset = None,
+    batch: Batch = None,
+    length: Length = None,
+    router: Annotated[
+        list[str] | None,
+        typer.Option(help="grassmann, softmax or amortized. Repeatable.", show_default="all three"),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--pass", help="forward or step. Repeatable.", show_default="both"),
+    ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the whole model: eager, compiled or graphs. Unless eager, its parts are compiled one by one.",
+            show_default="graphs on a GPU, eager on a CPU",
+        ),
+    ] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole/--parts-only", help="Time the whole model without ranges too.")
+    ] = True,
+    dtype: Dtype = None,
+    device: Device = "auto",
+    rounds: Rounds = 5,
+    out: Out = Path("runs/bench/breakdown"),
+) -> None:
+    """Measure where the time goes: attention, routing, experts and the rest, beside the paper's shares.
+
+    The parts are ranges around the model's modules, in the forward and in the backward, and add up to the pass. A
+    compiled model has no such parts, so each part is compiled by itself. The whole model is timed beside them.
+
+    Example: [bold]grmoe bench breakdown --preset 350m --batch 16 --length 1024[/]
+    """
+    with shell("lm", "studies"):
+        from grmoe import checks
+        from grmoe.bench import breakdown as bench
+        from grmoe.bench.models import ModelShape
+        from grmoe.bench.run import Plan, find_dtype
+        from grmoe.hardware import use_device
+
+        where = use_device(device)
+        plan = Plan(
+            benchmark=bench.benchmark(),
+            shapes=[ModelShape.on(where, preset, batch, length)],
+            device=where,
+            dtype=find_dtype(dtype, where),
+            rounds=rounds,
+            out=out,
+        )
+        measure = partial(
+            bench.run,
+            routers=tuple(checks.one_of("router", each, bench.ROUTERS) for each in router or bench.ROUTERS),
+            passes=tuple(checks.one_of("pass", each, bench.PASSES) for each in only or bench.PASSES),
+            form=form or ("graphs" if where.type == "cuda" else "eager"),
+            whole=whole,
+        )
+        _finish(plan, measure)
