@@ -74,6 +74,8 @@ _add(bench.train_model, "train-model", _bench)
 _add(bench.elastic, "elastic", _bench)
 _add(bench.prefill, "prefill", _bench)
 _add(bench.breakdown, "breakdown", _bench)
+_add(bench.scale, "scale", _bench)
+_add(bench.decode, "decode", _bench)
 app.add_typer(_bench, name="bench")
 
 

@@ -345,3 +345,135 @@ def breakdown(
             whole=whole,
         )
         _finish(plan, measure)
+
+
+def scale(
+    preset: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A preset of `grmoe info`. Repeatable.",
+            show_default="350m, 1.3b and 2.7b on a GPU, tiny on a CPU",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences per step.", show_default="by size")
+    ] = None,
+    length: Length = None,
+    steps: Annotated[
+        int | None, typer.Option(min=4, help="Optimiser steps.", show_default="by size, 300 to 40")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder that `grmoe prepare` wrote.", show_default="random tokens, by Zipf's law"),
+    ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            help="eager, compiled or graphs (compiled into CUDA graphs).",
+            show_default="graphs on a GPU, eager on a CPU",
+        ),
+    ] = None,
+    checkpointing: Annotated[
+        bool | None,
+        typer.Option(
+            "--checkpointing/--no-checkpointing",
+            help="Recompute activations in the backward.",
+            show_default="if memory is short",
+        ),
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = "auto",
+    out: Out = Path("runs/bench/scale"),
+) -> None:
+    """Train large models for some steps on one GPU: tokens/s, MFU, memory, loss and load; prices the paper's training.
+
+    Example: [bold]grmoe bench scale --preset 1.3b --batch 8 --steps 60[/]
+    """
+    with shell("lm", "studies"):
+        import torch
+
+        from grmoe.bench import scale as bench
+        from grmoe.bench.models import ModelShape
+        from grmoe.bench.run import Plan, find_dtype
+        from grmoe.hardware import peak_flops, use_device
+
+        where = use_device(device)
+        precision = find_dtype(dtype, where)
+        peak = peak_flops(where) if precision == torch.bfloat16 else None
+        for name in preset or (bench.DEFAULTS if where.type == "cuda" else ["tiny"]):
+            usual = bench.DEFAULTS.get(name, bench.SMALL)
+            plan = Plan(
+                benchmark=bench.benchmark(peak),
+                shapes=[ModelShape.on(where, name, batch or usual.batch, length)],
+                device=where,
+                dtype=precision,
+                rounds=1,
+                out=out / name,
+            )
+            measure = partial(
+                bench.run,
+                steps=steps or usual.steps,
+                form=form or ("graphs" if where.type == "cuda" else "eager"),
+                data=data,
+                checkpointing=checkpointing,
+            )
+            _finish(plan, measure)
+
+
+def decode(
+    preset: Preset = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help="Sequences at once. Repeatable.", show_default="1, 8, 32 on a GPU, 1 and 2 on a CPU"
+        ),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens of context per sequence.", show_default="512 on a GPU, 32 on a CPU"),
+    ] = None,
+    budget: Annotated[
+        list[float] | None,
+        typer.Option(help="Experts per token of ours. Repeatable.", show_default="K, 3/4 K and K/2"),
+    ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            help="eager, compiled, or graphs (compiled, one CUDA graph per step).",
+            show_default="graphs on a GPU, eager on a CPU",
+        ),
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = "auto",
+    rounds: Rounds = 10,
+    contender: Contenders = None,
+    out: Out = Path("runs/bench/decode"),
+) -> None:
+    """Measure generation, one token per sequence and step, by batch and budget, beside an equal Hugging Face Olmoe.
+
+    The floor is the time to read the weights that a step touches, and its keys and values, once.
+
+    Example: [bold]grmoe bench decode --preset 1.3b --batch 1 --batch 32[/]
+    """
+    with shell("lm", "studies"):
+        from grmoe.bench import decode as bench
+        from grmoe.bench.models import ModelShape
+        from grmoe.bench.run import Plan, find_dtype
+        from grmoe.hardware import use_device
+
+        where = use_device(device)
+        cuda = where.type == "cuda"
+        context = length or (512 if cuda else 32)
+        plan = Plan(
+            benchmark=bench.benchmark(form or ("graphs" if cuda else "eager"), tuple(budget or ())),
+            shapes=[
+                ModelShape.on(where, preset, each, context)
+                for each in batch or (bench.BATCHES if cuda else (1, 2))
+            ],
+            device=where,
+            dtype=find_dtype(dtype, where),
+            rounds=rounds,
+            out=out,
+            wanted=contender or [],
+        )
+        _finish(plan)
