@@ -57,9 +57,9 @@ class Decoder:
 
     model: Any
     forward: Callable[..., Any]
+    context_BS: Tensor
     ids_B1: Tensor
     cache: StaticCache
-    context: int
     next_B: Tensor
     replay: Callable[[], object] | None = None
     """The step as it is timed."""
@@ -75,7 +75,7 @@ class Decoder:
         self.taken = 0
         layers: list[Any] = self.cache.layers
         for layer in layers:
-            layer.cumulative_length.fill_(self.context)
+            layer.cumulative_length.fill_(self.context_BS.shape[1])
 
     def run(self) -> None:
         """One timed step."""
@@ -173,7 +173,7 @@ def decoder_of(
         model(input_ids=ids_BS, past_key_values=held, use_cache=True, logits_to_keep=1)
     forward = model if form == "eager" else torch.compile(model, dynamic=False, fullgraph=True)
     next_B = torch.zeros(shape.batch, dtype=torch.int64, device=device)
-    decoder = Decoder(model, forward, ids_BS[:, :1].clone(), held, shape.length, next_B)
+    decoder = Decoder(model, forward, ids_BS, ids_BS[:, :1].clone(), held, next_B)
     decoder.rewind()
     if form == "graphs" and device.type == "cuda":
         decoder.replay = warmed_up(decoder.step, device)

@@ -17,7 +17,7 @@ from grmoe.probe.timing import Ratio, Style, Timer, Times, peak_bytes, time_rati
 SEED = 0
 WARM_UPS = {"cpu": 1, "cuda": 3}  # the first may compile or tune, the second may still allocate
 _ERROR_LENGTH = 90
-COPIED = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes: larger than any cache
+COPIED = {"cpu": 1 << 25, "cuda": 1 << 30}  # bytes: larger than the cache of a GPU
 
 Kind = Literal["ours", "peer", "ceiling"]
 Report = Callable[[str], None]  # called after each part of the work with its stage
