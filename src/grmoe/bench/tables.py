@@ -38,7 +38,11 @@ def version(library: str) -> str:
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
+        pass
+    try:
         return str(getattr(importlib.import_module(library), "__version__", "unknown"))
+    except ImportError:  # found, but something it needs is missing: its row says what
+        return "unknown"
 
 
 def describe_machine(device: torch.device) -> str:
