@@ -211,6 +211,8 @@ def test_tokens_with_a_tie_are_not_compared() -> None:
     _, chosen = setting.skewed_tokens()
     assert len(chosen) < 48
     assert ((chosen == 1).any(1) == (chosen == 2).any(1)).all()
+    setting.gate_ND.data[:] = 0.0
+    assert len(setting.skewed_tokens()[0]) == 96  # ties everywhere: better to compare them than nothing
 
 
 @pytest.mark.usefixtures("peers")

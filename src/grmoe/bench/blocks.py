@@ -230,7 +230,8 @@ class Setting:
             x_TD = (self.x_TD[:CHECKED_TOKENS] + c_D).to(self.dtype)
             if K < N:
                 logits_TN = nn.functional.linear(x_TD, self.gate_ND).sort(-1, descending=True).values
-                x_TD = x_TD[logits_TN[:, K - 1] > logits_TN[:, K]]
+                clear_T = logits_TN[:, K - 1] > logits_TN[:, K]
+                x_TD = x_TD[clear_T | ~clear_T.any()]  # of one token with a tie something must remain
             _, expert_TK = softmax_gate(x_TD, self.gate_ND, K)
         return x_TD.requires_grad_(), expert_TK
 

@@ -180,11 +180,15 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
         least = min(held, key=lambda peer: peer.peak or 0)
         name = f"peak memory, {OURS} / best peer ({least.name})"
         result.ratios.append(Ratio(name, row.peak / (least.peak or 1)))
+    sonic = result.row(SONIC)
+    for ours in (result.row(OURS), result.row(SOFTMAX)):
+        if sonic is not None and ours is not None and sonic.peak and ours.peak:
+            result.ratios.append(Ratio(f"peak memory, {ours.name} / {SONIC}", ours.peak / sonic.peak))
     return result
 
 
 def lines(result: Result) -> list[str]:
-    """How far a layer of a few tokens is from its floor, in µs."""
+    """How far a layer of a few tokens is from its floor, and what the Grassmann gate adds, in µs."""
     written = []
     for row in result.rows:
         if "floor ms" in row.facts and FORWARD in row.times and row.name in (OURS, SOFTMAX):
@@ -194,6 +198,11 @@ def lines(result: Result) -> list[str]:
             written.append(
                 f"{row.name}: {read}; {1e3 * (ms - floor):.1f} µs above that, {ms / floor:.2f} times"
             )
+    grassmann, softmax = (result.times(name, FORWARD) for name in (OURS, SOFTMAX))
+    if written and grassmann and softmax:
+        written.append(
+            f"the Grassmann gate adds {1e3 * (grassmann.median - softmax.median):.1f} µs to the softmax gate"
+        )
     return written
 
 
