@@ -10,7 +10,8 @@ from grmoe.studies.study import Study
 # Names as in `grmoe reproduce NAME`; the module has `_` for `-`.
 NAMES = (
     "synthetic", "alpha-sweep", "synthetic-map", "learning-rates", "language-model", "scaling", "dynamics", "post-hoc",
-    "budgets", "ablations", "separation", "token-analysis", "depth", "normalizer", "learned-normalizer", "downstream",
+    "budgets", "ablations", "separation", "token-analysis", "depth",
+    "overhead", "scale", "normalizer", "learned-normalizer", "downstream",
 )  # fmt: skip
 
 
