@@ -67,7 +67,9 @@ def test_a_study_without_results_decides_nothing(name: str, tmp_path: Path) -> N
     assert study.name == name
     assert study.state(tmp_path).done == 0
     page = study.page(tmp_path)
-    assert {claim.verdict for claim in page.claims} <= {Verdict.OPEN, Verdict.UNTESTABLE}
+    undecided = {claim.verdict for claim in page.claims} <= {Verdict.OPEN, Verdict.UNTESTABLE}
+    assert undecided or name in ("overhead", "scale")  # sizes and the paper's own sums need no measurement
+    assert Verdict.OPEN in {claim.verdict for claim in page.claims} or not page.claims
     assert page.figures == []
     assert page_text(study, page, tmp_path).startswith("<!-- Made by")
 
