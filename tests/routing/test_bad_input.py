@@ -209,6 +209,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("vmf", {"balance": True}),
     ("grassmann", {"linear": True, "prior": "uniform"}),
     ("grassmann", {"amortizer": "affinity"}),
+    ("grassmann", {"amortizer": "matrix", "scaling": "raw"}),
     ("grassmann", {"amortizer": "input", "concentration": "diagonal"}),
 ]
 SPOIL: list[Callable[[Tensor], None]] = [
