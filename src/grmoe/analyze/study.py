@@ -6,7 +6,7 @@ Legend: T tokens, B windows per batch, S tokens per window, N experts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from grmoe.analyze.amortizer import watch_amortizers
 from grmoe.analyze.layers import LEAST_TOKENS, describe_layer
 from grmoe.analyze.results import Analysis, Layer, Result, Training
 from grmoe.analyze.statistics import Correlation, pearson
@@ -70,17 +71,25 @@ def analyze(
     windows = list(typed_windows(stream, Pieces(loaded.tokenizer), starts, length))
     tallies = [LayerTally.empty(r.num_experts, len(TYPES), len(stream.domain_names)) for r in found]
     leading: list[list[NDArray[np.int64]]] = [[] for _ in found]
-    for batch, seen in _route(model, windows, progress):
-        groups = [torch.from_numpy(group_T).to(model.device) for group_T in _groups(batch)]
-        for tally, routing, parts in zip(tallies, seen, leading, strict=True):
-            parts.append(tally.add(routing, *groups).cpu().numpy())
+    with watch_amortizers(found) as amortizers:
+        for batch, seen in _route(model, windows, progress):
+            groups = [torch.from_numpy(group_T).to(model.device) for group_T in _groups(batch)]
+            for tally, routing, parts, amortizer in zip(tallies, seen, leading, amortizers, strict=True):
+                led_by_T = tally.add(routing, *groups)
+                parts.append(led_by_T.cpu().numpy())
+                if amortizer is not None:
+                    amortizer.add(led_by_T)
     types_T, domains_T = _groups(windows)
     _, ids_T = np.unique(np.concatenate([w.ids_S for w in windows]), return_inverse=True)
     generator = np.random.default_rng(SEED)
     layers = []
     for number, (router, tally) in enumerate(zip(found, tallies, strict=True)):
         place, leading_T = model.config.moe_layers[number], np.concatenate(leading[number])
-        layers.append(describe_layer(place, router, tally, leading_T, types_T, domains_T, ids_T, generator))
+        layer = describe_layer(place, router, tally, leading_T, types_T, domains_T, ids_T, generator)
+        amortizer = amortizers[number]
+        layers.append(
+            layer if amortizer is None else replace(layer, amortized=amortizer.result(types_T, len(TYPES)))
+        )
         progress("statistics", number + 1, len(found))
     pooled, within = _kappa_correlations(layers)
     return Analysis(
