@@ -124,6 +124,11 @@ def test_sampled_frames_have_the_moments_of_the_density() -> None:
     wanted = (weight[:, None, None] * inside).sum(0)
     spread = (weight[:, None, None].square() * (inside - wanted).square()).sum(0).sqrt()
     assert bool(((found.mean(0) - wanted).abs() < 4.5 * (error + spread)).all())
+    # U and UO have the same distribution: no column is special, and no sign.
+    first, second = (torch.einsum("sd,se->sde", U[..., j], U[..., j]) for j in (0, 1))
+    apart = (first - second).mean(0).abs()
+    assert bool((apart < 4.5 * (first - second).std(0) / math.sqrt(S)).all())
+    assert bool((U.mean(0).abs() < 4.5 * U.std(0) / math.sqrt(S)).all())
     for i in range(5):
         up, down = (SPECTRUM + sign * 1e-4 * torch.eye(5, dtype=F64)[i] for sign in (1, -1))
         slope = (matrix.log_normalizer_series(up, 2) - matrix.log_normalizer_series(down, 2)) / 2e-4

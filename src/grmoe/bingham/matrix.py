@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from grmoe import checks
-from grmoe.geometry import haar_frames
 
 Partition = tuple[int, ...]
 # Degrees of the series by the number of parts, so that it takes seconds. Else 20.
@@ -154,7 +153,8 @@ def log_normalizer_monte_carlo(
     """
     spectrum_D = _spectrum(eigenvalues_D).double()
     checks.positive_int("samples", samples, at_least=2)
-    frames = haar_frames(len(spectrum_D), rank, samples, generator=generator, dtype=torch.float64)
+    checks.subspace(len(spectrum_D), rank)
+    frames = _uniform(samples, len(spectrum_D), rank, generator)
     exponent_S = (spectrum_D.unsqueeze(-1) * frames.square()).sum((-2, -1))
     estimate = torch.logsumexp(exponent_S, 0) - math.log(samples)
     relative_S = torch.exp(exponent_S - estimate)
@@ -276,7 +276,7 @@ def sample_frames(
     checks.positive_int("sweeps", sweeps)
     M_DD = _orientation(orientation_DD, D).double()
     A_DD = (M_DD * spectrum_D) @ M_DD.mT
-    U_SDK = haar_frames(D, K, num, generator=generator, dtype=torch.float64)
+    U_SDK = _uniform(num, D, K, generator)
     if K < D:
         for _ in range(sweeps):
             for j in range(K):
@@ -284,8 +284,14 @@ def sample_frames(
                 B_SDF = torch.linalg.qr(others, mode="complete").Q[..., K - 1 :]
                 z_SF = _draw_vectors(B_SDF.mT @ A_DD @ B_SDF, generator)
                 U_SDK[..., j] = (B_SDF @ z_SF.unsqueeze(-1)).squeeze(-1)
-            U_SDK = U_SDK @ haar_frames(K, K, num, generator=generator, dtype=torch.float64)
+            U_SDK = U_SDK @ _uniform(num, K, K, generator)
     return U_SDK.to(eigenvalues_D.dtype)
+
+
+def _uniform(num: int, D: int, K: int, generator: torch.Generator | None) -> Tensor:
+    """Uniform frames (num, D, K), as `grmoe.geometry.haar_frames`: QR with a positive diagonal of R."""
+    Q, R = torch.linalg.qr(torch.randn(num, D, K, generator=generator, dtype=torch.float64))
+    return Q * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
 
 
 def _draw_vectors(A_SFF: Tensor, generator: torch.Generator | None) -> Tensor:
