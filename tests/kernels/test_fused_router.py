@@ -270,7 +270,9 @@ class OwnSelect(SoftmaxRouter):
 
 WITHOUT: list[Any] = [
     ("grassmann", {"amortizer": "affinity"}),
+    ("grassmann", {"amortizer": "matrix"}),
     ("grassmann", {"linear": True}),
+    ("grassmann", {"scaling": "raw"}),
     ("grassmann", {"selection": Odd()}),
     ("softmax", {"noise": 0.1}),
     *[(name, {}) for name in ROUTERS if name not in ("grassmann", "softmax")],

@@ -33,6 +33,7 @@ def realigned(model: Any) -> Any:
         {},
         {"tie_word_embeddings": True, "hidden_act": "gelu", "shared_experts": 1},
         {"router_options": {"amortizer": "input", "linear": True, "concentration": "diagonal"}},
+        {"router_options": {"amortizer": "matrix", "scaling": "raw", "prior": "paper", "init": "pca"}},
         {"router": "softmax"},
         {"router": "hash", "router_options": {"seed": 5}},
     ],

@@ -21,6 +21,7 @@ ROUTERS: list[tuple[str, dict[str, Any]]] = [
     ("grassmann", {"rank": 4, "concentration": "diagonal"}),
     ("grassmann", {"rank": 4, "dial": "likelihood"}),
     ("grassmann", {"rank": 4, "amortizer": "input"}),
+    ("grassmann", {"rank": 4, "scaling": "raw", "prior": "paper", "amortizer": "matrix"}),
     ("softmax", {}),
     ("vmf", {}),
 ]

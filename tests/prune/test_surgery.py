@@ -27,6 +27,7 @@ GATES: list[dict[str, Any]] = [
     {"router_options": {"linear": True}},
     {"router_options": {"prior": "uniform"}},
     {"router_options": {"prior": "paper"}},
+    {"router_options": {"prior": "paper", "scaling": "raw"}, "router_kappa": 0.1},
     {"router": "softmax", "alpha": 0.6},
     {"router": "vmf"},
 ]

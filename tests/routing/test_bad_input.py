@@ -89,20 +89,30 @@ WITH_NAN = torch.where(torch.arange(2) == 0, NAN, haar_frames(D, 2, N, generator
             {"concentration": "full"},
             "concentration must be one of 'scalar', 'diagonal', got 'full'",
         ),
-        ("grassmann", {"scaling": "l2"}, "scaling must be one of 'rank', 'unit', 'rms', got 'l2'"),
+        ("grassmann", {"scaling": "l2"}, "scaling must be one of 'rank', 'unit', 'rms', 'raw', got 'l2'"),
+        (
+            "grassmann",
+            {"scaling": "raw", "prior": "uniform"},
+            "prior must be 'paper' or 'balanced' with scaling='raw', got 'uniform': "
+            "the normaliser of an expert's likelihood then depends on the token's length",
+        ),
         (
             "grassmann",
             {"prior": "learned"},
             "prior must be one of 'balanced', 'uniform', 'paper', got 'learned'",
         ),
-        ("grassmann", {"amortizer": "mlp"}, "amortizer must be one of None, 'affinity', 'input', got 'mlp'"),
+        (
+            "grassmann",
+            {"amortizer": "mlp"},
+            "amortizer must be one of None, 'affinity', 'input', 'matrix', got 'mlp'",
+        ),
         ("grassmann", {"dial": "both"}, "dial must be one of 'posterior', 'likelihood', got 'both'"),
         (
             "grassmann",
             {"amortizer": "input", "amortizer_hidden": 0},
             "amortizer_hidden must be an integer >= 1, got 0",
         ),
-        ("grassmann", {"init": "zeros"}, "init must be one of 'haar', 'identity', got 'zeros'"),
+        ("grassmann", {"init": "zeros"}, "init must be one of 'haar', 'identity', 'pca', got 'zeros'"),
         ("grassmann", {"init": torch.zeros(N, D, 3)}, r"init must have shape \(4, 8, 2\), got \(4, 8, 3\)"),
         (
             "grassmann",
@@ -199,6 +209,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("vmf", {"balance": True}),
     ("grassmann", {"linear": True, "prior": "uniform"}),
     ("grassmann", {"amortizer": "affinity"}),
+    ("grassmann", {"amortizer": "matrix", "scaling": "raw"}),
     ("grassmann", {"amortizer": "input", "concentration": "diagonal"}),
 ]
 SPOIL: list[Callable[[Tensor], None]] = [

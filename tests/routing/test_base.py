@@ -130,6 +130,7 @@ EVERY_OPTION: list[tuple[str, dict[str, Any]]] = [
     ("grassmann", {"prior": "uniform", "concentration": "diagonal", "linear": True, "selection": Mass(0.7)}),
     ("grassmann", {"prior": "paper", "amortizer": "affinity", "dial": "likelihood", "selection": TopK(2)}),
     ("grassmann", {"amortizer": "input", "scaling": "unit"}),
+    ("grassmann", {"amortizer": "matrix", "scaling": "raw", "linear": True}),
 ]
 
 

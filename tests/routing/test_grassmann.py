@@ -18,6 +18,7 @@ from grmoe import geometry
 from grmoe.bingham import log_kummer, log_normalizer
 from grmoe.certificates import entropy_bounds_from_range
 from grmoe.routing import GrassmannRouter, grassmann_logits_reference
+from grmoe.routing.amortizer import amortize
 
 F64 = torch.float64
 D, N, K = 10, 4, 3
@@ -26,6 +27,7 @@ SCALINGS = ("rank", "unit", "rms")
 PRIORS = ("balanced", "uniform", "paper")
 SCALE = {"rank": D / K, "unit": 1.0, "rms": float(D)}
 NORM = {"rank": math.sqrt(D), "unit": 1.0, "rms": math.sqrt(D)}
+AMORTIZERS = (None, "affinity", "input", "matrix")
 
 
 def rng(seed: int = 0) -> torch.Generator:
@@ -56,24 +58,46 @@ def unit(x: Tensor) -> Tensor:
     return x.double() / x.double().norm(dim=-1, keepdim=True)
 
 
-def multipliers(router: GrassmannRouter, x: Tensor) -> Tensor | None:
-    """h = N·softmax(W₂ GELU(W₁ f + b₁) + b₂) of eq:amortized, one token and one unit at a time, in fp64."""
-    if router.amortizer is None:
-        return None
+def seen(router: GrassmannRouter, x: Tensor) -> Tensor:
+    """The token as the gate sees it: of length one, or as it is."""
+    return x.double() if router.scaling == "raw" else unit(x)
+
+
+def network(router: GrassmannRouter, x_D: Tensor) -> Tensor:
+    """W₂ GELU(W₁ f + b₁) + b₂ of one token, in fp64. f: the token, or its energies."""
     first, second = router.amortizer_net[0], router.amortizer_net[2]
     W1, b1, W2, b2 = (p.detach().double() for p in (first.weight, first.bias, second.weight, second.bias))
-    rows = []
-    for t in range(len(x)):
-        features = x[t].double()
-        if router.amortizer == "affinity":
-            y = unit(x[t])
-            features = torch.stack(
-                [router.energy_scale * (U.double().T @ y).square().sum() for U in router.frames]
-            )
-        hidden = W1 @ features + b1
-        hidden = hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
-        rows.append(N * torch.softmax(W2 @ hidden + b2, -1))
-    return torch.stack(rows).detach()
+    features = x_D.double()
+    if router.amortizer == "affinity":
+        y = seen(router, x_D)
+        features = torch.stack(
+            [router.energy_scale * (U.double().T @ y).square().sum() for U in router.frames]
+        )
+    hidden = W1 @ features + b1
+    hidden = hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
+    return (W2 @ hidden + b2).detach()
+
+
+def multipliers(router: GrassmannRouter, x: Tensor) -> Tensor | None:
+    """h = N·softmax(MLP) of eq:amortized, one token at a time, in fp64."""
+    if router.amortizer is None:
+        return None
+    return torch.stack([N * torch.softmax(network(router, row), -1) for row in x])
+
+
+def expected(router: GrassmannRouter, x: Tensor, scaling: str, alpha: float) -> Tensor:
+    """The gate by loops over tokens and experts, in fp64; the matrix amortiser by a loop over pairs too."""
+    options = {"alpha": alpha, "scale": SCALE.get(scaling, 1.0)}
+    plain = grassmann_logits_reference(seen(router, x), router.frames, router.kappa, **options).detach()
+    if router.amortizer != "matrix":
+        h_TN = multipliers(router, x)
+        return plain if h_TN is None else h_TN * plain
+    out = torch.zeros_like(plain)
+    for t, row in enumerate(x):
+        share = torch.softmax(network(router, row), -1)
+        for e, j in itertools.product(range(N), range(N)):
+            out[t, e] += (2 * N * share[e * N + j] - 1 / N) * plain[t, j]
+    return out
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -85,8 +109,8 @@ def entropy(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("amortizer", [None, "affinity", "input"])
+@pytest.mark.parametrize("scaling", [*SCALINGS, "raw"])
+@pytest.mark.parametrize("amortizer", AMORTIZERS)
 @pytest.mark.parametrize("concentration", CONCENTRATIONS)
 def test_gate_is_the_papers(
     concentration: str, amortizer: str | None, scaling: str, dtype: torch.dtype
@@ -94,9 +118,7 @@ def test_gate_is_the_papers(
     options = {"concentration": concentration, "amortizer": amortizer, "scaling": scaling}
     router = make(dtype=dtype, prior="paper", alpha=2.5, **options)
     x = tokens(dtype=dtype)
-    reference = grassmann_logits_reference(
-        unit(x), router.frames, router.kappa, alpha=2.5, scale=SCALE[scaling], h_TN=multipliers(router, x)
-    ).detach()
+    reference = expected(router, x, scaling, 2.5)
     routing = router(x)
     # Some twenty roundings a logit, relative to the largest of them: the sum of squares does not cancel.
     tolerance = 1e-6 if dtype == torch.float32 else 1e-12
@@ -149,13 +171,36 @@ def test_energies() -> None:
 
 def test_amortizer_starts_at_one() -> None:
     x = tokens(dtype=torch.float32)
-    for amortizer in ("affinity", "input"):
+    for amortizer in ("affinity", "input", "matrix"):
         plain = GrassmannRouter(D, N, K, generator=rng(), init="identity")
         amortized = GrassmannRouter(D, N, K, generator=rng(), init="identity", amortizer=amortizer)  # type: ignore[arg-type]
-        torch.testing.assert_close(amortized(x).logits, plain(x).logits, rtol=1e-6, atol=0)
+        torch.testing.assert_close(amortized(x).logits, plain(x).logits, rtol=1e-6, atol=1e-6)
     small = GrassmannRouter(D, N, K, amortizer="input", amortizer_hidden=7)
     assert small.amortizer_net[0].weight.shape == (7, D)
     assert GrassmannRouter(D, N, K, amortizer="affinity").amortizer_net[0].weight.shape == (64, N)
+
+
+def test_the_matrix_amortiser_can_do_what_h_does() -> None:
+    """softmax(MLP) = diag(h)/2N + 11ᵀ/2N² gives H = diag(h); and all entries of H sum to N, whatever the network."""
+    x = tokens(1)
+    h_router, router = make(amortizer="input", prior="paper"), make(amortizer="matrix", prior="paper")
+    h = multipliers(h_router, x)
+    assert h is not None
+    with torch.no_grad():
+        router.log_kappa.copy_(h_router.log_kappa)
+        router.frames.copy_(h_router.frames)
+        ones = torch.ones(N, N, dtype=F64)
+        energies = router.energies(x)[0].detach()
+        unit_NN = torch.stack(
+            [amortize("matrix", network(router, x[0]), row) for row in torch.eye(N).double()]
+        )
+        assert float(unit_NN.sum()) == pytest.approx(N, abs=1e-12)
+        assert float(unit_NN.min()) >= -1 / N
+        router.amortizer_net[2].weight.zero_()
+        share = torch.diag(h[0]) / (2 * N) + ones / (2 * N**2)
+        router.amortizer_net[2].bias.copy_(share.log().flatten())
+    torch.testing.assert_close(router(x).logits, h_router(x).logits, rtol=0, atol=1e-11)
+    assert float(energies.std()) > 0.1
 
 
 def test_kappa_and_initial_frames() -> None:
@@ -170,6 +215,30 @@ def test_kappa_and_initial_frames() -> None:
     assert torch.equal(router.frames, own)
     assert router.frames.data_ptr() != own.data_ptr()
     assert router.frames.is_contiguous()
+
+
+@pytest.mark.parametrize("scaling", ["rank", "raw"])
+def test_frames_from_tokens(scaling: str) -> None:
+    """Each expert takes the best subspace of its half of the tokens. Lengths count under "raw" alone."""
+    g = rng(3)
+    spread = torch.tensor([5.0, 4.0, 3.0] + [0.1] * (D - 3), dtype=F64)
+    x = torch.randn(2, 200, D, generator=g, dtype=F64) * spread
+    x[0, 0] = 1e4 * torch.eye(D)[-1]  # one token of great length in the last direction
+    router = make(scaling=scaling, prior="paper", init="pca")
+    assert torch.equal(
+        router.frames, GrassmannRouter(D, N, K, generator=rng()).frames.double()
+    )  # Haar until then
+    assert router.awaits_tokens
+    router.initialize_from(x, rng(4))
+    assert not router.awaits_tokens
+    rows = x.flatten(0, 1) if scaling == "raw" else unit(x.flatten(0, 1))
+    want = geometry.pca_frames(rows, K, N, generator=rng(4))
+    torch.testing.assert_close(router.frames.detach(), want, rtol=0, atol=1e-12)
+    has_long = (want[:, -1].abs().amax(-1) > 0.99).sum()
+    assert has_long >= 1 if scaling == "raw" else has_long == 0
+    assert float(geometry.chordal_distance(want[0], want[1])) > 1e-6  # different halves
+    with pytest.raises(ValueError, match=r"x must have shape \(..., 10\)"):
+        router.initialize_from(torch.zeros(4, 3))
 
 
 # ----------------------------------------------------------------------------------------- prior and Bayes
@@ -297,7 +366,7 @@ def test_scale_invariance(scaling: str, linear: bool) -> None:
 
 @pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("prior", PRIORS)
-@pytest.mark.parametrize("amortizer", [None, "affinity", "input"])
+@pytest.mark.parametrize("amortizer", AMORTIZERS)
 def test_zero_token_routes_by_the_prior(prior: str, linear: bool, amortizer: str | None) -> None:
     router = make(prior=prior, linear=linear, amortizer=amortizer, alpha=1.5)
     x = tokens(6)
@@ -314,6 +383,22 @@ def test_zero_token_routes_by_the_prior(prior: str, linear: bool, amortizer: str
     parameters = list(router.parameters())
     for value in torch.autograd.grad(likelihood.sum(), parameters, allow_unused=True):
         assert value is None or torch.equal(value, torch.zeros_like(value))
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_raw_tokens_keep_their_length(linear: bool) -> None:
+    """ℓ(sx) = s²κa + s·μᵀx: longer tokens get sharper gates. At length √d raw is "rms", at length one "unit"."""
+    router = make(scaling="raw", prior="paper", linear=linear)
+    x = tokens()
+    energy = router.kappa * router.energies(x)
+    term = 0.0 if router.mu is None else x @ router.mu.T
+    for s in (0.0, 0.5, 3.0):
+        torch.testing.assert_close(router(s * x).logits, s**2 * energy + s * term, rtol=0, atol=1e-11)
+    for scaling, length in (("unit", 1.0), ("rms", math.sqrt(D))):
+        other = make(scaling=scaling, prior="paper", linear=linear)
+        torch.testing.assert_close(
+            router(length * unit(x)).logits, other(x).logits, rtol=0, atol=1e-11, msg=scaling
+        )
 
 
 # ------------------------------------------------------------------------------------------ Fisher–Bingham
@@ -442,6 +527,35 @@ def test_logit_range_of_the_linear_term(scaling: str) -> None:
     torch.testing.assert_close(bound, (logits.amax(-1) - logits.amin(-1)).max(), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize(("concentration", "rank"), [("scalar", K), ("diagonal", K), ("diagonal", D)])
+def test_logit_range_of_raw_tokens_needs_their_length(concentration: str, rank: int, linear: bool) -> None:
+    g = rng(5)
+    router = GrassmannRouter(
+        D, N, rank, generator=g, concentration=concentration, scaling="raw", linear=linear, alpha=0.75
+    ).double()  # type: ignore[arg-type]
+    with torch.no_grad():
+        router.frames.copy_(geometry.orthonormalize(router.frames))
+        router.log_kappa.copy_(torch.randn(router.log_kappa.shape, generator=g))
+        router.log_prior.copy_(torch.randn(N, generator=g) * 3)
+        if router.mu is not None:
+            router.mu.copy_(torch.randn(N, D, generator=g))
+    silent = router.logit_range()
+    assert not bool(silent.holds)
+    assert float(silent.bound) == math.inf
+    assert silent.hypothesis.endswith("a known norm of x")
+    x = unit(torch.randn(3000, D, generator=g, dtype=F64))
+    for norm in (0.0, 0.5, 4.0):
+        certificate = router.logit_range(norm=norm)
+        assert bool(certificate.holds)
+        logits = router(norm * torch.rand(3000, 1, generator=g, dtype=F64) * x).logits.detach()
+        assert float((logits.amax(-1) - logits.amin(-1)).max()) <= float(certificate.bound) * (1 + 1e-9)
+    assert float(router.logit_range(norm=4.0).bound) > float(router.logit_range(norm=0.5).bound)
+    assert float(router.logit_range(norm=0.0).bound) == pytest.approx(
+        0.75 * float(router.log_prior.max() - router.log_prior.min()), rel=1e-9
+    )
+
+
 def test_logit_range_is_silent_about_amortisers() -> None:
     certificate = make(amortizer="affinity").logit_range()
     assert not bool(certificate.holds)
@@ -451,10 +565,14 @@ def test_logit_range_is_silent_about_amortisers() -> None:
 # ----------------------------------------------------------------------------------------------- gradients
 
 
-@pytest.mark.parametrize("amortizer", [None, "affinity", "input"])
+@pytest.mark.parametrize(("scaling", "prior"), [("rank", "uniform"), ("raw", "paper")])
+@pytest.mark.parametrize("amortizer", AMORTIZERS)
 @pytest.mark.parametrize("concentration", CONCENTRATIONS)
-def test_every_parameter_learns(concentration: str, amortizer: str | None) -> None:
-    router = make(concentration=concentration, amortizer=amortizer, linear=True, prior="uniform")
+def test_every_parameter_learns(concentration: str, amortizer: str | None, scaling: str, prior: str) -> None:
+    router = make(concentration=concentration, amortizer=amortizer, linear=True, scaling=scaling, prior=prior)
+    if scaling == "raw":  # a one-hot gate teaches nobody
+        with torch.no_grad():
+            router.log_kappa.clamp_(max=-1.0)
     weights = torch.randn(20, N, generator=rng(8), dtype=F64)
     (router(tokens()).weights * weights).sum().backward()
     for name, parameter in router.named_parameters():
@@ -475,6 +593,15 @@ def test_every_parameter_learns(concentration: str, amortizer: str | None) -> No
         {"prior": "uniform"},
         {"prior": "uniform", "concentration": "diagonal", "linear": True},
         {"amortizer": "affinity", "amortizer_hidden": 4},
+        {"amortizer": "matrix", "amortizer_hidden": 4},
+        {"scaling": "raw", "prior": "paper"},
+        {
+            "scaling": "raw",
+            "concentration": "diagonal",
+            "linear": True,
+            "amortizer": "input",
+            "amortizer_hidden": 3,
+        },
     ],
     ids=str,
 )

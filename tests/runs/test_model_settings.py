@@ -71,6 +71,14 @@ def test_values_have_the_declared_type(override: str, name: str, value: Any) -> 
         ("model.router_options.kapa=1", "unknown key 'model.router_options.kapa'; did you mean 'kappa'"),
         ("model.router_options.rank=3", "model.router_options.rank is not an option: set model.router_rank"),
         ("model.router_options.linear=2", "model.router_options.linear must be true or false, got 2"),
+        (
+            "model.router_options={scaling: raw, prior: uniform}",
+            "prior must be 'paper' or 'balanced' with scaling",
+        ),
+        ("routing.overlap_pairs=7", "routing.overlap_pairs must be at most the 6 pairs of 4 experts, got 7"),
+        ("routing.overlap_pairs=0", "overlap_pairs must be an integer >= 1, got 0"),
+        ("routing.overlap_pairs=some", "routing.overlap_pairs must be one of 'auto', 'all', got 'some'"),
+        ("routing.overlap_unit=k", "routing.overlap_unit must be one of 'random', 'absolute', got 'k'"),
         ("model.id2label={}", "unknown key 'model.id2label'"),  # of Hugging Face, not of a GrMoE model
         ("model.dtype=auto", "unknown key 'model.dtype'"),
         ("seed=[", "the value of seed is not valid YAML: expected the node content"),
@@ -90,6 +98,8 @@ def test_parameters_are_counted_without_building() -> None:
     configs += [
         preset("tiny", shared_experts=2, hidden_act="gelu", moe_every=1, tie_word_embeddings=False),
         preset("tiny", attention_bias=True, head_dim=48, num_key_value_heads=1),
+        *(preset("tiny", router_options={"amortizer": kind}) for kind in ("affinity", "input", "matrix")),
+        preset("tiny", router_options={"amortizer": "matrix", "amortizer_hidden": 3, "scaling": "raw"}),
     ]
     assert [parameters(config) for config in configs] == [count(config).total for config in configs]
 

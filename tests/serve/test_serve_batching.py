@@ -13,7 +13,7 @@ from small_model import CURVE, EOS, make_model, offline
 from grmoe.routing import ROUTERS, LayerNumbers, Routing, build_router
 from grmoe.routing.selection import NO_LIMIT, Dense, Mass, Selection, Threshold, TopK
 from grmoe.serve.batching import MAX_TIES, BatchGenerator, Sequence, can_batch, set_numbers, why_not_batch
-from grmoe.serve.near_ties import MARGIN, choosing_gate, clear_experts
+from grmoe.serve.near_ties import MARGIN, USUAL_LOGIT, choosing_gate, clear_experts
 from grmoe.serve.sampling import Sampling, TokenSampler
 
 ALPHAS = (0.5, 1.0, 3.0)
@@ -249,6 +249,17 @@ def test_clear_experts(selection: Selection, probs: list[float], clear: bool) ->
     p = torch.tensor([[probs]])
     routing = Routing(logits=p.log(), probs=p, selected=selection(p), weights=p, aux_loss=torch.zeros(()))
     assert clear_experts(router, routing).tolist() == [clear]
+
+
+def test_large_logits_need_a_wider_margin() -> None:
+    """Rounding moves a gate by a share of its logits: of raw tokens they may be hundreds."""
+    router = build_router("grassmann", 8, 4, rank=2, scaling="raw", selection=TopK(2))
+    p = torch.tensor([[[0.4, 0.25 + 2 * MARGIN, 0.25, 0.1 - 2 * MARGIN]]])
+    for shift, clear in ((0.0, True), (USUAL_LOGIT, True), (4 * USUAL_LOGIT, False)):
+        routing = Routing(
+            logits=p.log() + shift, probs=p, selected=TopK(2)(p), weights=p, aux_loss=torch.zeros(())
+        )
+        assert clear_experts(router, routing).tolist() == [clear]
 
 
 def test_a_choice_is_clear_if_it_leads() -> None:

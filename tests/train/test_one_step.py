@@ -52,7 +52,12 @@ ELASTIC: dict[str, dict[str, Any]] = {
 }
 
 
-def make_trainer(settings: Settings, router: str, elastic: str = "off") -> Trainer:
+ROUTING = {"overlap_weight": 0.3, "overlap_rho": 0.4, "overlap_pairs": "all", "prior_rate": 0.2}
+
+
+def make_trainer(
+    settings: Settings, router: str, elastic: str = "off", routing: dict[str, Any] | None = None
+) -> Trainer:
     """A trainer in fp64, with two MoE layers of different α, priors that are not zero, and two micro-batches."""
     config = settings(
         steps=STEPS,
@@ -60,7 +65,7 @@ def make_trainer(settings: Settings, router: str, elastic: str = "off") -> Train
         model={"num_hidden_layers": 4, "alpha": [0.8, 1.7], **ROUTERS[router]},
         data={"micro_batch_size": 4},
         optim=OPTIM,
-        routing={"overlap_weight": 0.3, "overlap_rho": 0.4, "overlap_pairs": "all", "prior_rate": 0.2},
+        routing=ROUTING | (routing or {}),
         alpha={"schedule": "anneal", "low": 0.3},
         elastic=ELASTIC[elastic],
     )
@@ -99,7 +104,10 @@ class Reference:
     """`COUNT` steps by hand. The attributes are what a mistake in the trainer would change."""
 
     beta = 0.3
+    rho = 0.4
     rho_unit = "random overlap"
+    sampled_pairs: int | None = None
+    is_unbiased = True
     kappa_factor = 5.0
     frames_factor = 1.0
     anneals = True
@@ -141,17 +149,23 @@ class Reference:
         balance = N * (share_N * probs_TN.mean(0)).sum()
         return LOAD_LOSS * balance + Z_LOSS * logits_TN.logsumexp(-1).square().mean()
 
-    def overlap(self) -> Tensor:
+    def overlap(self, step: int) -> Tensor:
+        """Σ_{e≠f} max(0, ‖U_eᵀU_f‖² − hinge), or the pairs of a sample, each for #pairs/M pairs."""
+        pairs = [(e, f) for e in range(4) for f in range(e + 1, 4)]
+        weight = 2.0  # a pair of experts is two ordered pairs
+        if self.sampled_pairs is not None:
+            g = torch.Generator().manual_seed((self.seed * 10**9 + step) * 10**5)
+            kept = torch.randperm(len(pairs), generator=g)[: self.sampled_pairs].tolist()
+            weight *= len(pairs) / len(kept) if self.is_unbiased else 1.0
+            pairs = [pairs[i] for i in kept]
         total = torch.zeros((), dtype=torch.float64)
         for name, U_NDK in self.params.items():
             if not name.endswith(".frames"):
                 continue
-            N, D, K = U_NDK.shape
-            hinge = 0.4 * (K * K / D if self.rho_unit == "random overlap" else K)
-            for e in range(N):
-                for f in range(N):
-                    if e != f:
-                        total = total + (U_NDK[e].T @ U_NDK[f]).square().sum().sub(hinge).clamp(min=0)
+            _, D, K = U_NDK.shape
+            hinge = self.rho * (K * K / D if self.rho_unit == "random overlap" else K)
+            for e, f in pairs:
+                total = total + weight * (U_NDK[e].T @ U_NDK[f]).square().sum().sub(hinge).clamp(min=0)
         return total
 
     def limits(self, step: int, first_row: int, S: int) -> list[Any]:
@@ -209,7 +223,7 @@ class Reference:
             torch.stack(parts).sum() / self.micro_batches for parts in (cross_entropies, router_losses)
         )
         divergence = torch.stack(divergences or [torch.zeros(())]).sum() / self.micro_batches
-        overlap = self.overlap()
+        overlap = self.overlap(step)
         loss = torch.stack(M).sum() / self.micro_batches + self.distill * divergence + self.beta * overlap
         used = {name: p for name, p in self.params.items() if p.requires_grad}
         grads = dict(zip(used, torch.autograd.grad(loss, list(used.values())), strict=True))
@@ -301,6 +315,28 @@ def test_steps_equal_those_by_hand(settings: Settings, router: str, steps: int, 
         expected = reference.step(step, batch)
         assert vars(result) == pytest.approx(expected, rel=1e-6)
     assert largest_difference(trainer, reference) < 1e-10
+
+
+@pytest.mark.parametrize("mistake", [None, "random unit", "all pairs", "not scaled up"])
+def test_the_papers_penalty(settings: Settings, mistake: str | None) -> None:
+    """ρ₀ in the paper's unit, ‖UᵀU'‖² ≤ ρ₀k, over M random pairs per step."""
+    routing = {"overlap_rho": 0.25, "overlap_unit": "absolute", "overlap_pairs": 4}
+    trainer = make_trainer(settings, "grassmann", routing=routing)
+    reference = Reference(trainer.model, "grassmann")
+    reference.rho, reference.rho_unit, reference.sampled_pairs = 0.25, "k", 4
+    if mistake == "random unit":
+        reference.rho_unit = "random overlap"
+    if mistake == "all pairs":
+        reference.sampled_pairs = None
+    reference.is_unbiased = mistake != "not scaled up"
+    batches = trainer.data.batches(trainer.rows, trainer.length, 5, 0, 1, start_step=FIRST)
+    batch = next(batches)
+    result = resolve(trainer, train_step(trainer, FIRST, batch), FIRST)
+    expected = reference.step(FIRST, batch)
+    assert result.overlap > 0.1
+    if mistake is None:
+        assert vars(result) == pytest.approx(expected, rel=1e-6)
+    assert (largest_difference(trainer, reference) < 1e-10) == (mistake is None)
 
 
 MISTAKES: dict[str, dict[str, Any]] = {

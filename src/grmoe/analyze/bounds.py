@@ -60,7 +60,8 @@ class BoundsTally:
         for k in self._counts():
             self._add_mass(k, logits_TN)
         router = self.router
-        if isinstance(router, GrassmannRouter) and router.mu is None:
+        # A linear term or a matrix amortiser is no factor of an expert's affinity.
+        if isinstance(router, GrassmannRouter) and router.mu is None and router.amortizer != "matrix":
             x_TD = x.flatten(0, -2)[finite_T].to(routing.logits.dtype)
             self._add_affinities(router, x_TD, torch.softmax(logits_TN, -1))
 
@@ -112,7 +113,7 @@ class BoundsTally:
         ]
 
     def separation(self) -> Separation | None:
-        """The theorem. None for a router without subspaces, and for one with a linear term."""
+        """The theorem. None for a router without subspaces, with a linear term or a matrix amortiser."""
         if self.count_N is None or self.gate_N is None or not self.own_parts:
             return None
         router = self.router

@@ -84,6 +84,22 @@ class TopMass:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Amortized:
+    """What an amortiser does to the concentrations. h_e of the matrix amortiser is its score over κ_e a_e."""
+
+    ratio: float | None
+    """Σ_e h_e κ_e a_e / Σ_e κ_e a_e, the mean over tokens: 1 would be the paper's "average concentration preserved"."""
+    ratio_low: float | None
+    """Its 5 % quantile over tokens."""
+    ratio_high: float | None
+    """Its 95 % quantile over tokens."""
+    type_ratio: list[float | None]
+    """The mean ratio over the tokens of each type."""
+    type_h: list[float | None]
+    """h of the leading expert, the mean over the tokens of each type: above 1 the gate is surer of it than κ alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layer:
     """One MoE layer.
 
@@ -142,9 +158,11 @@ class Layer:
     """Between expert and domain."""
     geometry: Geometry | None
     separation: Separation | None
-    """None without subspaces, and with a linear term."""
+    """None without subspaces, and with a linear term or a matrix amortiser."""
     top_mass: list[TopMass]
     """For k = 1, 2 and the experts per token. Empty if the gate is no softmax over experts."""
+    amortized: Amortized | None = None
+    """None without an amortiser."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ Legend: T tokens, B windows per batch, S tokens per window, N experts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from grmoe.analyze.amortizer import amortizer_tally
 from grmoe.analyze.bounds import BoundsTally
 from grmoe.analyze.layers import LEAST_TOKENS, describe_layer
 from grmoe.analyze.results import Analysis, Layer, Result, Training
@@ -72,12 +73,15 @@ def analyze(
     tallies = [LayerTally.empty(r.num_experts, len(TYPES), len(stream.domain_names)) for r in found]
     bounds = [BoundsTally(router) for router in found]
     leading: list[list[NDArray[np.int64]]] = [[] for _ in found]
+    amortizers = [amortizer_tally(router) for router in found]
     for batch, inputs, seen in _route(model, windows, progress):
         groups = [torch.from_numpy(group_T).to(model.device) for group_T in _groups(batch)]
-        for tally, routing, parts in zip(tallies, seen, leading, strict=True):
-            parts.append(tally.add(routing, *groups).cpu().numpy())
-        for bound, x, routing in zip(bounds, inputs, seen, strict=True):
-            bound.add(x, routing)
+        for number, (x, routing) in enumerate(zip(inputs, seen, strict=True)):
+            led_by_T = tallies[number].add(routing, *groups)
+            leading[number].append(led_by_T.cpu().numpy())
+            bounds[number].add(x, routing)
+            if (amortizer := amortizers[number]) is not None:
+                amortizer.add(x, led_by_T)
     types_T, domains_T = _groups(windows)
     _, ids_T = np.unique(np.concatenate([w.ids_S for w in windows]), return_inverse=True)
     generator = np.random.default_rng(SEED)
@@ -85,7 +89,11 @@ def analyze(
     for number, (router, tally) in enumerate(zip(found, tallies, strict=True)):
         place, leading_T = model.config.moe_layers[number], np.concatenate(leading[number])
         groups_T = (types_T, domains_T, ids_T)
-        layers.append(describe_layer(place, router, tally, bounds[number], leading_T, *groups_T, generator))
+        layer = describe_layer(place, router, tally, bounds[number], leading_T, *groups_T, generator)
+        amortizer = amortizers[number]
+        layers.append(
+            layer if amortizer is None else replace(layer, amortized=amortizer.result(types_T, len(TYPES)))
+        )
         progress("statistics", number + 1, len(found))
     pooled, within = _kappa_correlations(layers)
     return Analysis(

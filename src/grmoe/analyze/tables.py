@@ -44,6 +44,8 @@ def show(result: Result) -> Iterator[Table | str]:
     yield _type_table(analysis, layers)
     if analysis.layers[0].top_mass:
         yield _bounds_table(analysis)
+    if any(layer.amortized is not None for layer in layers):
+        yield _amortizer_table(analysis, layers)
     yield _correlation_line(analysis)
 
 
@@ -118,6 +120,28 @@ def _bounds_table(analysis: Analysis) -> Table:
     return table
 
 
+def _amortizer_table(analysis: Analysis, layers: Sequence[Layer]) -> Table:
+    """One row for all tokens and one per type: what the amortiser does to the mean logit and to the leading expert."""
+    headings = ["tokens of type"]
+    for layer in layers:
+        headings += [f"mean logit ratio, layer {layer.layer}", f"h of leading, layer {layer.layer}"]
+    table = Table("Amortiser (the paper: the mean logit is preserved, a ratio of 1)", headings)
+    cells = ["all (5 %–95 %)"]
+    for layer in layers:
+        a = layer.amortized
+        spread = "" if a is None else f" ({_number(a.ratio_low)}–{_number(a.ratio_high)})"
+        cells += ["–" if a is None else _number(a.ratio) + spread, ""]
+    table.add(*cells)
+    table.end_section()
+    for k, name in enumerate(analysis.types):
+        cells = [name]
+        for layer in layers:
+            a = layer.amortized
+            cells += ["–", "–"] if a is None else [_number(a.type_ratio[k]), _number(a.type_h[k])]
+        table.add(*cells)
+    return table
+
+
 def _expert_table(analysis: Analysis, layer: Layer) -> Table:
     """One row per expert: κ, loads, the types of the tokens it leads and their entropy."""
     headings = ["expert", "κ", "load", "leading", "gate", "tokens led", *analysis.types, "type entropy"]
@@ -158,7 +182,10 @@ def markdown(result: Result, figures: dict[str, Path]) -> str:
         _correlation_line(analysis),
         _NOTE,
     ]
-    for table in (_layer_table(analysis), _type_table(analysis, analysis.layers)):
+    tables = [_layer_table(analysis), _type_table(analysis, analysis.layers)]
+    if any(layer.amortized is not None for layer in analysis.layers):
+        tables.append(_amortizer_table(analysis, analysis.layers))
+    for table in tables:
         parts += [f"## {table.title}", table.markdown()]
     if analysis.layers[0].top_mass:
         table = _bounds_table(analysis)

@@ -10,6 +10,7 @@ import torch
 from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.model.modeling_grmoe import GrmoeForCausalLM, GrmoeMoE
 from grmoe.routing import Router, SoftMoERouter, routers
+from grmoe.routing.amortizer import AMORTIZERS, amortizer_sizes
 from grmoe.tables import Table
 
 
@@ -89,8 +90,12 @@ def _router(config: GrmoeConfig) -> int:
         return D * N * max(1, slots) + 1
     if config.router != "grassmann":
         return N * D + (N if config.router == "vmf" else 0)
-    amortizer = options.get("amortizer_hidden", 64) if options.get("amortizer") else 0
-    return N * D * (config.router_rank or 0) + N + amortizer * N
+    frames = N * D * (config.router_rank or 0) + N
+    kind, hidden = options.get("amortizer"), options.get("amortizer_hidden", 64)
+    if kind not in AMORTIZERS:
+        return frames
+    inputs, outputs = amortizer_sizes(kind, D, N)
+    return frames + (inputs + 1) * hidden + (hidden + 1) * outputs
 
 
 def count(config: GrmoeConfig, context: int | None = None) -> Cost:

@@ -2,6 +2,8 @@
 
     score_e(x) = h_e · Σ_j λ_ej (u_ejᵀx̂)² [+ μ_eᵀx̂] + log prior_e,      ℓ = α · score,      g = softmax(ℓ)
 
+x̂ is the token at a fixed length. With scaling "raw" it is the token as it is.
+
 Legend: N experts, D model width d, K subspace rank k; `...` leading dimensions of the tokens.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -18,6 +21,7 @@ from grmoe import checks, geometry
 from grmoe.bingham import log_kummer, log_normalizer
 from grmoe.certificates import Certificate, logit_range_bound
 from grmoe.optim.polar import repair
+from grmoe.routing.amortizer import AMORTIZERS, AmortizerKind, amortize, build_amortizer
 from grmoe.routing.base import Router
 from grmoe.routing.fused import GateOperands
 
@@ -40,14 +44,19 @@ class GrassmannRouter(Router):
     kappa: initial concentration, κ > 0. Values between 1 and 2 learn best under "rank" scaling.
     scaling: the constant c of the energy c·‖Uᵀx‖²/‖x‖². "rank": c = d/k, so that random frames have mean energy one.
         "unit": c = 1; the gate is then nearly uniform. "rms": c = d; the gate is then nearly one-hot.
+        "raw": the paper's own ‖Uᵀx‖², not divided by ‖x‖²; longer tokens get sharper gates. It has no fused kernel.
     prior: "balanced" learns log p(z=e) from the load. "uniform" is p(z=e) = 1/N and subtracts each expert's log
-        normaliser. "paper" is p(z=e) ∝ Z(κ_e), which cancels the normaliser and favours high κ.
-    amortizer: None, "affinity" (MLP on the N energies) or "input" (MLP on the token): h = softmax(MLP)·N.
+        normaliser. "paper" is p(z=e) ∝ Z(κ_e), which cancels the normaliser and favours high κ. "raw" scaling excludes
+        "uniform": there the normaliser Z(κ_e‖x‖²) depends on the token.
+    amortizer: None, "affinity" (MLP on the N energies) or "input" (MLP on the token): h = softmax(MLP)·N. "matrix"
+        (MLP on the token) mixes the experts' energies by an N × N matrix. See `grmoe.routing.amortizer`.
     linear: add μ_eᵀx̂ to the energy (Fisher–Bingham gate). κ → 0 gives the linear softmax gate on normalised tokens,
-        μ = 0 the paper's gate. x̂ = √d·x/‖x‖, or x/‖x‖ under "unit".
+        μ = 0 the paper's gate. x̂ = √d·x/‖x‖, x/‖x‖ under "unit", or x under "raw".
     dial: "posterior": α multiplies likelihood and prior; α → 0 is uniform, and entropy is monotone in α.
         "likelihood": α multiplies the likelihood alone, and the prior keeps its strength.
-    init: "haar", "identity", or a frame tensor (N, d, k), for instance `geometry.pca_frames(...)`.
+    init: "haar", "identity", or a frame tensor (N, d, k), for instance `geometry.pca_frames(...)`. "pca" takes
+        principal directions of the layer's inputs: frames are "haar" until `initialize_from` gets tokens.
+        `grmoe train` calls it with the first batch.
     Other arguments: see `Router`.
     """
 
@@ -59,13 +68,13 @@ class GrassmannRouter(Router):
         *,
         concentration: Literal["scalar", "diagonal"] = "scalar",
         kappa: float = 1.5,
-        scaling: Literal["rank", "unit", "rms"] = "rank",
+        scaling: Literal["rank", "unit", "rms", "raw"] = "rank",
         prior: Literal["balanced", "uniform", "paper"] = "balanced",
-        amortizer: Literal["affinity", "input"] | None = None,
+        amortizer: Literal["affinity", "input", "matrix"] | None = None,
         amortizer_hidden: int = 64,
         linear: bool = False,
         dial: Literal["posterior", "likelihood"] = "posterior",
-        init: Literal["haar", "identity"] | Tensor = "haar",
+        init: Literal["haar", "identity", "pca"] | Tensor = "haar",
         generator: torch.Generator | None = None,
         **router: Any,
     ) -> None:
@@ -77,24 +86,25 @@ class GrassmannRouter(Router):
         checks.subspace(dim, rank)
         checks.one_of("concentration", concentration, ("scalar", "diagonal"))
         checks.one_of("prior", prior, ("balanced", "uniform", "paper"))
-        checks.one_of("amortizer", amortizer, (None, "affinity", "input"))
+        checks.one_of("amortizer", amortizer, (None, *AMORTIZERS))
         self.rank = rank
         self.prior = prior
         self.dial = checks.one_of("dial", dial, ("posterior", "likelihood"))
-        self.scaling = checks.one_of("scaling", scaling, ("rank", "unit", "rms"))
-        self.energy_scale = {"rank": dim / rank, "unit": 1.0, "rms": float(dim)}[scaling]
-        self.token_norm = 1.0 if scaling == "unit" else math.sqrt(dim)
+        self.scaling = checks.one_of("scaling", scaling, ("rank", "unit", "rms", "raw"))
+        checks.require(
+            scaling != "raw" or prior != "uniform",
+            "prior must be 'paper' or 'balanced' with scaling='raw', got 'uniform': "
+            "the normaliser of an expert's likelihood then depends on the token's length",
+        )
+        self.energy_scale = {"rank": dim / rank, "unit": 1.0, "rms": float(dim), "raw": 1.0}[scaling]
+        self.token_norm = math.sqrt(dim) if scaling in ("rank", "rms") else 1.0
+        self.awaits_tokens = isinstance(init, str) and init == "pca"  # until `initialize_from`
         self.frames = nn.Parameter(_initial_frames(init, dim, num_experts, rank, generator))
         shape = (num_experts,) if concentration == "scalar" else (num_experts, rank)
         self.log_kappa = nn.Parameter(torch.full(shape, math.log(checks.finite("kappa", kappa, above=0))))
-        self.amortizer = amortizer
+        self.amortizer: AmortizerKind | None = amortizer
         if amortizer is not None:
-            width = num_experts if amortizer == "affinity" else dim
-            hidden = checks.positive_int("amortizer_hidden", amortizer_hidden)
-            last = nn.Linear(hidden, num_experts)
-            nn.init.zeros_(last.weight)  # h = 1 at the start
-            nn.init.zeros_(last.bias)
-            self.amortizer_net = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), last)
+            self.amortizer_net = build_amortizer(amortizer, dim, num_experts, amortizer_hidden)
         self.mu = nn.Parameter(torch.zeros(num_experts, dim)) if linear else None
 
     @property
@@ -103,7 +113,7 @@ class GrassmannRouter(Router):
         return self.log_kappa.exp()
 
     def energies(self, x: Tensor, weight_NK: Tensor | None = None) -> Tensor:
-        """c·‖U_eᵀx‖²/‖x‖² for every expert, (..., N); columns weighted by `weight_NK` when given.
+        """c·‖U_eᵀx‖²/‖x‖² for every expert, (..., N); ‖U_eᵀx‖² under "raw". Columns weighted by `weight_NK` when given.
 
         Computed as one GEMM x·[U₁…U_N], squares, and sums per expert.
         """
@@ -112,25 +122,32 @@ class GrassmannRouter(Router):
         squares_NK = (x @ flat_D_NK).square().unflatten(-1, (N, K))
         if weight_NK is not None:
             squares_NK = squares_NK * weight_NK.to(x.dtype)
-        return self.energy_scale * squares_NK.sum(-1) / _squared_norm(x)
+        energies = squares_NK.sum(-1)
+        return energies if self.scaling == "raw" else self.energy_scale * energies / _squared_norm(x)
+
+    def amortized(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(κ_e a_e, h_e κ_e a_e) of eq:amortized, (..., N) each; the same twice without an amortiser."""
+        kappa = self.kappa.to(x.dtype)
+        plain = self.energies(x, kappa) if kappa.ndim == 2 else kappa * (energies := self.energies(x))
+        if self.amortizer is None:
+            return plain, plain
+        features = x
+        if self.amortizer == "affinity":
+            features = energies if kappa.ndim == 1 else self.energies(x)
+        network_out = self.amortizer_net(features.to(self.frames.dtype))
+        return plain, amortize(self.amortizer, network_out, plain)
 
     def scores(self, x: Tensor) -> Tensor:
         """The log-likelihood of each expert without its normaliser: h κ a [+ μᵀx̂], (..., N)."""
-        kappa = self.kappa.to(x.dtype)
-        weighted = self.energies(x, kappa) if kappa.ndim == 2 else kappa * (plain := self.energies(x))
-        if self.amortizer is not None:
-            features = x
-            if self.amortizer == "affinity":
-                features = plain if kappa.ndim == 1 else self.energies(x)
-            logits = self.amortizer_net(features.to(self.frames.dtype))
-            h = torch.softmax(logits, -1) * self.num_experts
-            weighted = h.to(x.dtype) * weighted
-        if self.mu is not None:
-            norm2 = _squared_norm(x)
-            linear = self.token_norm * (x @ self.mu.to(x.dtype).T) / norm2.sqrt()
-            # At x = 0 the direction is undefined and the gradient of x/‖x‖ unbounded: padding gets no linear term.
-            weighted = weighted + torch.where(norm2 > ZERO_TOKEN, linear, 0.0)
-        return weighted
+        _, scores = self.amortized(x)
+        if self.mu is None:
+            return scores
+        linear = x @ self.mu.to(x.dtype).T
+        if self.scaling == "raw":
+            return scores + linear
+        norm2 = _squared_norm(x)
+        # At x = 0 the direction is undefined and the gradient of x/‖x‖ unbounded: padding gets no linear term.
+        return scores + torch.where(norm2 > ZERO_TOKEN, self.token_norm * linear / norm2.sqrt(), 0.0)
 
     def log_prior_correction(self) -> Tensor:
         """log p(z=e) − log Z_e up to a constant, (N,): zero for "paper", where the two cancel.
@@ -142,7 +159,8 @@ class GrassmannRouter(Router):
         return self.log_prior if self.prior == "balanced" else torch.zeros_like(self.log_prior)
 
     def gate_operands(self) -> GateOperands | None:
-        if self.amortizer is not None or self.mu is not None:
+        # The kernel divides by ‖x‖², and knows neither amortiser nor linear term.
+        if self.amortizer is not None or self.mu is not None or self.scaling == "raw":
             return None
         prior_N = self.log_prior_correction()
         posterior = self.dial == "posterior"
@@ -174,6 +192,21 @@ class GrassmannRouter(Router):
         gamma = torch.cat([squares, outside if D > K else 0 * outside], dim=-1).clamp(min=1e-30).sqrt()
         return log_normalizer(spectrum, counts, gamma)
 
+    @torch.no_grad()
+    def initialize_from(self, x: Tensor, generator: torch.Generator | None = None) -> None:
+        """Set the frames from tokens (..., d): for each expert the top k principal directions of another random half
+        (paper, appendix "Sensitivity to Initialization").
+
+        Lengths count only under "raw", because the other gates ignore them.
+        """
+        checks.last_dim("x", x, self.dim)
+        x_TD = x.detach().flatten(0, -2).double()
+        if self.scaling != "raw":
+            x_TD = x_TD / _squared_norm(x_TD).sqrt()
+        frames = geometry.pca_frames(x_TD, self.rank, self.num_experts, generator=generator)
+        self.frames.copy_(frames)
+        self.awaits_tokens = False
+
     def train(self, mode: bool = True) -> GrassmannRouter:
         """As of any module. Called again while training, it retracts frames that an optimiser has moved.
 
@@ -200,25 +233,36 @@ class GrassmannRouter(Router):
         warnings.warn(_FOREIGN_OPTIMIZER, stacklevel=1)  # one place, so it is shown once
 
     @torch.no_grad()
-    def logit_range(self) -> Certificate:
+    def logit_range(self, norm: float | None = None) -> Certificate:
         """Bound on max ℓ − min ℓ over all possible tokens, from the parameters alone.
 
+        norm: under "raw" the largest ‖x‖ of a token. Without it nothing is known, and `holds` is False. After an RMS
+            norm with weight w it is at most √d·max|w|. The other scalings do not need it.
         With an amortiser only h ≤ N is known in advance, which gives no useful bound: `holds` is False.
         """
+        raw = self.scaling == "raw"
+        length = checks.finite("norm", norm, at_least=0) if raw and norm is not None else 1.0
+        bound = self._logit_range(self.energy_scale * length**2, self.token_norm * length)
+        if raw and norm is not None:
+            # A shorter token may differ more where all of an energy difference is negative.
+            other = self._logit_range(0.0, length)
+            bound = replace(bound, bound=torch.maximum(bound.bound, other.bound))
+        if self.amortizer is None and (norm is not None or not raw):
+            return bound
+        hypothesis = f"{bound.hypothesis}, a known norm of x" if raw else bound.hypothesis
+        return Certificate(torch.full_like(bound.bound, math.inf), torch.zeros_like(bound.holds), hypothesis)
+
+    def _logit_range(self, energy_scale: float, linear_scale: float) -> Certificate:
         whole, likelihood = (self.alpha, 1.0) if self.dial == "posterior" else (1.0, self.alpha)
-        bound = logit_range_bound(
+        return logit_range_bound(
             self.frames,
             self.kappa,
             alpha=whole,
-            scale=likelihood * self.energy_scale,
+            scale=likelihood * energy_scale,
             linear=self.mu,
-            linear_scale=likelihood * self.token_norm,
+            linear_scale=likelihood * linear_scale,
             log_prior=self.log_prior_correction(),
         )
-        if self.amortizer is None:
-            return bound
-        infinite = torch.full_like(bound.bound, math.inf)
-        return Certificate(infinite, torch.zeros_like(bound.holds), bound.hypothesis)
 
     @torch.no_grad()
     def geometry_metrics(self) -> dict[str, float]:
@@ -255,10 +299,10 @@ def _initial_frames(
         error = float(geometry.orthonormality_error(init))
         checks.require(error < 1e-3, f"init must hold orthonormal frames, got max|UᵀU−I| = {error:.2g}")
         return init.detach().clone().float().contiguous()
-    checks.one_of("init", init, ("haar", "identity"))
-    if init == "haar":
-        return geometry.haar_frames(dim, rank, num_experts, generator=generator)
-    return geometry.identity_frames(dim, rank, num_experts)
+    checks.one_of("init", init, ("haar", "identity", "pca"))
+    if init == "identity":
+        return geometry.identity_frames(dim, rank, num_experts)
+    return geometry.haar_frames(dim, rank, num_experts, generator=generator)
 
 
 def grassmann_logits_reference(

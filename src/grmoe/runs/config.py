@@ -92,7 +92,7 @@ class OptimConfig:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RoutingConfig:
     """What shapes the routers during training.
 
@@ -102,9 +102,13 @@ class RoutingConfig:
     overlap_weight: float = 0.01
     """β, the weight of the overlap penalty in the objective. 0: none."""
     overlap_rho: float = 0.5
-    """ρ₀, the hinge of the overlap penalty, as a share of the overlap of random subspaces."""
-    overlap_pairs: Literal["auto", "all"] = "auto"
-    """Pairs of experts in the penalty: `all`, or `auto` for a random sample of 4N pairs per step if there are more."""
+    """ρ₀, the hinge of the overlap penalty, in the unit `overlap_unit`."""
+    overlap_unit: Literal["random", "absolute"] = "random"
+    """Unit of ρ₀. `random`: the overlap k²/d of random subspaces; ρ₀ below 1 pushes subspaces further apart than random
+    ones. `absolute`: the paper's ‖UᵀU'‖² ≤ ρ₀·k; its ρ₀ = 0.3 is 4.8 times the random overlap at d = 768, k = 48."""
+    overlap_pairs: Literal["auto", "all"] | int = "auto"
+    """Pairs of experts in the penalty: `all`, a number M for a random sample of M pairs per step, or `auto` for the
+    paper's M = 4N, or all pairs if there are fewer. A sample is scaled up to an unbiased estimate of all pairs."""
     prior_rate: float = 0.05
     """η, the rate of the balanced prior. It follows the learning-rate schedule of the weights."""
     prior_counts: Literal["auto", "computed", "candidates", "leading", "both"] = "auto"
@@ -115,6 +119,8 @@ class RoutingConfig:
     def __post_init__(self) -> None:
         for name in ("overlap_weight", "overlap_rho", "prior_rate"):
             finite(name, getattr(self, name), at_least=0)
+        if not isinstance(self.overlap_pairs, str):
+            positive_int("overlap_pairs", self.overlap_pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +296,11 @@ class TrainConfig:
         require(not (why_not and asked), f"elastic.unit must be off, because {why_not}; got {elastic}")
         if elastic.unit == "auto":
             elastic = replace(elastic, unit="off" if why_not else "token")
+        N, pairs = model.num_experts, self.routing.overlap_pairs
+        require(
+            isinstance(pairs, str) or pairs <= N * (N - 1) // 2,
+            f"routing.overlap_pairs must be at most the {N * (N - 1) // 2} pairs of {N} experts, got {pairs}",
+        )
         routing = RoutingConfig(prior_counts="candidates" if elastic.on else "computed")
         model_choices = {"norm_topk_prob": model.norm_topk_prob}
         return self.filled_from(TrainConfig(model=model_choices, elastic=elastic, routing=routing))

@@ -18,6 +18,7 @@ from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import checkpoints_of, data_checksum, discard_start, find_start, open_folder
 from grmoe.runs.lock import lock_folder
 from grmoe.runs.state import gather, restore
+from grmoe.train.first_frames import frames_from_first_batch
 from grmoe.train.interrupt import Clock, Forecast, Signals
 from grmoe.train.log import Logger, check_loggers, open_logger, routing_line
 from grmoe.train.nonfinite import find_bad_state
@@ -61,9 +62,12 @@ def _train(config: TrainConfig, resume: bool, world: World) -> Outcome:
     trainer = build_trainer(config, world)
     checkpoints = checkpoints_of(Path(config.out), config)
     data = data_checksum(trainer.data.folder)
-    if begin is None and config.start_from is not None:
-        load_start(trainer, config.start_from)
-    if begin is not None:
+    if begin is None:
+        if config.start_from is None:
+            frames_from_first_batch(trainer)
+        else:
+            load_start(trainer, config.start_from)
+    else:
         if begin.meta.get("data") != data:
             raise ValueError(
                 f"data.path must be the data that {config.out} was trained on, got {config.data.path} "

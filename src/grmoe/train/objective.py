@@ -4,8 +4,9 @@
 
 CE  cross-entropy of the next token, nats per token; of conversations: the mean over what the assistant says
 R   a router's own losses (load balancing, z-loss), with their coefficients; c is the model's `router_aux_loss_coef`
-O   Σ_{e≠e'} max(0, ‖U_eᵀU_e'‖²_F − ρ₀·k²/d), the overlap penalty (eq:subspace_reg): its hinge ρ₀ is a share of the
-    overlap k²/d of random subspaces; β is `routing.overlap_weight`, ρ₀ is `routing.overlap_rho`
+O   Σ_{e≠e'} max(0, ‖U_eᵀU_e'‖²_F − hinge), the overlap penalty (eq:subspace_reg). The hinge is ρ₀·k²/d, a share of the
+    overlap of random subspaces, or the paper's ρ₀·k with `routing.overlap_unit=absolute`. β is
+    `routing.overlap_weight`, ρ₀ is `routing.overlap_rho`
 
 With random budgets (`elastic`) M is that of the drawn budgets. With `elastic.distill` = δ > 0 the full budget is
 computed too, and the drawn one learns from its predictions (p: full, q: drawn; p carries no gradient):
@@ -49,7 +50,8 @@ def overlap_term(model: GrmoeForCausalLM, config: RoutingConfig) -> Tensor:
     if not config.overlap_weight:
         return torch.zeros((), device=model.device)
     num_pairs = None if config.overlap_pairs == "all" else config.overlap_pairs
-    return model.overlap_penalty(config.overlap_rho, relative=True, num_pairs=num_pairs)
+    relative = config.overlap_unit == "random"
+    return model.overlap_penalty(config.overlap_rho, relative=relative, num_pairs=num_pairs)
 
 
 def model_loss(output: Any, distill: float = 0.0) -> Tensor:
