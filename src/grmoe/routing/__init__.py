@@ -12,12 +12,14 @@ from grmoe.routing.controls import (
     set_balances,
     set_draw,
     set_elastic,
+    set_entropy,
     set_layer_numbers,
     uncounted,
     update_priors,
 )
 from grmoe.routing.curve import LayerNumbers, check_curve, curve_loss, curve_numbers, curve_room
 from grmoe.routing.elastic import FULL, Elastic, step_key
+from grmoe.routing.entropy import EntropyTerm, gate_entropy
 from grmoe.routing.expert_choice import ExpertChoiceRouter
 from grmoe.routing.grassmann import GrassmannRouter, grassmann_logits_reference
 from grmoe.routing.hash import HashRouter
@@ -52,6 +54,7 @@ __all__ = [
     "ROUTERS",
     "Dense",
     "Elastic",
+    "EntropyTerm",
     "ExpertChoiceRouter",
     "GrassmannRouter",
     "HashRouter",
@@ -74,6 +77,7 @@ __all__ = [
     "curve_loss",
     "curve_numbers",
     "curve_room",
+    "gate_entropy",
     "grassmann_logits_reference",
     "load_balancing_loss",
     "routers",
@@ -81,6 +85,7 @@ __all__ = [
     "set_balances",
     "set_draw",
     "set_elastic",
+    "set_entropy",
     "set_layer_numbers",
     "step_key",
     "uncounted",

@@ -21,6 +21,7 @@ from grmoe import checks
 from grmoe.kernels.runtime import INTERPRETED
 from grmoe.routing.budget import Budget
 from grmoe.routing.counting import LoadCounter
+from grmoe.routing.entropy import EntropyTerm
 from grmoe.routing.fused import GateOperands, try_fused
 from grmoe.routing.metrics import RoutingMetrics
 from grmoe.routing.packed import PackedCopy
@@ -40,6 +41,7 @@ class Router(nn.Module):
         touches no other token, no metric and no prior.
     backend: attribute. "auto" and "triton" run gate and selection as one kernel where one exists (see
         `grmoe.routing.fused`; "auto" does not in Triton's interpreter). "reference" never does.
+    entropy: attribute. A term of the training loss that keeps the gate's entropy near a target. Default: none.
     """
 
     reads_prior: ClassVar[bool] = True  # False: the gate has no prior, so `balance` would do nothing
@@ -71,6 +73,7 @@ class Router(nn.Module):
         self.register_buffer("log_prior", torch.zeros(num_experts))
         self.register_parameter("log_alpha", None)  # see `learn_alpha`
         self.counter = LoadCounter(num_experts)
+        self.entropy: EntropyTerm | None = None
         self._packed = PackedCopy()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -133,6 +136,8 @@ class Router(nn.Module):
         if routing is None:
             routing = self.route(x if x.dtype == torch.float64 else x.float(), token_ids)
         routing.aux_loss = self.losses(routing)
+        if self.entropy is not None and self.training:
+            routing.aux_loss = routing.aux_loss + self.entropy(routing.logits)
         prior = self.budget if self.balance and self.training else None
         self.counter.add(routing, prior=prior, kernels=kernels)
         return routing

@@ -14,6 +14,8 @@ from grmoe.routing.base import Router
 from grmoe.routing.budget import Balances
 from grmoe.routing.curve import LayerNumbers
 from grmoe.routing.elastic import Elastic
+from grmoe.routing.entropy import EntropyTerm
+from grmoe.routing.hash import HashRouter
 from grmoe.routing.prior import next_log_prior
 from grmoe.routing.selection import Mass, Selection, TopK
 
@@ -52,6 +54,14 @@ def set_elastic(module: nn.Module, elastic: Elastic | None) -> None:
         )
     for router in found:
         router.budget.elastic = elastic
+
+
+def set_entropy(module: nn.Module, term: EntropyTerm | None) -> None:
+    """Add the entropy term to the losses of a model's routers while they train; None: no longer."""
+    for router in routers(module):
+        learns = term is None or not isinstance(router, HashRouter)
+        checks.require(learns, "an entropy term needs a gate that learns, got a HashRouter")
+        router.entropy = term
 
 
 @torch.no_grad()
