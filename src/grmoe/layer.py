@@ -23,7 +23,7 @@ from grmoe.routing import (
     Routing,
     Selection,
     SlotMixing,
-    SoftMoERouter,
+    SlotRouter,
     TopK,
 )
 
@@ -245,4 +245,4 @@ def _expert(weights: ExpertWeights, e: int, x: Tensor) -> Tensor:
 def _takes_selection(router: Router) -> bool:
     """Whether `router.selection` alone decides. Switch and Expert Choice also use a capacity, Soft MoE selects nothing,
     and a hash gives one expert all the probability."""
-    return type(router).select is Router.select and not isinstance(router, HashRouter | SoftMoERouter)
+    return type(router).select is Router.select and not isinstance(router, HashRouter | SlotRouter)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from small_model import CURVE, EOS, make_model, offline
 
+from grmoe.model.configuration_grmoe import SLOT_ROUTERS
 from grmoe.routing import ROUTERS, LayerNumbers, Routing, build_router
 from grmoe.routing.selection import NO_LIMIT, Dense, Mass, Selection, Threshold, TopK
 from grmoe.serve.batching import MAX_TIES, BatchGenerator, Sequence, can_batch, set_numbers, why_not_batch
@@ -208,7 +209,7 @@ def test_ties_are_computed_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in ROUTERS if n not in ("expert_choice", "soft_moe", "hash", "switch")]
+    "name", [n for n in ROUTERS if n not in ("expert_choice", *SLOT_ROUTERS, "hash", "switch")]
 )
 def test_one_budget_for_each_sequence(name: str) -> None:
     torch.manual_seed(0)

@@ -56,9 +56,12 @@ except ImportError:  # this file travels with exported models to where grmoe is 
 
 SELECTIONS = ("topk", "mass", "threshold", "dense")
 # Routers that choose by themselves, and the most experts a token can then get (None: all of them).
-OWN_CHOICE: dict[str, int | None] = {"switch": 1, "hash": 1, "expert_choice": None, "soft_moe": None}
+OWN_CHOICE: dict[str, int | None] = {
+    "switch": 1, "hash": 1, "expert_choice": None, "soft_moe": None, "grassmann_soft_moe": None,
+}  # fmt: skip
+SLOT_ROUTERS = ("soft_moe", "grassmann_soft_moe")
 # These look at later tokens: a causal model would train on what it must predict.
-NOT_CAUSAL = ("expert_choice", "soft_moe")
+NOT_CAUSAL = ("expert_choice", *SLOT_ROUTERS)
 # Hugging Face names the inner function, `grmoe.MoE` the layer built from it.
 ACTIVATIONS: dict[str, Literal["swiglu", "gelu"]] = {"silu": "swiglu", "gelu": "gelu"}
 # Larger values are mistakes. Only to list a billion blocks would take minutes.
@@ -143,7 +146,8 @@ class GrmoeConfig(PreTrainedConfig):
     """Concentration at the start. Default: the router's own."""
     router_options: dict[str, Any] | None = None
     """Further arguments of the router. For "hash", `seed` may be one number (layer i adds i) or a list with one per MoE
-    layer. For "soft_moe", `slots` fixes the slots per expert; by default a sequence of T tokens uses T/N."""
+    layer. For "soft_moe" and "grassmann_soft_moe", `slots` fixes the slots per expert; by default a sequence of T
+    tokens uses T/N."""
     selection: str = "topk"
     """"topk", "mass" (the fewest experts that reach probability selection_tau, at most K), "threshold" (experts with at
     least selection_tau) or "dense"."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from grmoe.model.configuration_grmoe import GrmoeConfig
+from grmoe.model.configuration_grmoe import SLOT_ROUTERS, GrmoeConfig
 from grmoe.model.modeling_grmoe import GrmoeForCausalLM, GrmoeMoE
-from grmoe.routing import Router, SoftMoERouter, routers
+from grmoe.routing import Router, SlotRouter, routers
 from grmoe.tables import Table
 
 
@@ -84,9 +84,10 @@ def _router(config: GrmoeConfig) -> int:
     D, N, options = config.hidden_size, config.num_experts, config.router_options or {}
     if config.router == "hash":
         return 0
-    if config.router == "soft_moe":
+    if config.router in SLOT_ROUTERS:
         slots = options.get("slots") or options.get("max_tokens", config.max_position_embeddings) // N
-        return D * N * max(1, slots) + 1
+        total = N * max(1, slots)
+        return D * total + 1 if config.router == "soft_moe" else (D * options.get("slot_rank", 1) + 1) * total
     if config.router != "grassmann":
         return N * D + (N if config.router == "vmf" else 0)
     amortizer = options.get("amortizer_hidden", 64) if options.get("amortizer") else 0
@@ -145,11 +146,12 @@ def _per_token(config: GrmoeConfig, router: Router, context: int) -> float:
 
 def _soft_moe(router: Router, tokens: int) -> tuple[int, float]:
     """(slot weights that a sequence of `tokens` does not use, FLOPs per token of mixing tokens and slots)."""
-    if not isinstance(router, SoftMoERouter):
+    if not isinstance(router, SlotRouter):
         return 0, 0.0
     used = router.slots_for(tokens)
     rows = router.num_experts * used
-    return router.num_experts * (router.slots - used) * router.dim, 2 * 2 * rows * router.dim
+    unused = router.num_experts * (router.slots - used) * router.dim * getattr(router, "rank", 1)
+    return unused, 2 * 2 * rows * router.dim
 
 
 def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:

@@ -29,7 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNor
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .configuration_grmoe import NOT_CAUSAL, GrmoeConfig
+from .configuration_grmoe import NOT_CAUSAL, SLOT_ROUTERS, GrmoeConfig
 
 try:
     from grmoe import checks
@@ -40,12 +40,13 @@ try:
     from grmoe.regularizers import overlap_penalty
     from grmoe.routing import (
         Dense,
-        GrassmannRouter,
+        FrameRouter,
         HashRouter,
         Mass,
         Router,
         RoutingMetrics,
         Selection,
+        SlotRouter,
         Threshold,
         TopK,
         build_router,
@@ -61,13 +62,14 @@ except ImportError:  # this file travels with exported models to where grmoe is 
         Dense,
         Dispatch,
         ExpertWeights,
-        GrassmannRouter,
+        FrameRouter,
         HashRouter,
         Mass,
         MoE,
         Router,
         RoutingMetrics,
         Selection,
+        SlotRouter,
         Threshold,
         TopK,
         as_autocast,
@@ -158,7 +160,7 @@ def config_router(config: GrmoeConfig, number: int) -> Router:
     options = dict(config.router_options or {})
     if config.router == "hash":
         options["seed"] = _layer_seed(options.get("seed", 0), number, len(config.moe_layers))
-    if config.router == "soft_moe" and "slots" not in options:
+    if config.router in SLOT_ROUTERS and "slots" not in options:
         options.setdefault("max_tokens", config.max_position_embeddings)
     if config.router == "grassmann":
         options["rank"] = config.router_rank
@@ -369,8 +371,12 @@ class GrmoePreTrainedModel(PreTrainedModel):
     def overlap_penalty(
         self, rho: float, *, relative: bool = True, num_pairs: int | Literal["auto"] | None = None
     ) -> Tensor:
-        """Σ over MoE layers of `grmoe.overlap_penalty`; zero for routers without frames."""
-        named = (getattr(router, "frames", None) for router in routers(self))
+        """Σ over MoE layers of `grmoe.overlap_penalty`; zero for routers without frames of experts.
+
+        Slots have frames too, but as many slots as tokens do not fit apart into `hidden_size` dimensions.
+        """
+        experts = (router for router in routers(self) if not isinstance(router, SlotRouter))
+        named = (getattr(router, "frames", None) for router in experts)
         frames = [f for f in named if isinstance(f, Tensor)]
         if not frames:
             return torch.zeros((), device=self.device)
@@ -430,7 +436,7 @@ class GrmoePreTrainedModel(PreTrainedModel):
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in transformers. Frames are orthonormal when they are written, whatever trained them."""
         for router in routers(self):
-            if isinstance(router, GrassmannRouter):
+            if isinstance(router, FrameRouter):
                 router.retract()
         # `router.alpha` may have been set directly. Its fp32 value is rounded; the configuration keeps all digits.
         now = self.alpha

@@ -21,13 +21,15 @@ from grmoe.routing.curve import LayerNumbers, check_curve, curve_loss, curve_num
 from grmoe.routing.elastic import FULL, Elastic, step_key
 from grmoe.routing.entropy import EntropyTerm, gate_entropy
 from grmoe.routing.expert_choice import ExpertChoiceRouter
+from grmoe.routing.frames import FrameRouter
 from grmoe.routing.grassmann import GrassmannRouter, grassmann_logits_reference
+from grmoe.routing.grassmann_soft_moe import GrassmannSoftMoERouter, grassmann_soft_moe_reference
 from grmoe.routing.hash import HashRouter
 from grmoe.routing.linear import LinearRouter
 from grmoe.routing.metrics import RoutingMetrics
 from grmoe.routing.result import Routing, SlotMixing
 from grmoe.routing.selection import Dense, Mass, Selection, Threshold, TopK
-from grmoe.routing.soft_moe import SoftMoERouter
+from grmoe.routing.soft_moe import SlotRouter, SoftMoERouter
 from grmoe.routing.softmax import SoftmaxRouter, load_balancing_loss
 from grmoe.routing.switch import SwitchRouter
 from grmoe.routing.vmf import VMFRouter
@@ -39,6 +41,7 @@ ROUTERS: dict[str, type[Router]] = {
     "expert_choice": ExpertChoiceRouter,
     "hash": HashRouter,
     "soft_moe": SoftMoERouter,
+    "grassmann_soft_moe": GrassmannSoftMoERouter,
     "vmf": VMFRouter,
 }
 
@@ -56,7 +59,9 @@ __all__ = [
     "Elastic",
     "EntropyTerm",
     "ExpertChoiceRouter",
+    "FrameRouter",
     "GrassmannRouter",
+    "GrassmannSoftMoERouter",
     "HashRouter",
     "LayerNumbers",
     "LinearRouter",
@@ -66,6 +71,7 @@ __all__ = [
     "RoutingMetrics",
     "Selection",
     "SlotMixing",
+    "SlotRouter",
     "SoftMoERouter",
     "SoftmaxRouter",
     "SwitchRouter",
@@ -79,6 +85,7 @@ __all__ = [
     "curve_room",
     "gate_entropy",
     "grassmann_logits_reference",
+    "grassmann_soft_moe_reference",
     "load_balancing_loss",
     "routers",
     "set_alpha",
