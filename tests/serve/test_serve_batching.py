@@ -78,9 +78,9 @@ def together(generator: BatchGenerator, asked: list[Asked]) -> list[list[int]]:
         {"router": "vmf"},
         {"router": "hash", "router_kappa": None, "selection": "topk", "num_experts_per_tok": 1},
         {"router": "switch", "router_kappa": None, "selection": "topk", "num_experts_per_tok": 1},
-        {"num_key_value_heads": 1, "shared_experts": 1, "moe_every": 1},
+        {"num_key_value_heads": 1, "shared_experts": 1, "identity_experts": 1, "moe_every": 1},
     ],
-    ids=["mass", "topk", "softmax", "vmf", "hash", "switch", "all layers"],
+    ids=["mass", "topk", "softmax", "vmf", "hash", "switch", "all layers, identity"],
 )
 def test_answers_equal_generate(changes: dict[str, Any]) -> None:
     model = make_model(**changes)

@@ -169,6 +169,10 @@ class GrmoeConfig(PreTrainedConfig):
     layer a list with one number per expert, added to the logits for the choice alone."""
     shared_experts: int = 0
     """Experts of the same width that compute every token."""
+    identity_experts: int = 0
+    """Experts that compute nothing, beside the N others and routed like them (mixture of depths). A token that chooses
+    one of them computes one expert less, and the residual stream carries it past. With the balanced prior, identity
+    experts get their share of the choices: I of N + I."""
     output_router_logits: bool = False
     """Return the routers' logits and their loss."""
     router_aux_loss_coef: float = 1.0
@@ -218,6 +222,11 @@ class GrmoeConfig(PreTrainedConfig):
     def moe_layers(self) -> list[int]:
         """Blocks with experts, counted from zero."""
         return [i for i in range(self.num_hidden_layers) if (i + 1) % self.moe_every == 0]
+
+    @property
+    def gate_experts(self) -> int:
+        """Experts that a gate chooses from: those that compute, and identity experts."""
+        return self.num_experts + self.identity_experts
 
     @property
     def alphas(self) -> list[float]:
@@ -329,7 +338,7 @@ class GrmoeConfig(PreTrainedConfig):
         )
         self._check_selection()
         if self.budget_curve is not None:
-            check_curve(self.budget_curve, found, self.num_experts)
+            check_curve(self.budget_curve, found, self.gate_experts)
         if self.budget is not None:
             self.layer_numbers(self.budget)
 
@@ -389,10 +398,12 @@ class GrmoeConfig(PreTrainedConfig):
             checks.require(ok, f"{name} must be an integer >= 1, got {value!r}")
             checks.require(value <= most, f"{name} must be at most {most}, got {value}")
         checks.require(self.num_experts >= 2, f"num_experts must be at least 2, got {self.num_experts}")
-        checks.require(
-            isinstance(self.shared_experts, int) and 0 <= self.shared_experts <= MAX_SIZE,
-            f"shared_experts must be an integer >= 0, got {self.shared_experts!r}",
-        )
+        for name in ("shared_experts", "identity_experts"):
+            value = getattr(self, name)
+            checks.require(
+                isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE,
+                f"{name} must be an integer >= 0, got {value!r}",
+            )
         checks.require(
             self.router in list(ROUTERS), f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}"
         )
@@ -404,6 +415,11 @@ class GrmoeConfig(PreTrainedConfig):
 
     def _check_selection(self) -> None:
         N, K = self.num_experts, self.num_experts_per_tok or 0
+        checks.require(
+            not self.identity_experts or self.router not in OWN_CHOICE,
+            f"identity_experts must be 0 with router {self.router!r}, which chooses by itself, "
+            f"got {self.identity_experts}",
+        )
         checks.require(K <= N, f"num_experts_per_tok must be at most num_experts = {N}, got {K}")
         implied = self._implied_experts()
         why = f"router {self.router!r}" if self.router in OWN_CHOICE else f"selection {self.selection!r}"

@@ -24,8 +24,8 @@ class Cost:
     experts: int
     """Parameters of the routed experts."""
     experts_per_token: float
-    """Routed experts computed per token: the budget, if there is one. Soft MoE: slots per token. With "mass" and
-    "threshold" an upper bound."""
+    """Routed experts computed per token: the budget, if there is one. Soft MoE: slots per token. With "mass",
+    "threshold" and identity experts an upper bound."""
     router: int
     """Parameters of the routers."""
     embedding: int
@@ -81,7 +81,7 @@ def parameters(config: GrmoeConfig) -> int:
 
 def _router(config: GrmoeConfig) -> int:
     """Parameters of one router, at least: frames and κ, slots, or one vector per expert."""
-    D, N, options = config.hidden_size, config.num_experts, config.router_options or {}
+    D, N, options = config.hidden_size, config.gate_experts, config.router_options or {}
     if config.router == "hash":
         return 0
     if config.router in SLOT_ROUTERS:
@@ -168,7 +168,8 @@ def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
     table.add("blocks", f"{config.num_hidden_layers} × {H}, {attention}")
     table.add("dense feed-forward", f"{config.intermediate_size}, {config.activation}")
     table.add("MoE layers", f"{len(layers)} (blocks {first})")
-    experts = f"{config.num_experts} of width {config.moe_intermediate_size}{shared}"
+    identity = f" + {config.identity_experts} identity" if config.identity_experts else ""
+    experts = f"{config.num_experts} of width {config.moe_intermediate_size}{shared}{identity}"
     table.add("experts", f"{experts}, {_selection(config, cost)}")
     table.add("router", f"{config.router}{rank}, α = {config.alpha}")
     if config.budget_range is not None:
@@ -178,7 +179,9 @@ def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
     table.add("vocabulary", f"{config.vocab_size:,}, {tied}")
     table.end_section()
     table.add("parameters", short(cost.total))
-    bounded = config.selection in ("mass", "threshold") or config.router == "switch"
+    bounded = (
+        config.selection in ("mass", "threshold") or config.router == "switch" or config.identity_experts
+    )
     bound = ", at most" if bounded and config.budget is None else ""
     table.add("  active per token", f"{short(cost.active)}{bound}")
     table.add("  routed experts", f"{short(cost.experts)} ({cost.experts / cost.total:.1%})")

@@ -166,13 +166,15 @@ def config_router(config: GrmoeConfig, number: int) -> Router:
         options["rank"] = config.router_rank
     if config.router_kappa is not None:
         options["kappa"] = config.router_kappa
+    if config.identity_experts:
+        options["identity"] = config.identity_experts
     selection, numbers = config_policy(config), config.numbers[number]
     if selection is not None:
         options["selection"] = selection
     try:
         with _default_dtype(torch.float32):
             router = build_router(
-                config.router, config.hidden_size, config.num_experts, alpha=numbers.alpha, **options
+                config.router, config.hidden_size, config.gate_experts, alpha=numbers.alpha, **options
             )
     except TypeError as error:
         raise ValueError(f"router_options must fit the router {config.router!r}: {error}") from error

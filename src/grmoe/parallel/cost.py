@@ -104,7 +104,7 @@ def groups(model: GrmoeForCausalLM, plan: Plan) -> list[Group]:
     layers = list(model.model.layers)
     for layer in layers:
         if plan.expert > 1 and isinstance(layer.mlp, MoE):
-            check_expert_split(layer.mlp.router.num_experts, plan.expert)
+            check_expert_split(len(layer.mlp.experts.down_proj), plan.expert)
             weights = _new(layer.mlp.experts, done)
             held = sum(
                 _part(p, expert_shard_dim(p.shape, plan.fsdp), plan.fsdp) // plan.expert for p in weights

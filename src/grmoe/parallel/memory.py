@@ -92,7 +92,7 @@ def block_activations(config: GrmoeConfig, index: int, plan: Plan, experts_per_t
     rows = (3 if plan.expert > 1 else 2) * D
     each = rows + inner * config.moe_intermediate_size
     many = experts_per_token * each + inner * config.shared_experts * config.moe_intermediate_size
-    return round(plan.compute_bytes * (numbers + many)) + 3 * FP32 * config.num_experts
+    return round(plan.compute_bytes * (numbers + many)) + 3 * FP32 * config.gate_experts
 
 
 def _start(model: GrmoeForCausalLM, plan: Plan) -> int:

@@ -36,6 +36,8 @@ class Router(nn.Module):
     selection: which experts compute a token, given its gate. Default: all of them. Its numbers are in `budget`, on the
         device, and change at any time without recompiling (`tau`, `cap`).
     alpha: the dial, ℓ = α·score. 0 gives the uniform gate, ∞ top-1. Changeable at any time without recompiling.
+    identity: how many of the experts, the last ones, are identity experts: a choice like any other, but they compute
+        nothing, and the residual stream carries the token past them (mixture of depths). Default: none.
     balance: learn a log-prior b_e without gradients, b ← b + η(1 − N·load_e) (see `update_prior`).
     checked: raise on NaN or Inf in the input. This waits for the device. Without it such a token gets a NaN gate and
         touches no other token, no metric and no prior.
@@ -58,6 +60,7 @@ class Router(nn.Module):
         selection: Selection | None = None,
         alpha: float = 1.0,
         balance: bool = False,
+        identity: int = 0,
         checked: bool = False,
     ) -> None:
         super().__init__()
@@ -72,7 +75,12 @@ class Router(nn.Module):
         self.register_buffer("alpha_value", torch.tensor(checks.alpha("alpha", alpha)))
         self.register_buffer("log_prior", torch.zeros(num_experts))
         self.register_parameter("log_alpha", None)  # see `learn_alpha`
-        self.counter = LoadCounter(num_experts)
+        self.identity_experts = checks.positive_int("identity", identity, at_least=0)
+        checks.require(
+            identity < num_experts,
+            f"identity must leave an expert that computes, got {identity} of num_experts = {num_experts}",
+        )
+        self.counter = LoadCounter(num_experts, identity)
         self.entropy: EntropyTerm | None = None
         self._packed = PackedCopy()
 
@@ -98,8 +106,8 @@ class Router(nn.Module):
         return self.budget.select(probs, self.training)
 
     def max_experts(self) -> int:
-        """The largest number of experts a token can get. It sizes the dispatch list."""
-        return self.budget.room
+        """The largest number of experts that compute a token. It sizes the dispatch list."""
+        return min(self.budget.room, self.num_experts - self.identity_experts)
 
     def experts_per_token(self, tokens: int) -> float:
         """Experts computed per token in a sequence of `tokens` tokens: the mean, or an upper bound of it."""
@@ -135,6 +143,7 @@ class Router(nn.Module):
             routing = try_fused(x, self._scaled_operands, self.alpha_value, self.budget, self.training, pack)
         if routing is None:
             routing = self.route(x if x.dtype == torch.float64 else x.float(), token_ids)
+        routing.identity_experts = self.identity_experts
         routing.aux_loss = self.losses(routing)
         if self.entropy is not None and self.training:
             routing.aux_loss = routing.aux_loss + self.entropy(routing.logits)
