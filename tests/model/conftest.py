@@ -77,6 +77,7 @@ def write_tokenizer(folder: Path, vocab_size: int = 300) -> PreTrainedTokenizerF
 def saved(build: Build, tmp_path: Path) -> tuple[Path, GrmoeForCausalLM]:
     """A folder with a model and its tokenizer."""
     tokenizer = write_tokenizer(tmp_path)
-    model = build(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    options = {"identity_experts": 1, "attention_heads_per_token": 3}  # the parts that few models have
+    model = build(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **options)
     model.save_pretrained(tmp_path)
     return tmp_path, model

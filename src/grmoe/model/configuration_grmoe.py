@@ -131,6 +131,9 @@ class GrmoeConfig(PreTrainedConfig):
     """Add biases to the attention projections."""
     attention_dropout: float = 0.0
     """Dropout of attention weights in training."""
+    attention_heads_per_token: int | None = None
+    """Heads that a token uses, chosen in every block by a Grassmann gate of rank router_rank and weighted by it. The
+    others are computed and multiplied by zero: this saves no time. Default: all heads, without a gate."""
 
     moe_every: int = 2
     """Every n-th block has experts: 1 all of them, 2 the even ones counted from one, as in the paper."""
@@ -321,6 +324,15 @@ class GrmoeConfig(PreTrainedConfig):
             groups >= 1 and heads % groups == 0,
             f"num_key_value_heads must divide num_attention_heads = {heads}, got {groups}",
         )
+        chosen = self.attention_heads_per_token
+        checks.require(
+            chosen is None
+            or (isinstance(chosen, int) and not isinstance(chosen, bool) and 1 <= chosen <= heads),
+            f"attention_heads_per_token must be from 1 to num_attention_heads = {heads}, or None, got {chosen!r}",
+        )
+        checks.require(
+            chosen is None or heads > 1, "attention_heads_per_token needs more than one head to choose from"
+        )
         checks.require((self.head_dim or 0) % 2 == 0, f"head_dim must be even for RoPE, got {self.head_dim}")
         found = len(self.moe_layers)
         checks.require(
@@ -427,8 +439,9 @@ class GrmoeConfig(PreTrainedConfig):
             implied is None or implied == K, f"num_experts_per_tok must be {implied} with {why}, got {K}"
         )
         rank = self.router_rank or 0
+        frames = self.router == "grassmann" or self.attention_heads_per_token is not None
         checks.require(
-            self.router != "grassmann" or rank <= self.hidden_size,
+            not frames or rank <= self.hidden_size,
             f"router_rank must be at most hidden_size = {self.hidden_size}, got {rank}",
         )
 

@@ -9,7 +9,7 @@ import torch
 
 from grmoe.model.configuration_grmoe import SLOT_ROUTERS, GrmoeConfig
 from grmoe.model.modeling_grmoe import GrmoeForCausalLM, GrmoeMoE
-from grmoe.routing import Router, SlotRouter, routers
+from grmoe.routing import Router, SlotRouter, all_routers
 from grmoe.tables import Table
 
 
@@ -72,6 +72,8 @@ def parameters(config: GrmoeConfig) -> int:
     heads, groups = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     biases = heads + 2 * groups + D if config.attention_bias else 0
     block = 2 * D * (heads + groups) + biases + 2 * D  # queries and output, keys and values; two norms
+    if config.attention_heads_per_token is not None:
+        block += config.num_attention_heads * (D * (config.router_rank or 0) + 1)
     matrices = 3 if config.activation == "swiglu" else 2
     experts = matrices * D * config.moe_intermediate_size * (N + config.shared_experts)
     moe, tables = len(config.moe_layers), 1 if config.tie_word_embeddings else 2
@@ -104,7 +106,7 @@ def count(config: GrmoeConfig, context: int | None = None) -> Cost:
     model = meta_model(config)
     context = config.max_position_embeddings if context is None else context
     total = sum(p.numel() for p in model.parameters())  # a tied parameter appears once
-    router = sum(p.numel() for r in routers(model) for p in r.parameters())
+    router = sum(p.numel() for r in all_routers(model) for p in r.parameters())
     blocks = [m for m in model.modules() if isinstance(m, GrmoeMoE)]
     experts = sum(p.numel() for block in blocks for p in block.experts.parameters())
     per_token = _per_token(config, blocks[0].router, context)
@@ -165,6 +167,8 @@ def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
     at = f"at {cost.context:,} tokens of context"
     table = Table(name, ["", ""], left=2)
     attention = f"{heads} heads of {config.head_dim}, {groups} for keys"
+    if config.attention_heads_per_token is not None:
+        attention += f", {config.attention_heads_per_token} per token (all are computed)"
     table.add("blocks", f"{config.num_hidden_layers} × {H}, {attention}")
     table.add("dense feed-forward", f"{config.intermediate_size}, {config.activation}")
     table.add("MoE layers", f"{len(layers)} (blocks {first})")

@@ -29,6 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNor
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from .attention_grmoe import GrmoeAttention, head_router
 from .configuration_grmoe import NOT_CAUSAL, SLOT_ROUTERS, GrmoeConfig
 
 try:
@@ -42,6 +43,7 @@ try:
         Dense,
         FrameRouter,
         HashRouter,
+        HeadRouter,
         Mass,
         Router,
         RoutingMetrics,
@@ -49,6 +51,7 @@ try:
         SlotRouter,
         Threshold,
         TopK,
+        all_routers,
         build_router,
         routers,
     )
@@ -64,6 +67,7 @@ except ImportError:  # this file travels with exported models to where grmoe is 
         ExpertWeights,
         FrameRouter,
         HashRouter,
+        HeadRouter,
         Mass,
         MoE,
         Router,
@@ -72,6 +76,7 @@ except ImportError:  # this file travels with exported models to where grmoe is 
         SlotRouter,
         Threshold,
         TopK,
+        all_routers,
         as_autocast,
         build_router,
         checks,
@@ -233,7 +238,8 @@ class GrmoeMLP(nn.Module):
 class GrmoeDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: GrmoeConfig, layer_idx: int) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(config=config, layer_idx=layer_idx)  # type: ignore[arg-type]
+        attention: Any = LlamaAttention if config.attention_heads_per_token is None else GrmoeAttention
+        self.self_attn = attention(config=config, layer_idx=layer_idx)
         moe_layers = config.moe_layers
         self.mlp: GrmoeMoE | GrmoeMLP = (
             GrmoeMoE(config, moe_layers.index(layer_idx)) if layer_idx in moe_layers else GrmoeMLP(config)
@@ -241,7 +247,7 @@ class GrmoeDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         # `_init_weights` gets a module without its name.
-        self.self_attn.o_proj.writes_residual = True  # type: ignore[assignment]
+        self.self_attn.o_proj.writes_residual = True
         if isinstance(self.mlp, GrmoeMLP):
             self.mlp.down_proj.writes_residual = True  # type: ignore[assignment]
 
@@ -359,8 +365,12 @@ class GrmoePreTrainedModel(PreTrainedModel):
         """Metrics of each MoE layer's router since the last reset. Waits for the device."""
         return [router.read_metrics() for router in routers(self)]
 
+    def head_metrics(self) -> list[RoutingMetrics]:
+        """The same of each block's heads, with heads for experts; empty without `attention_heads_per_token`."""
+        return [router.read_metrics() for router in all_routers(self) if isinstance(router, HeadRouter)]
+
     def reset_routing_metrics(self) -> None:
-        for router in routers(self):
+        for router in all_routers(self):
             router.reset_metrics()
 
     def update_priors(self, rate: float, skip: Tensor | None = None) -> None:
@@ -368,7 +378,7 @@ class GrmoePreTrainedModel(PreTrainedModel):
 
         skip: a 0-d tensor. Where it is nonzero, priors stay as they are.
         """
-        update_router_priors(routers(self), rate, skip)
+        update_router_priors(all_routers(self), rate, skip)
 
     def overlap_penalty(
         self, rho: float, *, relative: bool = True, num_pairs: int | Literal["auto"] | None = None
@@ -420,8 +430,11 @@ class GrmoePreTrainedModel(PreTrainedModel):
         tensors = dict(router.state_dict(keep_vars=True))
         if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors.values()):
             with torch.device("cpu"):
-                number = next(i for i, found in enumerate(routers(self)) if found is router)
-                fresh = config_router(self.config, number).state_dict()
+                if isinstance(router, HeadRouter):
+                    fresh = head_router(self.config).state_dict()
+                else:
+                    number = next(i for i, found in enumerate(routers(self)) if found is router)
+                    fresh = config_router(self.config, number).state_dict()
             for name, tensor in tensors.items():
                 init.copy_(tensor, fresh[name])
         router.prior_sums.zero_()
@@ -433,11 +446,15 @@ class GrmoePreTrainedModel(PreTrainedModel):
             router.budget.reset(weight_alpha)
             if isinstance(router, HashRouter):
                 router.check_seed()
+        for router in all_routers(self):
+            if isinstance(router, HeadRouter):
+                router.budget.reset(None)
+                router.alpha = 1.0
         self._use_config_numbers()
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in transformers. Frames are orthonormal when they are written, whatever trained them."""
-        for router in routers(self):
+        for router in all_routers(self):
             if isinstance(router, FrameRouter):
                 router.retract()
         # `router.alpha` may have been set directly. Its fp32 value is rounded; the configuration keeps all digits.

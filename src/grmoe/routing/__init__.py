@@ -7,6 +7,7 @@ from typing import Any
 from grmoe import checks
 from grmoe.routing.base import Router
 from grmoe.routing.controls import (
+    all_routers,
     routers,
     set_alpha,
     set_balances,
@@ -25,6 +26,7 @@ from grmoe.routing.frames import FrameRouter
 from grmoe.routing.grassmann import GrassmannRouter, grassmann_logits_reference
 from grmoe.routing.grassmann_soft_moe import GrassmannSoftMoERouter, grassmann_soft_moe_reference
 from grmoe.routing.hash import HashRouter
+from grmoe.routing.heads import HeadRouter
 from grmoe.routing.linear import LinearRouter
 from grmoe.routing.metrics import RoutingMetrics
 from grmoe.routing.result import Routing, SlotMixing
@@ -63,6 +65,7 @@ __all__ = [
     "GrassmannRouter",
     "GrassmannSoftMoERouter",
     "HashRouter",
+    "HeadRouter",
     "LayerNumbers",
     "LinearRouter",
     "Mass",
@@ -78,6 +81,7 @@ __all__ = [
     "Threshold",
     "TopK",
     "VMFRouter",
+    "all_routers",
     "build_router",
     "check_curve",
     "curve_loss",

@@ -47,6 +47,7 @@ class Router(nn.Module):
     """
 
     reads_prior: ClassVar[bool] = True  # False: the gate has no prior, so `balance` would do nothing
+    of_experts: ClassVar[bool] = True  # False: it chooses something else, and `routers` leaves it out
     _fusable: ClassVar[bool] = False
     log_prior: Tensor
     alpha_value: Tensor

@@ -21,7 +21,12 @@ from grmoe.routing.selection import Mass, Selection, TopK
 
 
 def routers(module: nn.Module) -> list[Router]:
-    """All routers inside a model, in layer order."""
+    """All routers of experts inside a model, in layer order."""
+    return [router for router in all_routers(module) if router.of_experts]
+
+
+def all_routers(module: nn.Module) -> list[Router]:
+    """`routers`, and those of attention heads."""
     return [m for m in module.modules() if isinstance(m, Router)]
 
 
@@ -104,7 +109,7 @@ def set_layer_numbers(
 def uncounted(found: nn.Module | Iterable[Router]) -> Iterator[None]:
     """Inside, forward passes leave the metrics and prior sums of a model, or of these routers, unchanged."""
     with ExitStack() as stack:
-        for router in routers(found) if isinstance(found, nn.Module) else found:
+        for router in all_routers(found) if isinstance(found, nn.Module) else found:
             stack.enter_context(router.uncounted())
         yield
 

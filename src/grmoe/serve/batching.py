@@ -89,6 +89,8 @@ def why_not_batch(model: GrmoeForCausalLM) -> str:
     A sequence's routing must be independent of the rest of the batch. With a capacity it is not. It must also show near
     ties: where the weights have an α of their own, it does so only if α multiplies all of the gate (`choosing_gate`).
     """
+    if model.config.attention_heads_per_token is not None:
+        return "a batch rounds differently, and heads that nearly tie are not computed again as experts are"
     found = routers(model)
     if any(type(r).select is not Router.select or type(r).route is not Router.route for r in found):
         return f"router {model.config.router!r} routes sequences of a batch together"

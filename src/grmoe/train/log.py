@@ -238,6 +238,14 @@ def routing_line(layers: list[RoutingMetrics]) -> dict[str, Any]:
     }
 
 
+def heads_line(blocks: list[RoutingMetrics]) -> dict[str, Any]:
+    """How blocks use their attention heads: means over blocks, and the least used head. Empty without a choice."""
+    if not blocks:
+        return {}
+    heads = {name: sum(getattr(m, name) for m in blocks) / len(blocks) for name in ("entropy", "load_cv")}
+    return {"heads": {**heads, "min_load": min(m.min_load for m in blocks)}}
+
+
 def describe_start(trainer: Trainer, first_step: int) -> str:
     """What is trained, where, and where it is saved. Shown at once: the first step may take minutes."""
     config, world = trainer.config, trainer.world
