@@ -59,7 +59,7 @@ def test_command_lines_parse(name: str) -> None:
             parse(command, arguments)
         except Exception as error:
             pytest.fail(f"{name}: {line!r}: {error}")
-        if command in ("train", "quality", "elastic"):
+        if command in ("train", "compare"):
             load(TrainConfig, None, [a for a in arguments if re.match(r"[\w.]+=", a)])
 
 

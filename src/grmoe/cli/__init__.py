@@ -13,7 +13,20 @@ from typing import Annotated
 import typer
 
 from grmoe import __version__
-from grmoe.cli import analyze, bench, data, dial, evaluate, model, prune, report, serve, studies, training
+from grmoe.cli import (
+    analyze,
+    bench,
+    data,
+    dial,
+    evaluate,
+    model,
+    prune,
+    report,
+    reproduce,
+    serve,
+    studies,
+    training,
+)
 from grmoe.terminal import say
 
 
@@ -62,8 +75,8 @@ _add(evaluate.evaluate, "eval")
 _add(analyze.analyze)
 _add(report.report)
 _add(model.info)
-_add(training.quality)
-_add(training.elastic)
+_add(training.compare)
+_add(reproduce.reproduce)
 _add(studies.synthetic)
 _add(studies.normalizer)
 _add(bench.gate, "gate", _bench)

@@ -1,4 +1,4 @@
-"""Train and compare language models: `grmoe train`, `grmoe curves`, `grmoe quality`, `grmoe elastic`."""
+"""Train and compare language models: `grmoe train`, `grmoe curves`, `grmoe compare`."""
 
 from __future__ import annotations
 
@@ -115,72 +115,56 @@ def curves(
         say_written(Figure=out)
 
 
-def quality(
-    settings: Settings = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Router to compare; `--method ?` lists them. Repeatable.", show_default="the first four"
-        ),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per method.")] = 3,
-    at_once: Annotated[int, typer.Option(min=1, help="Runs to train at the same time.")] = 1,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the runs, results.json, table.md and curves.png.")
-    ] = Path("runs/quality"),
-) -> None:
-    """Compare routers as language models: same text, same tokens, same experts per token, several seeds.
-
-    The settings are those of [bold]grmoe train[/]; the study fills in the router. An interrupted study continues where
-    it stopped when you run the same command again.
-
-    Example: [bold]grmoe quality data.path=runs/data steps=1400 optim.lr=6e-4 --seeds 3 --at-once 4[/]
-    """
-    with shell("lm", "studies", continues=True):
-        from grmoe.config import load
-        from grmoe.runs.config import TrainConfig
-        from grmoe.studies.quality import DEFAULT, Plan, run, save, show
-
-        base = load(TrainConfig, *_split(settings))
-        plan = Plan(base=base, out=out, methods=tuple(method or DEFAULT), seeds=seeds, at_once=at_once)
-        run_plan(plan, run, show, partial(save, out=out))
-
-
-def elastic(
+def compare(
     settings: Settings = None,
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            help="Way to train; `--recipe ?` lists them. One of your own is 'NAME: key=value key=value'. The first is "
-            "what others are compared with. Repeatable.",
-            show_default="full, token_mass, one",
+            help="A router or a way to train; `--recipe ?` lists them. One of your own is 'NAME: key=value key=value'. "
+            "The first is what others are compared with. Repeatable.",
+            show_default="grmoe, grmoe-amortised, softmax-load, softmax-bias",
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per recipe.")] = 3,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="key=a,b,c: train every recipe with each of these values of a setting. Repeatable, one key after "
+            "another."
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Models per recipe.")] = 3,
     first_seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     text: Annotated[
-        list[str] | None, typer.Option(help="Another text to measure on, beside held-out text. Repeatable.")
+        list[Path] | None, typer.Option(help="Another text to measure on, beside held-out text. Repeatable.")
     ] = None,
     tokens: options.TextTokens = None,
-    at_once: Annotated[int, typer.Option(min=1, help="Jobs to run at the same time.")] = 1,
-    out: Annotated[Path, typer.Option(help="Folder for the runs, results.json and table.md.")] = Path(
-        "runs/elastic"
+    at_once: Annotated[int, typer.Option(min=1, help="Models to train at the same time.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder for models, numbers, table.md and curves.png.")] = Path(
+        "runs/compare"
     ),
 ) -> None:
-    """One model, every budget: compare ways to train with random budgets, and models trained for one budget only.
+    """Compare routers and ways to train as language models: same text, same tokens, several seeds.
 
-    The settings are those of [bold]grmoe train[/]; the study fills in the recipe. Each model is measured with every
-    number of experts per token up to its own. Finished jobs are skipped when you run the same command again.
+    The settings are those of [bold]grmoe train[/], the learning rate too; a recipe adds its own. Each model is
+    measured as it was trained and with every smaller number of experts per token. Finished models are skipped when you
+    run the same command again.
 
-    Example: [bold]grmoe elastic data.path=runs/data steps=2500 --recipe full --recipe one --seeds 3 --at-once 6[/]
+    Example: [bold]grmoe compare data.path=runs/data steps=1400 --recipe grmoe --recipe softmax-bias --at-once 4[/]
+
+    Example: [bold]grmoe compare data.path=runs/data --recipe grmoe --vary model.router_rank=16,32,64[/]
     """
     with shell("lm", "studies", continues=True):
-        from grmoe.config import load
-        from grmoe.runs.config import TrainConfig
-        from grmoe.studies.elastic import DEFAULT, Plan, run, save, show
+        from grmoe.config import read_tree
+        from grmoe.studies.compare import DEFAULT, Plan, run, save, show
+        from grmoe.studies.models import find_recipe
+        from grmoe.studies.models import vary as varied
 
+        # The rates of recipes are for `small`. Those that you write yourself stay.
+        recipes = [find_recipe(n) if ":" in n else find_recipe(n).without_rate() for n in recipe or DEFAULT]
+        for key in vary or []:
+            recipes = [found for each in recipes for found in varied(each, key)]
         plan = Plan(
-            base=load(TrainConfig, *_split(settings)), out=out, recipes=tuple(recipe or DEFAULT), seeds=seeds,
-            first_seed=first_seed, texts=tuple(text or ()), tokens=tokens, at_once=at_once,
+            tree=read_tree(*_split(settings)), recipes=tuple(recipes), out=out, seeds=seeds, first_seed=first_seed,
+            texts=tuple(text or ()), tokens=tokens, at_once=at_once,
         )  # fmt: skip
         run_plan(plan, run, show, partial(save, out=out))

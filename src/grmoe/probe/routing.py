@@ -44,6 +44,10 @@ class RoutingFigures:
     """The smallest load over all experts and layers, as a share of the fair load."""
     collapsed: bool = False
     """In some layer an expert receives less than a tenth of its fair load."""
+    collapsed_paper: bool = False
+    """In some layer an expert receives less than 1 % of the tokens."""
+    leading_cv: float = math.nan
+    """Standard deviation over mean of the tokens that experts lead."""
 
     @property
     def experts_per_token(self) -> float:
@@ -63,6 +67,8 @@ def routing_figures(model: nn.Module) -> RoutingFigures:
             m.min_load * len(m.load) / m.experts_per_token if m.tokens else math.nan for m in layers
         ),
         collapsed=any(m.collapsed for m in layers),
+        collapsed_paper=any(m.collapsed_paper for m in layers),
+        leading_cv=fmean(m.leading_cv for m in layers),
     )
 
 

@@ -1,0 +1,214 @@
+"""One model for every budget: random budgets beside models that were trained for one number of experts per token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from grmoe.studies.judging import MIN_SEEDS, in_doubt, never, not_above, show_count
+from grmoe.studies.language_model import BASE
+from grmoe.studies.model_study import Group, ModelStudy, runs_of
+from grmoe.studies.models.recipes import BUDGETS, ONE, RECIPES, small
+from grmoe.studies.models.store import Run, Store
+from grmoe.studies.models.summary import (
+    VALIDATION,
+    difference,
+    mean_of,
+    model_table,
+    rows_by_seed,
+    show_mean,
+    texts_of,
+)
+from grmoe.studies.page import Claim, Page, Verdict
+from grmoe.tables import Table
+
+WHERE = "Section 6.4.2"
+SEEDS = 3
+FINE = small(2500, "small-fine")  # 32 narrow experts, eight per token
+MARGIN, FINE_MARGIN = 0.005, 0.010  # nats to the specialist
+MOST_CV = 0.10
+
+_GRMOE, _SOFTMAX = RECIPES["grmoe"], RECIPES["softmax-bias"]
+SPECIALISTS = (_GRMOE, RECIPES["grmoe-one"], _SOFTMAX, RECIPES["softmax-one"])
+
+
+def _few(count: int) -> tuple[str, str]:
+    return f"fine-{count}", f"model.num_experts_per_tok={count}"
+
+
+FINE_SPECIALISTS = {
+    8: _GRMOE,
+    **{k: _GRMOE.plus(_few(k)[0], f"GrMoE, top-{k}", _few(k)[1]) for k in (4, 2)},
+    1: _GRMOE.plus("fine-1", "GrMoE, top-1", ONE),
+}
+FINE_RECIPES = (
+    *FINE_SPECIALISTS.values(),
+    RECIPES["token-mass"],
+    _SOFTMAX,
+    RECIPES["softmax-token-mass"],
+    RECIPES["softmax-z"],
+)
+
+Models = Mapping[str, Sequence[Run]]
+
+
+def write(store: Store) -> Page:
+    models = runs_of(store, BASE, *SPECIALISTS, *BUDGETS)
+    fine = runs_of(store, FINE, *FINE_RECIPES)
+    texts = texts_of(run for runs in models.values() for run in runs) or [VALIDATION]
+    return Page(
+        claims=[*_one_for_all(models, fine), _load(models), _other_text(models, texts)],
+        tables=[
+            *(_pairs(models, text) for text in texts),
+            _recipes(models),
+            _loads(models),
+            _fine(fine),
+        ],
+        notes=[
+            "A model with random budgets computes, for each token, as many experts as a random share of the "
+            "probability needs. A specialist was trained with one number of experts. Differences are paired by seed.",
+            "Fine-grained: 32 experts of a quarter of the width, eight per token (preset `small-fine`).",
+        ],
+    )
+
+
+def _one_for_all(models: Models, fine: Models) -> list[Claim]:
+    found = []
+    for label, elastic, two, one in (
+        ("GrMoE", "token-mass", "grmoe", "grmoe-one"),
+        ("softmax", "softmax-token-mass", "softmax-bias", "softmax-one"),
+    ):
+        for setting, name in (("top-2", two), ("top-1", one)):
+            gap = difference(models[elastic], models[name], setting=setting, other_setting=setting)
+            found.append(
+                Claim(
+                    WHERE,
+                    f"One model replaces models trained for one budget: {label} at {setting}",
+                    show_mean(gap, 4, "+"),
+                    _elastic(not_above(gap, MARGIN)),
+                    f"Loss of the model with random budgets minus the specialist's; at most {MARGIN} is asked for. "
+                    + in_doubt(gap),
+                )
+            )
+    for count, recipe in FINE_SPECIALISTS.items():
+        setting = f"top-{count}"
+        gap = difference(fine["token-mass"], fine[recipe.name], setting=setting, other_setting=setting)
+        found.append(
+            Claim(
+                "not in the paper",
+                f"The same with 32 experts: {setting}",
+                show_mean(gap, 4, "+"),
+                _elastic(not_above(gap, FINE_MARGIN)),
+                f"At most {FINE_MARGIN} is asked for. {in_doubt(gap)}",
+            )
+        )
+    return found
+
+
+def _elastic(verdict: Verdict) -> Verdict:
+    """The paper trains at one setting; here the model sees random budgets in training."""
+    return Verdict.CHANGED if verdict is Verdict.HOLDS else verdict
+
+
+def _load(models: Models) -> Claim:
+    runs = models["token-mass"]
+    cv = {s: mean_of(runs, lambda row: row.load_cv, setting=s) for s in ("top-2", "top-1")}
+    rows = [row for s in cv for row in rows_by_seed(runs, setting=s).values()]
+    lost = sum(row.collapsed for row in rows), len(rows)
+    verdict = never(lost) if len(runs) >= MIN_SEEDS else Verdict.OPEN
+    if verdict is Verdict.HOLDS:
+        verdict = Verdict.HOLDS if all(m and m.value <= MOST_CV for m in cv.values()) else Verdict.FAILS
+    return Claim(
+        "not in the paper",
+        f"The load stays even at every budget: CV at most {MOST_CV:g}, no expert collapses",
+        "; ".join(f"{s}: CV {show_mean(m, 3)}" for s, m in cv.items()) + f"; collapsed {show_count(lost)}",
+        _elastic(verdict),
+        "On validation text, another mixture than the training text. `grmoe dial` can even it out per budget.",
+    )
+
+
+def _other_text(models: Models, texts: Sequence[str]) -> Claim:
+    runs = models["token-mass"]
+    costs = {t: difference(runs, runs, t, "top-1", "top-2") for t in texts}
+    known = [cost for cost in costs.values() if cost is not None]
+    verdict = Verdict.OPEN
+    if known and len(texts) > 1 and min(cost.seeds for cost in known) >= MIN_SEEDS:
+        verdict = Verdict.HOLDS if all(cost.value <= 0.01 for cost in known) else Verdict.FAILS
+    return Claim(
+        WHERE,
+        "Half the experts cost little: +1.1 % of perplexity at α = 2 (18.1 → 18.3)",
+        "; ".join(f"{text}: {show_mean(cost, 4, '+')}" for text, cost in costs.items() if cost is not None),
+        _elastic(verdict),
+        "Loss with one expert minus with two, the same model. At most 0.01 nats (1 %) is asked for on every text.",
+    )
+
+
+def _pairs(models: Models, text: str) -> Table:
+    names = ("grmoe", "token-mass", "grmoe-one", "softmax-bias", "softmax-token-mass", "softmax-one")
+    lines = [
+        (f"{RECIPES[name].label}: computed at {setting}", models[name], setting)
+        for setting in ("top-2", "top-1")
+        for name in names
+        if rows_by_seed(models[name], text, setting) or not models[name]
+    ]
+    return model_table(
+        f"Random budgets beside one budget, {text}; difference to GrMoE at top-2",
+        lines,
+        (models["grmoe"], "top-2"),
+        text,
+        "trained",
+    )
+
+
+def _recipes(models: Models) -> Table:
+    table = Table(
+        "Ways to draw the budget: loss minus that of full budgets at top-2, by seed",
+        ["recipe", "seeds", "top-2", "mass 0.5", "top-1", "load CV at top-1"],
+    )
+    full = models["grmoe"]
+    for recipe in (_GRMOE, *BUDGETS[:-1]):
+        runs = models[recipe.name]
+        gaps = (difference(runs, full, VALIDATION, s, "top-2") for s in ("top-2", "mass 0.5", "top-1"))
+        label = "full budgets only" if recipe is _GRMOE else recipe.label
+        table.add(
+            label,
+            str(len(runs)),
+            *(show_mean(gap, 4, "+") for gap in gaps),
+            show_mean(mean_of(runs, lambda row: row.load_cv, setting="top-1"), 3),
+        )
+    return table
+
+
+def _loads(models: Models) -> Table:
+    table = Table(
+        "Load of the model with random budgets", ["text", "computed at", "load CV", "least loaded expert"], 2
+    )
+    runs = models["token-mass"]
+    for text in texts_of(runs):
+        for setting in ("top-2", "mass 0.5", "top-1"):
+            rows = list(rows_by_seed(runs, text, setting).values())
+            if rows:
+                cv = mean_of(runs, lambda row: row.load_cv, text, setting)
+                table.add(text, setting, show_mean(cv, 3), f"{min(row.min_load for row in rows):.2f}")
+    return table
+
+
+def _fine(fine: Models) -> Table:
+    lines: list[tuple[str, Sequence[Run], str | None]] = [
+        (recipe.label, fine[recipe.name], None) for recipe in FINE_RECIPES
+    ]
+    lines += [
+        (f"{RECIPES['token-mass'].label}: computed at top-{k}", fine["token-mass"], f"top-{k}")
+        for k in (8, 4, 2, 1)
+    ]
+    return model_table(
+        "32 narrow experts, eight per token; difference to GrMoE at top-8", lines, (fine["grmoe"], None)
+    )
+
+
+STUDY = ModelStudy(
+    name="budgets",
+    title="One model, every budget",
+    where=WHERE,
+    groups=(Group(BASE, (*SPECIALISTS, *BUDGETS), SEEDS), Group(FINE, FINE_RECIPES, SEEDS)),
+    write=write,
+)

@@ -1,0 +1,89 @@
+"""A study that is made of trained models: which ones it needs, and the page that their numbers make."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from grmoe import checks
+from grmoe.studies.models.recipes import Base, Recipe
+from grmoe.studies.models.runner import Job, has_results, run_jobs
+from grmoe.studies.models.store import Run, Store, describe_data
+from grmoe.studies.page import Page
+from grmoe.studies.study import Place, State
+from grmoe.terminal import Progress
+
+
+@dataclass(frozen=True)
+class Group:
+    """Recipes on one base, each with the same seeds 0, 1, …"""
+
+    base: Base
+    recipes: tuple[Recipe, ...]
+    seeds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStudy:
+    """A `Study` with jobs that train models."""
+
+    name: str
+    title: str
+    where: str
+    groups: tuple[Group, ...]
+    write: Callable[[Store], Page]
+    """The page, from the store alone."""
+
+    def jobs(self, place: Place | None = None) -> list[Job]:
+        """All seeds of a recipe are spread, so that an interrupted study has the first seeds of every recipe."""
+        only, seeds, steps = ((), None, None) if place is None else (place.only, place.seeds, place.steps)
+        found = [
+            (seed, Job(group.base.with_steps(steps), recipe, seed))
+            for group in self.groups
+            for recipe in group.recipes
+            if not only or recipe.name in only
+            for seed in range(seeds or group.seeds)
+        ]
+        return [job for _, job in sorted(found, key=lambda pair: pair[0])]
+
+    @property
+    def recipes(self) -> list[str]:
+        return list(dict.fromkeys(recipe.name for group in self.groups for recipe in group.recipes))
+
+    def state(self, results: Path) -> State:
+        store, jobs = Store(results), self.jobs()
+        return State(sum(has_results(store, job) for job in jobs), len(jobs))
+
+    def run(self, place: Place, progress: Progress) -> None:
+        for name in place.only:
+            checks.one_of("only", name, tuple(self.recipes))
+        run_jobs(self.jobs(place), place, progress)
+
+    def page(self, results: Path) -> Page:
+        store = Store(results)
+        page = self.write(store)
+        return replace(page, notes=[*page.notes, *self._sources(store)])
+
+    def _sources(self, store: Store) -> list[str]:
+        """Where the models come from: text, revision and machine."""
+        found: Counter[str] = Counter()
+        texts: dict[str, None] = {}
+        for group in self.groups:
+            for recipe in group.recipes:
+                trained = store.read(group.base, recipe)
+                for run in [] if trained is None else trained.runs:
+                    origin = f", taken from `{run.source}`" if run.source else ""
+                    found[f"revision {run.revision}, {run.machine}{origin}"] += 1
+                if trained is not None:
+                    texts[describe_data(trained.data)] = None
+        if not found:
+            return []
+        models = "; ".join(f"{count} of {source}" for source, count in sorted(found.items()))
+        return [f"Text: {'; '.join(texts)}. Models: {models}. Raw numbers: `results/models`."]
+
+
+def runs_of(store: Store, base: Base, *recipes: Recipe) -> dict[str, list[Run]]:
+    """Models by the name of their recipe."""
+    return {recipe.name: store.runs(base, recipe) for recipe in recipes}

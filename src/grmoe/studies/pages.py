@@ -1,0 +1,113 @@
+"""Pages of docs/results/paper, made from results alone: the same results give the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from grmoe.files import write_file
+from grmoe.studies.page import Claim, Figure, Page, Verdict
+from grmoe.studies.study import Study
+from grmoe.tables import Table
+
+_GENERATED = "<!-- Made by `grmoe reproduce --pages` from results/. Change the study, not this page. -->"
+_INTRO = (
+    "What holds of the paper, as far as it was run here. Every claim has the paper's number, ours, a verdict and the "
+    "command that repeats it. Nothing is tuned to agree. Intervals are 95 %: Student's over seeds, Wilson's for counts."
+)
+_CLAIMS = ("paper", "it says", "here", "verdict", "why")
+_MEANING = {
+    Verdict.HOLDS: "The claim was measured here and is true",
+    Verdict.CHANGED: "It is true after a change that the reason names",
+    Verdict.FAILS: "It was measured here and is not true",
+    Verdict.UNTESTABLE: "It cannot be decided here, and the reason says why",
+    Verdict.OPEN: "No results decide it yet",
+}
+
+
+def page_text(study: Study, page: Page, results: Path) -> str:
+    """A study's page as Markdown."""
+    state = study.state(results)
+    head = (
+        f"The paper: {study.where}. Run it with `grmoe reproduce {study.name}`. "
+        f"Jobs with results: {state.done} of {state.total}."
+    )
+    parts = [_GENERATED, f"# {study.title}", head]
+    if page.claims:
+        parts += ["## What the paper claims", _claims(page.claims).markdown()]
+    for figure in page.figures:
+        parts.append(f"![{figure.caption}](../../images/paper/{figure.name}.png)\n\n{figure.caption}")
+    for table in page.tables:
+        parts += [f"## {table.title}", table.markdown()]
+    if page.notes:
+        parts += ["## Notes", *page.notes]
+    return "\n\n".join(parts) + "\n"
+
+
+def index_text(studies: Sequence[Study], pages: Sequence[Page], results: Path) -> str:
+    """The abstract: how much was run, how many claims hold, then every claim."""
+    status = Table("", ["study", "the paper", "jobs", *(v.value for v in Verdict)], left=2)
+    for study, page in zip(studies, pages, strict=True):
+        state, counts = study.state(results), verdict_counts(page)
+        status.add(
+            f"[{study.title}]({study.name}.md)", study.where, f"{state.done}/{state.total}",
+            *(str(counts[v]) for v in Verdict),
+        )  # fmt: skip
+    total = {v: sum(verdict_counts(page)[v] for page in pages) for v in Verdict}
+    parts = [_GENERATED, "# The paper, reproduced", _INTRO, f"{sum(total.values())} claims, by verdict:"]
+    parts += ["\n".join(f"- **{v.value}**: {total[v]}. {meaning}." for v, meaning in _MEANING.items())]
+    parts += ["## Studies", status.markdown()]
+    for study, page in zip(studies, pages, strict=True):
+        if page.claims:
+            parts += [f"## {study.title}", f"`grmoe reproduce {study.name}`", _claims(page.claims).markdown()]
+    return "\n\n".join(parts) + "\n"
+
+
+def verdict_counts(page: Page) -> dict[Verdict, int]:
+    return {v: sum(claim.verdict is v for claim in page.claims) for v in Verdict}
+
+
+def _claims(claims: Sequence[Claim]) -> Table:
+    table = Table("", _CLAIMS)
+    for claim in claims:
+        table.add(claim.where, claim.text, claim.ours or "–", f"**{claim.verdict.value}**", claim.reason)
+    return table
+
+
+def page_files(studies: Sequence[Study], results: Path) -> tuple[dict[str, str], dict[str, Figure]]:
+    """(Markdown by file name, figures by file name). Nothing is drawn yet."""
+    pages = [study.page(results) for study in studies]
+    texts = {"index.md": index_text(studies, pages, results)}
+    figures: dict[str, Figure] = {}
+    for study, page in zip(studies, pages, strict=True):
+        texts[f"{study.name}.md"] = page_text(study, page, results)
+        figures |= {f"{figure.name}.png": figure for figure in page.figures}
+    return texts, figures
+
+
+def write_pages(studies: Sequence[Study], results: Path, docs: Path) -> dict[str, Path]:
+    """Write docs/results/paper/*.md and docs/images/paper/*.png, and remove what is no longer made.
+
+    Returns where they are.
+    """
+    texts, figures = page_files(studies, results)
+    written = {"Pages": docs / "results" / "paper", "Figures": docs / "images" / "paper"}
+    for folder, made in ((written["Pages"], set(texts)), (written["Figures"], set(figures))):
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.iterdir():
+            if old.name not in made:
+                old.unlink()
+    for name, text in texts.items():
+        write_file(written["Pages"] / name, text.encode())
+    for name, figure in figures.items():
+        figure.draw(written["Figures"] / name)
+    return written
+
+
+def status_table(studies: Sequence[Study], results: Path) -> Table:
+    """Jobs done, and verdicts so far."""
+    table = Table("", ["study", "the paper", "jobs", *(v.value for v in Verdict)], left=2)
+    for study in studies:
+        state, counts = study.state(results), verdict_counts(study.page(results))
+        table.add(study.name, study.where, f"{state.done}/{state.total}", *(str(counts[v]) for v in Verdict))
+    return table

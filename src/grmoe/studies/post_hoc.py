@@ -1,0 +1,322 @@
+"""The dial after training: a model trained dense, as in the paper, at several α, beside softmax models trained again.
+
+Speed is measured after the trainings, with nothing else on the machine: results/post-hoc-speed.json.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from grmoe.files import read_json, write_file
+from grmoe.pictures import COLORS, picture
+from grmoe.studies.judging import MIN_SEEDS, all_of, below, in_doubt
+from grmoe.studies.language_model import BASE
+from grmoe.studies.model_study import Group, ModelStudy, runs_of
+from grmoe.studies.models.recipes import RECIPES, Recipe
+from grmoe.studies.models.runner import Job, run_folder
+from grmoe.studies.models.store import Run, Store
+from grmoe.studies.models.summary import Mean, difference, mean_of, show_mean
+from grmoe.studies.page import Claim, Figure, Page, Verdict
+from grmoe.studies.study import Place, State, provenance
+from grmoe.tables import Table
+from grmoe.terminal import Progress, note
+
+WHERE = "Table 3, Section 6.4.2"
+SEEDS = 3
+DENSE = RECIPES["grmoe"].plus("grmoe-dense", "GrMoE, trained dense", "model.selection=dense")
+RETRAINED = {"top-2": RECIPES["softmax-bias"], "top-1": RECIPES["softmax-one"]}
+ELASTIC = RECIPES["token-mass"]
+TIMED = (DENSE, ELASTIC, *RETRAINED.values())
+ROUNDS = 9
+# The paper's table at 350M: effective experts, perplexity, throughput.
+PAPER = {
+    0.5: ("5.2", "18.4", "0.82"),
+    1.0: ("3.1", "18.1", "1.00"),
+    2.0: ("1.8", "18.3", "1.24"),
+    5.0: ("1.1", "19.0", "1.41"),
+}
+PAPER_SOFTMAX = {"top-2": ("2.0", "18.7", "1.00"), "top-1": ("1.0", "19.8", "1.35")}
+
+
+def dense(alpha: float) -> str:
+    return f"dense, α {alpha:g}"
+
+
+def cut(alpha: float) -> str:
+    """Experts up to 90 % of the probability are computed. The paper names no rule."""
+    return f"mass 0.9, α {alpha:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Prefill of one model at one setting."""
+
+    recipe: str
+    setting: str
+    tokens_per_second: float
+    how: str
+    """What was timed: the eager model, or the compiled one in a CUDA graph."""
+
+
+def speed_file(results: Path) -> Path:
+    return results / "post-hoc-speed.json"
+
+
+def read_speeds(results: Path) -> dict[tuple[str, str], Speed]:
+    """By recipe and setting; empty if nothing was timed."""
+    path = speed_file(results)
+    rows = read_json(path)["rows"] if path.is_file() else []
+    return {(row["recipe"], row["setting"]): Speed(**row) for row in rows}
+
+
+class PostHoc(ModelStudy):
+    """Trains the models, then times the first seed of each."""
+
+    def state(self, results: Path) -> State:
+        before = super().state(results)
+        return State(before.done + speed_file(results).is_file(), before.total + 1)
+
+    def run(self, place: Place, progress: Progress) -> None:
+        super().run(place, progress)
+        in_part = place.only or place.steps is not None
+        if in_part or speed_file(place.results).is_file() or place.time_left < 0:
+            return
+        folders = {recipe.name: run_folder(place.work, Job(BASE, recipe, 0)) for recipe in TIMED}
+        missing = [name for name, folder in folders.items() if not (folder / "config.yaml").is_file()]
+        if missing:
+            note(
+                f"speed is not timed: the models of {', '.join(missing)} are not in {place.work} (see --keep)"
+            )
+            return
+        rows = []
+        for number, (name, folder) in enumerate(folders.items()):
+            progress(f"timing {name}", number, len(folders))
+            rows += time_run(name, folder, place.device)
+        about = {**provenance(place), "rows": [asdict(row) for row in rows]}
+        write_file(speed_file(place.results), (json.dumps(about, indent=1) + "\n").encode())
+
+
+def time_run(recipe: str, folder: Path, device: str) -> list[Speed]:
+    """Prefill speed of a trained run at every setting it was measured at."""
+    from grmoe.dial.meter import Meter
+    from grmoe.dial.speed import TOKENS, time_points
+    from grmoe.probe.windows import read_texts
+    from grmoe.runs.open import open_model
+    from grmoe.studies.models.worker import settings_of
+
+    loaded = open_model(folder, "last", device=device, dtype="served")
+    (text,) = read_texts((None,), loaded, None, TOKENS.get(loaded.model.device.type, 1024))
+    meter = Meter(loaded.model, text)
+    _, settings = settings_of(loaded.model.config)
+    points = {name: meter.measure(s, "uniform") for name, s in settings.items() if s is not None}
+    found = time_points(loaded.model, text, points.values(), meter.trained, ROUNDS)
+    return [
+        Speed(
+            recipe=recipe,
+            setting=name,
+            tokens_per_second=round(found[p].tokens_per_second, 1),
+            how=found[p].how,
+        )
+        for name, p in points.items()
+    ]
+
+
+Models = Mapping[str, Sequence[Run]]
+Speeds = Mapping[tuple[str, str], Speed]
+
+
+def write(store: Store) -> Page:
+    models, speeds = runs_of(store, BASE, *TIMED), read_speeds(store.folder.parent)
+    return Page(
+        claims=_claims(models, speeds),
+        tables=[_table(models, speeds), _frontier(models, speeds)],
+        figures=[
+            Figure("post-hoc", "Perplexity against measured speed", lambda path: _draw(models, speeds, path))
+        ]
+        if speeds
+        else [],
+        notes=[
+            "Trained dense: every expert computes every token, at α = 1, as the paper trains. For speed, a rule must "
+            "say which experts to leave out; the paper names none. Here it is the fewest experts that hold 90 % of the "
+            "probability.",
+            "Effective experts are 1/Σg², which is what the paper's column follows. Throughput is that of a prefill, "
+            "relative to α = 1 of the same model with that rule.",
+        ],
+    )
+
+
+def _relative(speeds: Speeds, recipe: Recipe, setting: str) -> float | None:
+    mine, base = speeds.get((recipe.name, setting)), speeds.get((DENSE.name, cut(1.0)))
+    return None if mine is None or base is None else mine.tokens_per_second / base.tokens_per_second
+
+
+def _times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}×"
+
+
+def _perplexity(runs: Sequence[Run], setting: str) -> Mean | None:
+    return mean_of(runs, lambda row: math.exp(row.loss), setting=setting)
+
+
+def _table(models: Models, speeds: Speeds) -> Table:
+    table = Table(
+        "Post-hoc sparsity beside the paper",
+        [
+            "", "paper: effective experts", "perplexity", "throughput", "here: effective experts", "perplexity, dense",
+            "experts computed", "perplexity", "throughput",
+        ],
+    )  # fmt: skip
+    runs = models[DENSE.name]
+    for alpha, paper in PAPER.items():
+        table.add(
+            f"α = {alpha:g}",
+            *paper,
+            show_mean(mean_of(runs, lambda row: row.effective_experts or math.nan, setting=dense(alpha)), 2),
+            show_mean(_perplexity(runs, dense(alpha)), 2),
+            show_mean(mean_of(runs, lambda row: row.experts_per_token, setting=cut(alpha)), 2),
+            show_mean(_perplexity(runs, cut(alpha)), 2),
+            _times(_relative(speeds, DENSE, cut(alpha))),
+        )
+    for setting, paper in PAPER_SOFTMAX.items():
+        recipe = RETRAINED[setting]
+        table.add(
+            f"softmax trained at {setting}", *paper, "–", "–", setting.removeprefix("top-"),
+            show_mean(_perplexity(models[recipe.name], setting), 2), _times(_relative(speeds, recipe, setting)),
+        )  # fmt: skip
+    return table
+
+
+def _frontier(models: Models, speeds: Speeds) -> Table:
+    table = Table(
+        "One GrMoE model with random budgets beside softmax models of one budget",
+        [
+            "model",
+            "computed at",
+            "experts per token",
+            "loss",
+            "loss minus softmax's of this budget",
+            "throughput",
+        ],
+        left=2,
+    )
+    for recipe, settings in (
+        (ELASTIC, ("top-2", "mass 0.7", "mass 0.5", "mass 0.3", "top-1")),
+        (RETRAINED["top-2"], ("top-2", "top-1")),
+        (RETRAINED["top-1"], ("top-1",)),
+    ):
+        runs = models[recipe.name]
+        for setting in settings:
+            other = RETRAINED.get(setting)
+            gap = (
+                difference(runs, models[other.name], setting=setting, other_setting=setting)
+                if other
+                else None
+            )
+            same = other is not None and other.name == recipe.name
+            table.add(
+                recipe.label,
+                setting,
+                show_mean(mean_of(runs, lambda row: row.experts_per_token, setting=setting), 2),
+                show_mean(mean_of(runs, lambda row: row.loss, setting=setting), 4),
+                "–" if same else show_mean(gap, 4, "+"),
+                _times(_relative(speeds, recipe, setting)),
+            )
+    return table
+
+
+def _claims(models: Models, speeds: Speeds) -> list[Claim]:
+    runs, one, two = models[DENSE.name], models["softmax-one"], models["softmax-bias"]
+    cost = difference(runs, runs, setting=cut(2.0), other_setting=dense(1.0))
+    against_one = difference(runs, one, setting=cut(5.0), other_setting="top-1")
+    against_two = difference(runs, two, setting=cut(1.0), other_setting="top-2")
+    elastic = {
+        k: difference(models[ELASTIC.name], models[recipe.name], setting=k, other_setting=k)
+        for k, recipe in RETRAINED.items()
+    }
+    effective = [
+        mean_of(runs, lambda row: row.effective_experts or math.nan, setting=dense(alpha)) for alpha in PAPER
+    ]
+    falling = [m.value for m in effective if m is not None]
+    cheap = Verdict.OPEN
+    if cost is not None and cost.seeds >= MIN_SEEDS:
+        cheap = Verdict.HOLDS if cost.value <= 0.011 else Verdict.FAILS
+    faster = _relative(speeds, DENSE, cut(2.0))
+    return [
+        Claim(
+            WHERE,
+            "A larger α computes fewer experts: 5.2, 3.1, 1.8, 1.1 effective ones at α = 0.5, 1, 2, 5",
+            ", ".join(f"{value:.2f}" for value in falling),
+            Verdict.OPEN
+            if len(falling) < len(PAPER)
+            else Verdict.HOLDS
+            if falling == sorted(falling, reverse=True)
+            else Verdict.FAILS,
+            "Entropy falls with α for any logits, those of a softmax gate too: α is an inverse temperature.",
+        ),
+        Claim(
+            WHERE,
+            "α = 2 costs 0.2 of 18.1 in perplexity (1.1 %)",
+            show_mean(cost, 4, "+"),
+            cheap,
+            "Loss at α = 2 with 90 % of the probability minus loss as trained. At most .011 nats are asked for.",
+        ),
+        Claim(
+            WHERE,
+            "α = 2 has 1.24 times the throughput of α = 1",
+            _times(faster) if faster else "",
+            Verdict.OPEN if faster is None else Verdict.HOLDS if faster >= 1.24 else Verdict.FAILS,
+            "Prefill of the whole model, measured with nothing else on the machine.",
+        ),
+        Claim(
+            WHERE,
+            "At α = 5 it beats a softmax model trained again at top-1 (19.0 against 19.8)",
+            show_mean(against_one, 4, "+"),
+            below(against_one),
+            f"Loss minus that of the softmax model, by seed. {in_doubt(against_one)}",
+        ),
+        Claim(
+            "Figure 4",
+            "One GrMoE model dominates separately trained softmax models at every operating point",
+            f"trained dense, against top-2: {show_mean(against_two, 4, '+')}; with random budgets: "
+            + ", ".join(f"{k} {show_mean(gap, 4, '+')}" for k, gap in elastic.items()),
+            all_of(below(gap) for gap in elastic.values()),
+            "Loss minus that of the softmax model of the same number of experts, at the same speed, by seed.",
+        ),
+        Claim(
+            WHERE,
+            "The same at 1.3B: 14.1 at 1.21 times the throughput, softmax top-1 15.1",
+            "",
+            Verdict.UNTESTABLE,
+            "A trained 1.3B model is out of reach here.",
+        ),
+    ]
+
+
+def _draw(models: Models, speeds: Speeds, path: Path) -> None:
+    with picture(path, 6.5, 4.4) as figure:
+        ax = figure.subplots()
+        for color, recipe in zip(COLORS, TIMED, strict=False):
+            points = []
+            for (name, setting), speed in speeds.items():
+                found = _perplexity(models[recipe.name], setting) if name == recipe.name else None
+                if found is not None:
+                    points.append((speed.tokens_per_second / 1e6, found.value, found.half or 0.0))
+            points.sort()
+            if points:
+                x, y, error = zip(*points, strict=True)
+                ax.errorbar(x, y, error, color=color, marker="o", ms=4, lw=1, capsize=3, label=recipe.label)
+        ax.set(xlabel="prefill, million tokens per second", ylabel="perplexity")
+        ax.legend(frameon=False)
+
+
+STUDY = PostHoc(
+    name="post-hoc",
+    title="The dial after training",
+    where=f"{WHERE}, Figure 4",
+    groups=(Group(BASE, TIMED, SEEDS),),
+    write=write,
+)

@@ -1,0 +1,24 @@
+"""All studies, in the order of the paper. Each is a module of this package with a `STUDY`."""
+
+from __future__ import annotations
+
+import importlib
+
+from grmoe import checks
+from grmoe.studies.study import Study
+
+# Names as in `grmoe reproduce NAME`; the module has `_` for `-`.
+NAMES = (
+    "learning-rates", "language-model", "scaling", "dynamics", "post-hoc", "budgets", "ablations", "normalizer",
+)  # fmt: skip
+
+
+def find_study(name: str) -> Study:
+    checks.one_of("study", name, NAMES)
+    study: Study = importlib.import_module(f"grmoe.studies.{name.replace('-', '_')}").STUDY
+    return study
+
+
+def find_studies(names: list[str]) -> list[Study]:
+    """The named studies; "all" or no name: every one."""
+    return [find_study(name) for name in (NAMES if not names or "all" in names else dict.fromkeys(names))]

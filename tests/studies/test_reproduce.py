@@ -1,0 +1,226 @@
+"""Studies of the paper: pages that results alone decide, verdicts by rule, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_models_store import a_run
+from typer.testing import CliRunner
+
+from grmoe.cli import app
+from grmoe.config import load
+from grmoe.runs.config import TrainConfig
+from grmoe.studies import dynamics, language_model, post_hoc
+from grmoe.studies.judging import all_of, below, never, not_above
+from grmoe.studies.learning_rates import best_rates
+from grmoe.studies.model_study import ModelStudy
+from grmoe.studies.models import Job, Point, Run, Store, Trained, worker
+from grmoe.studies.models.recipes import DEFAULT_RATE, RATES
+from grmoe.studies.models.summary import Mean, difference, mean, model_table
+from grmoe.studies.page import Verdict
+from grmoe.studies.pages import page_files, page_text, write_pages
+from grmoe.studies.registry import NAMES, find_studies, find_study
+from grmoe.studies.study import Place, State
+
+ROOT = Path(__file__).parents[2]
+RESULTS, PAGES = ROOT / "results", ROOT / "docs" / "results" / "paper"
+STUDIES = [study for study in find_studies([]) if isinstance(study, ModelStudy)]
+
+
+def test_pages_are_made_from_results_byte_for_byte() -> None:
+    """So every number in them comes from results."""
+    texts, figures = page_files(find_studies([]), RESULTS)
+    kept = {path.name: path.read_text() for path in PAGES.iterdir()}
+    assert texts == kept, "make them again with: grmoe reproduce --pages"
+    images = ROOT / "docs" / "images" / "paper"
+    assert set(figures) == ({path.name for path in images.iterdir()} if images.is_dir() else set())
+
+
+def test_pages_and_figures_that_are_no_longer_made_are_removed(tmp_path: Path) -> None:
+    study = find_study("normalizer")
+    written = write_pages([study], tmp_path / "none", tmp_path)
+    (written["Pages"] / "old.md").touch()
+    (written["Figures"] / "old.png").touch()
+    write_pages([study], tmp_path / "none", tmp_path)
+    assert sorted(p.name for p in written["Pages"].iterdir()) == ["index.md", "normalizer.md"]
+    assert list(written["Figures"].iterdir()) == []
+
+
+def test_every_figure_draws(tmp_path: Path) -> None:
+    """With results for every model of a study."""
+    losses = {job.recipe.name: [3.0, 3.1, 3.2] for job in language_model.STUDY.jobs() if job.seed == 0}
+    curve = [Point(step=i, loss=3.0, entropy=1.0, load_cv=0.1, min_load=0.1) for i in range(12)]
+    put(tmp_path, losses, curve=curve)
+    (figure,) = dynamics.STUDY.page(tmp_path).figures
+    figure.draw(tmp_path / "dynamics.png")
+    assert (tmp_path / "dynamics.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_study_without_results_decides_nothing(name: str, tmp_path: Path) -> None:
+    study = find_study(name)
+    assert study.name == name
+    assert study.state(tmp_path).done == 0
+    page = study.page(tmp_path)
+    assert {claim.verdict for claim in page.claims} <= {Verdict.OPEN, Verdict.UNTESTABLE}
+    assert page.figures == []
+    assert page_text(study, page, tmp_path).startswith("<!-- Made by")
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+def test_every_recipe_of_a_study_can_be_trained(study: ModelStudy) -> None:
+    """Each setting names a key that exists, and no model is trained twice under two names."""
+    seen: dict[tuple[str, str], str] = {}
+    for job in study.jobs():
+        if job.seed == 0:
+            config = load(TrainConfig, None, [*job.base.settings, *job.recipe.settings])
+            same = job.base.name, json.dumps(worker.identity(config), sort_keys=True)
+            assert seen.setdefault(same, job.recipe.name) == job.recipe.name
+
+
+def test_the_same_recipe_has_the_same_settings_in_all_studies() -> None:
+    found: dict[tuple[str, str], tuple[str, ...]] = {}
+    for study in STUDIES:
+        for job in study.jobs():
+            key = job.base.name, job.recipe.name
+            assert found.setdefault(key, job.recipe.settings) == job.recipe.settings
+
+
+def test_parts_of_a_study(tmp_path: Path) -> None:
+    place = Place(results=tmp_path, work=tmp_path, only=("grmoe", "hash"), seeds=2, steps=7)
+    jobs = language_model.STUDY.jobs(place)
+    assert [job.name for job in jobs] == ["grmoe-0", "hash-0", "grmoe-1", "hash-1"]
+    assert {job.base.name for job in jobs} == {"small-2500-for-7"}
+    assert "steps=7" in jobs[0].base.settings
+    with pytest.raises(ValueError, match=r"only must be one of .*got 'magic'"):
+        language_model.STUDY.run(replace(place, only=("magic",)), lambda *_: None)
+
+
+def put(results: Path, losses: dict[str, list[float]], **changes: Any) -> None:
+    """Models of the main comparison with these losses, one per seed."""
+    for name, each in losses.items():
+        runs = [a_run(seed, loss, **changes) for seed, loss in enumerate(each)]
+        about = Trained(
+            recipe=name, label=name, settings=(), config={}, data={"tokens": 1, "vocabulary": 8}, runs=runs
+        )
+        Store(results).add(language_model.BASE, about)
+
+
+def verdict(results: Path, start: str) -> Verdict:
+    page = language_model.STUDY.page(results)
+    return next(claim.verdict for claim in page.claims if claim.text.startswith(start))
+
+
+def test_verdicts_follow_the_numbers(tmp_path: Path) -> None:
+    put(tmp_path, {"grmoe": [3.0, 3.1, 3.2], "vmf": [3.1, 3.2, 3.31]})
+    assert verdict(tmp_path, "GrMoE beats vMF") is Verdict.HOLDS
+    assert verdict(tmp_path, "The amortiser") is Verdict.OPEN
+    put(tmp_path, {"vmf": [3.1, 3.0, 3.2], "grmoe-amortised": [2.9, 3.1]})
+    assert verdict(tmp_path, "GrMoE beats vMF") is Verdict.FAILS
+    assert verdict(tmp_path, "The amortiser") is Verdict.OPEN  # two seeds decide nothing
+    assert language_model.STUDY.state(tmp_path) == State(8, 70)
+
+
+def test_rules() -> None:
+    clear, doubtful = Mean(-0.1, 0.05, 3), Mean(-0.1, 0.2, 3)
+    assert below(clear) is Verdict.HOLDS
+    assert below(doubtful) is Verdict.FAILS
+    assert below(replace(clear, seeds=2)) is Verdict.OPEN
+    assert not_above(Mean(0.1, 0.2, 3)) is Verdict.HOLDS
+    assert not_above(Mean(0.1, 0.05, 3)) is Verdict.FAILS
+    assert not_above(Mean(0.1, 0.05, 3), margin=0.06) is Verdict.HOLDS
+    assert never((0, 3)) is Verdict.HOLDS
+    assert never((1, 1)) is Verdict.FAILS
+    assert never((0, 2)) is Verdict.OPEN
+    assert all_of([Verdict.HOLDS, Verdict.OPEN]) is Verdict.OPEN
+    assert all_of([Verdict.OPEN, Verdict.FAILS]) is Verdict.FAILS
+    assert all_of([]) is Verdict.OPEN
+
+
+def test_differences_pair_seeds_and_one_seed_has_no_interval() -> None:
+    a, b = [a_run(0, 3.5), a_run(1, 4.5), a_run(9, 0.0)], [a_run(1, 4.0), a_run(0, 3.0)]
+    found = difference(a, b)
+    assert found is not None
+    assert (found.value, found.half, found.seeds) == (pytest.approx(0.5), pytest.approx(0.0), 2)
+    assert mean([2.0]) == Mean(2.0, None, 1)
+    assert mean([]) is None
+    (cells,) = model_table("", [("A", [a_run(0, 3.0)], None)]).rows
+    assert cells[3:5] == ("3.0000", f"{math.exp(3):.2f}")
+    assert cells[8] == "0/1 (0–79 %)"
+
+
+def test_dips_and_spread() -> None:
+    def curve(*losses: float) -> list[Point]:
+        return [
+            Point(step=i, loss=loss, entropy=1.0, load_cv=0.1, min_load=0.1) for i, loss in enumerate(losses)
+        ]
+
+    smooth, dipping = a_run(0, curve=curve(3.0, 2.9, 2.91)), a_run(1, curve=curve(3.0, 2.8, 2.9))
+    assert (dynamics.dips(smooth), dynamics.dips(dipping)) == (0, 1)
+    third = a_run(2, curve=curve(3.0, 2.7))
+    assert dynamics.shared_steps([smooth, dipping, third]) == [0, 1]
+    assert dynamics.spread([smooth, dipping, third], 1) == pytest.approx(0.1)
+    assert dynamics.spread([smooth, dipping], 1) is None
+
+
+def test_speed_is_timed_when_the_models_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Place(results=tmp_path / "results", work=tmp_path / "work", device="cpu")
+    place.results.mkdir()
+    monkeypatch.setattr(ModelStudy, "run", lambda *_: None)
+    post_hoc.STUDY.run(place, lambda *_: None)
+    assert "speed is not timed: the models of grmoe-dense" in capsys.readouterr().err
+    for recipe in post_hoc.TIMED:
+        folder = post_hoc.run_folder(place.work, Job(language_model.BASE, recipe, 0))
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").touch()
+
+    def timed(recipe: str, folder: Path, device: str) -> list[post_hoc.Speed]:
+        setting = post_hoc.cut(1.0) if recipe == "grmoe-dense" else "top-1"
+        return [post_hoc.Speed(recipe=recipe, setting=setting, tokens_per_second=100.0, how="eager")]
+
+    monkeypatch.setattr(post_hoc, "time_run", timed)
+    post_hoc.STUDY.run(place, lambda *_: None)
+    speeds = post_hoc.read_speeds(place.results)
+    assert set(speeds) == {
+        (r.name, "mass 0.9, α 1" if r is post_hoc.DENSE else "top-1") for r in post_hoc.TIMED
+    }
+    assert post_hoc.STUDY.state(place.results).done == 1
+
+
+def test_learning_rates_are_those_that_were_best() -> None:
+    """The table of recipes agrees with results, where there are any."""
+    for name, best in best_rates(Store(RESULTS)).items():
+        assert RATES.get(name, DEFAULT_RATE) == best, f"{name} is best at {best:g}"
+
+
+def test_results_that_were_taken_up_are_those_of_the_old_file() -> None:
+    old = json.loads((RESULTS / "elastic-small.json").read_text())
+    losses = {(r["loss"], r["experts_per_token"]) for run in old["runs"] for r in run["rows"]}
+    taken: list[Run] = [
+        run for job in language_model.STUDY.jobs() if job.seed == 0
+        for run in Store(RESULTS).runs(job.base, job.recipe) if run.source
+    ]  # fmt: skip
+    assert all((row.loss, row.experts_per_token) in losses for run in taken for row in run.rows)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    run = CliRunner()
+    shown = run.invoke(app, ["reproduce", "all", "--status", "--results", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    assert "language-model" in shown.output
+    assert "0/70" in shown.output
+    nothing = run.invoke(app, ["reproduce", "--results", str(tmp_path)])
+    assert nothing.exit_code == 2
+    assert "name a study, or all" in nothing.output
+    unknown = run.invoke(app, ["reproduce", "magic"])
+    assert "study must be one of 'learning-rates'" in unknown.output
+    no_data = run.invoke(app, ["reproduce", "hash", "language-model", "--results", str(tmp_path)])
+    assert no_data.exit_code == 2
+    assert run.invoke(app, ["reproduce", "dynamics", "--results", str(tmp_path)]).exit_code == 2
