@@ -9,7 +9,8 @@ from grmoe.studies.study import Study
 
 # Names as in `grmoe reproduce NAME`; the module has `_` for `-`.
 NAMES = (
-    "learning-rates", "language-model", "scaling", "dynamics", "post-hoc", "budgets", "ablations", "normalizer",
+    "learning-rates", "language-model", "scaling", "dynamics", "post-hoc", "budgets", "ablations", "future",
+    "normalizer",
 )  # fmt: skip
 
 
