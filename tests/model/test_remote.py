@@ -82,11 +82,11 @@ def write_copies(saved: Path, where: Path) -> GrmoeForCausalLM:
 
 
 def test_exported_folders_work_without_grmoe(
-    saved: tuple[Path, GrmoeForCausalLM], ids: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
+    unusual: tuple[Path, GrmoeForCausalLM], ids: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Cards, copies side by side, the Trainer, saving and loading: see the script. One process takes seconds."""
     folder = tmp_path_factory.mktemp("clean")
-    model = realigned(write_copies(saved[0], folder))
+    model = realigned(write_copies(unusual[0], folder))
     assert {p.name for p in (folder / "first").iterdir()} >= {
         "config.json", "configuration_grmoe.py", "attention_grmoe.py", "modeling_grmoe.py", "grmoe_routing.py",
         "README.md",
