@@ -31,6 +31,7 @@ ONE_HOME = {
             "report/content.py",
             "serve/server.py",
             "studies/models/worker.py",
+            "studies/learned_kappa.py",
             "studies/post_hoc.py",
             "runs/start.py",
         ),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from grmoe.analyze.bounds import BoundsTally
 from grmoe.analyze.layers import describe_layer
 from grmoe.analyze.tally import LayerTally
 from grmoe.routing import Routing, build_router
@@ -49,8 +50,9 @@ def case() -> tuple[Any, list[dict[str, Any]]]:
         tally.add(routing, types_T[i * T :][:T], domains_T[i * T :][:T]) for i, routing in enumerate(passes)
     ]
     _, places_T = np.unique(ids_T.numpy(), return_inverse=True)
+    router = build_router("softmax", 8, N)
     layer = describe_layer(
-        7, build_router("softmax", 8, N), tally, torch.cat(leading).numpy(), types_T.numpy(), domains_T.numpy(),
+        7, router, tally, BoundsTally(router), torch.cat(leading).numpy(), types_T.numpy(), domains_T.numpy(),
         places_T, np.random.default_rng(0),
     )  # fmt: skip
     tokens = []

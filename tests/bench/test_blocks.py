@@ -6,6 +6,8 @@ The other libraries are not installed here. Their stand-ins follow the documente
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grmoe.bench.blocks import Setting, skewed, softmax_gate
+from grmoe.bench.blocks import Block, Setting, skewed, softmax_gate
 from grmoe.bench.dial import fit_line, given_selection, near_tokens
+from grmoe.bench.hopper_peers import deinterleave, interleave, sonicmoe, triton_kernels
 from grmoe.bench.shapes import LayerShape
 from grmoe.routing import Mass
 
@@ -71,6 +74,65 @@ class FakeGLUMLP(nn.Module):
         return loop(x, self.experts.weight, self.output_experts.weight, expert, weight, gate_first=False)
 
 
+def fake_sonic(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x, gate, up, _, down, _, top_k, stream, activation, inference, softmax_over_chosen = given
+    assert (activation, stream, softmax_over_chosen) == ("swiglu", 0, True)
+    assert inference is not torch.is_grad_enabled()
+    weight, expert = softmax_gate(x, gate, top_k)
+    up, down = up.permute(2, 0, 1), down.permute(2, 0, 1)
+    split = torch.cat([up[:, 0::2], up[:, 1::2]], 1)  # its rows alternate
+    return loop(x, split, down, expert, weight, gate_first=True), x @ gate.T, torch.zeros(len(gate))
+
+
+def fake_topk(logits: Tensor, k: int, apply_softmax: bool) -> SimpleNamespace:
+    """What `triton_kernels.topk` returns: entries are numbered row by row, and sorted by expert."""
+    assert apply_softmax
+    chosen, expert = logits.topk(k)
+    flat = expert.flatten()
+    to_token = flat.argsort(stable=True)
+    metadata = SimpleNamespace(
+        col_sum=flat.bincount(minlength=logits.shape[1]),
+        col_sorted_indx=to_token,
+        row_sorted_indx=to_token.argsort(),
+    )
+    return SimpleNamespace(vals=chosen.softmax(-1), indx=expert, mask_metadata=metadata)
+
+
+def fake_matmul_ogs(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    routing: Any,
+    gather_indx: Any = None,
+    scatter_indx: Any = None,
+    gammas: Tensor | None = None,
+    fused_activation: Any = None,
+) -> Tensor:
+    rows = x if gather_indx is None else x[gather_indx[0] // routing.K]
+    parts = rows.split(routing.expert_rows.tolist())
+    y = torch.cat([part @ w[e] + (0 if bias is None else bias[e]) for e, part in enumerate(parts)])
+    if fused_activation is not None:
+        specs, (alpha, limit) = fused_activation
+        assert (specs["name"], specs["reduction_n"], alpha, limit) == ("swiglu", 2, 1.0, float("inf"))
+        gate, up = y[:, 0::2], y[:, 1::2]
+        y = F.silu(gate) * (up + 1)  # gpt-oss's
+    if gammas is not None:
+        y = y * gammas.unsqueeze(-1)
+    if scatter_indx is None:
+        return y
+    _, to_token = scatter_indx
+    return torch.zeros(len(y) // routing.K, y.shape[1]).index_add(0, to_token // routing.K, y)
+
+
+@dataclass
+class FakeRouting:
+    weights: Tensor
+    expert_rows: Tensor
+    N: int
+    K: int
+    rows: Any
+
+
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> None:
     contents: dict[str, dict[str, Any]] = {
@@ -80,6 +142,21 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> None:
         },
         "liger_kernel.ops.fused_moe": {"LigerFusedMoEFunction": FakeLiger},
         "scattermoe.mlp": {"GLUMLP": FakeGLUMLP},
+        "sonicmoe.functional": {"moe_TC_softmax_topk_layer": fake_sonic},
+        "sonicmoe.enums": {"ActivationType": SimpleNamespace(SWIGLU="swiglu")},
+        "triton_kernels.topk": {"topk": fake_topk},
+        "triton_kernels.tensor": {
+            "make_ragged_tensor_metadata": lambda sizes, total: SimpleNamespace(slice_sizes=sizes)
+        },
+        "triton_kernels.swiglu": {"swiglu_fn": None},
+        "triton_kernels.matmul_ogs": {
+            "matmul_ogs": fake_matmul_ogs,
+            "RoutingData": FakeRouting,
+            "GatherIndx": lambda *indices: indices,
+            "ScatterIndx": lambda *indices: indices,
+            "FnSpecs": lambda name, fn, names, reduction_n: {"name": name, "reduction_n": reduction_n},
+            "FusedActivation": lambda *given: given,
+        },
     }
     for name, names in contents.items():
         module = ModuleType(name)
@@ -93,9 +170,11 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("peers")
-@pytest.mark.parametrize("peer", ["hugging_face", "liger", "scattermoe"])
-def test_peers_compute_what_our_layer_with_a_softmax_gate_computes(setting: Setting, peer: str) -> None:
-    block = getattr(setting, peer)()
+@pytest.mark.parametrize("peer", [Setting.hugging_face, Setting.liger, Setting.scattermoe, sonicmoe])
+def test_peers_compute_what_our_layer_with_a_softmax_gate_computes(
+    setting: Setting, peer: Callable[[Setting], Block]
+) -> None:
+    block = peer(setting)
     ours = setting.ours(router=setting.softmax)
     # fp32 sums of 24 to 32 terms in another order.
     torch.testing.assert_close(block.forward(setting.x_TD), ours.forward(setting.x_TD), rtol=1e-4, atol=1e-5)
@@ -103,13 +182,44 @@ def test_peers_compute_what_our_layer_with_a_softmax_gate_computes(setting: Sett
     assert len(theirs) == len(own) == 4  # x, gate and two expert weights
     torch.testing.assert_close(theirs[0], own[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(theirs[1], own[1], rtol=1e-4, atol=1e-5)
+    errors = block.errors()
+    assert set(errors) == {"y", "x", "weight", "gate_up_proj", "down_proj"}
+    assert max(errors.values()) < 1e-5
+
+
+@pytest.mark.usefixtures("peers")
+def test_triton_kernels_compute_the_same_forward(setting: Setting) -> None:
+    block, ours = triton_kernels(setting), setting.ours(router=setting.softmax)
+    torch.testing.assert_close(block.forward(setting.x_TD), ours.forward(setting.x_TD), rtol=1e-4, atol=1e-5)
+    assert block.errors().keys() == {"y"}
     assert block.errors()["y"] < 1e-6
+
+
+def test_interleaving_and_back() -> None:
+    rows = torch.arange(12).view(1, 6, 2)
+    assert interleave(rows)[0, :, 0].tolist() == [0, 6, 2, 8, 4, 10]
+    torch.testing.assert_close(deinterleave(interleave(rows)), rows)
+
+
+def test_tokens_with_a_tie_are_not_compared() -> None:
+    setting = Setting(LayerShape(96, 32, 4, 24, 2), 8, CPU, torch.bfloat16)
+    x, chosen = setting.skewed_tokens()
+    logits = F.linear(x, setting.gate_ND).detach()
+    assert 48 < len(x) <= 96
+    assert (logits.gather(1, chosen).amin(1) > logits.scatter(1, chosen, -9e9).amax(1)).all()
+    setting.gate_ND.data[2] = setting.gate_ND.data[1]  # experts 1 and 2 tie always
+    _, chosen = setting.skewed_tokens()
+    assert len(chosen) < 48
+    assert ((chosen == 1).any(1) == (chosen == 2).any(1)).all()
+    setting.gate_ND.data[:] = 0.0
+    assert len(setting.skewed_tokens()[0]) == 96  # ties everywhere: better to compare them than nothing
 
 
 @pytest.mark.usefixtures("peers")
 def test_the_check_of_a_peer_can_fail(setting: Setting) -> None:
-    call = setting.liger().call
-    assert setting.peer_errors(lambda x: 1.01 * call(x))["y"] == pytest.approx(0.01, rel=1e-3)
+    block = setting.liger()
+    errors = setting.peer_errors(lambda x: 1.01 * block.call(x), block.parameters)
+    assert errors == pytest.approx(dict.fromkeys(errors, 0.01), rel=1e-3)
 
 
 @pytest.mark.parametrize("backend", ["reference", "grouped", "auto"])

@@ -22,7 +22,14 @@ Json = dict[str, Any]
 def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without them, whatever this one has."""
     # A submodule that is loaded already would be found without its package.
-    for name in ("transformers", "transformers.models.olmoe.modeling_olmoe", "liger_kernel", "scattermoe"):
+    for name in (
+        "transformers",
+        "transformers.models.olmoe.modeling_olmoe",
+        "liger_kernel",
+        "scattermoe",
+        "sonicmoe",
+        "triton_kernels",
+    ):
         monkeypatch.setitem(sys.modules, name, None)
 
 
@@ -84,6 +91,9 @@ def test_layer(tmp_path: Path) -> None:
         "Hugging Face OLMoE block": "transformers",
         "Liger fused MoE": "liger_kernel",
         "ScatterMoE": "scattermoe",
+        "SonicMoE": "sonicmoe",
+        "triton_kernels": "triton_kernels",
+        "Hugging Face OLMoE block, batched_mm": "transformers",
     }
     same = "ours, softmax gate, same experts"
     ours = ["ours", "ours, softmax gate", same, *(f"ours, {name}" for name in BACKENDS)]
@@ -102,6 +112,13 @@ def test_layer(tmp_path: Path) -> None:
         assert ratios[f"share of the dense rate, {mode}"] == median(dense, mode) / median(rows["ours"], mode)
         softmax = median(rows["ours, softmax gate"], mode)
         assert ratios[f"Grassmann gate over softmax gate, {mode}"] == median(rows["ours"], mode) / softmax
+    own = rows["ours"]
+    assert own["touched experts"] == 4
+    assert own["touched bytes"] == 4 * (4 * 3 * 32 * 32 + 4 * 32 * 8)  # experts and frames, fp32
+    assert own["floor ms"] == pytest.approx(1e3 * own["touched bytes"] / own["bandwidth"])
+    floor = ratios["ours / floor (its experts and frames read once), forward"]
+    assert floor == pytest.approx(median(own, "forward") / own["floor ms"])
+    assert "µs above that" in output
 
 
 def test_layer_runs_only_the_contenders_asked_for(tmp_path: Path) -> None:
@@ -153,6 +170,7 @@ def test_train_step(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["gate", "--shape", "64,32"], "--shape must be tokens,dim,experts,rank, got 2 numbers in '64,32'"),
+        (["layer", "--shapes", "all"], "--shapes must be one of 'hopper', 'decode', got 'all'"),
         (["layer", "--dtype", "fp8"], "dtype must be one of 'bf16', 'fp32', got 'fp8'"),
         (["layer", "--device", "abacus"], "device must be auto, cpu, cuda or cuda:N, got 'abacus'"),
         (["layer", "--device", "cuda:99"], "device must exist, got cuda:99"),

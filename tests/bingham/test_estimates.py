@@ -9,7 +9,7 @@ import mpmath
 import pytest
 import torch
 
-from grmoe.bingham import kume_wood, log_kummer, log_normalizer, monte_carlo
+from grmoe.bingham import kume_wood, log_kummer, log_normalizer, monte_carlo, printed
 from grmoe.bingham.contour import stirling_remainder
 
 F64 = torch.float64
@@ -41,6 +41,37 @@ def test_textbook_formula(spectrum: list[float], order: int) -> None:
     log_area = math.log(2) + d / 2 * math.log(math.pi) - math.lgamma(d / 2)
     got = float(kume_wood(-torch.tensor(spectrum, dtype=F64), [1] * d, order)) + log_area
     assert got == pytest.approx(float(textbook(spectrum, order)), abs=1e-12)
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("spectrum", [[1.0, 3.0, 5.0], [-3.0, 0.5, 0.5, 2.0, 8.0, 20.0]])
+def test_the_formula_of_the_appendix_as_it_is_printed(spectrum: list[float], factor: int) -> None:
+    """(2π)^(d/2) |Λ*|^(−1/2) exp(tr ΛΛ*⁻¹) with matrices, Λ* = factor·(ŝI − Λ), over the area of the sphere."""
+    values, d = [mp.mpf(v) for v in spectrum], len(spectrum)
+    s = mp.findroot(
+        lambda t: mp.fsum(1 / (t - v) for v in values) / 2 - 1,
+        (max(values) + 0.1, max(values) + d),
+        solver="anderson",
+    )
+    Lambda, star = mp.diag(values), mp.diag([factor * (s - v) for v in values])
+    trace = mp.fsum((Lambda * star**-1)[i, i] for i in range(d))
+    log_c = mp.mpf(d) / 2 * mp.log(2 * mp.pi) - mp.log(mp.det(star)) / 2 + trace
+    log_area = mp.log(2) + mp.mpf(d) / 2 * mp.log(mp.pi) - mp.loggamma(mp.mpf(d) / 2)
+    got = float(printed(torch.tensor(spectrum, dtype=F64), [1] * d, factor))
+    assert got == pytest.approx(float(log_c - log_area), abs=1e-10)
+
+
+def test_the_gradient_of_the_appendix_formula() -> None:
+    """Against a difference quotient: the saddle moves with κ."""
+    for factor in (1, 2):
+        x = torch.tensor(20.0, dtype=F64, requires_grad=True)
+
+        def value(kappa: torch.Tensor, factor: int = factor) -> torch.Tensor:
+            return printed(torch.stack([kappa, torch.zeros_like(kappa)]), (16, 112), factor)
+
+        (gradient,) = torch.autograd.grad(value(x), x)
+        step = (value(x.detach() + 1e-4) - value(x.detach() - 1e-4)) / 2e-4
+        assert float(gradient) == pytest.approx(float(step), rel=1e-7)
 
 
 @pytest.mark.parametrize("kappa", [1.0, 10.0, 100.0, 1000.0])

@@ -181,13 +181,15 @@ def test_a_router_without_a_dial_says_so(tmp_path: Path) -> None:
     assert check_alphas(model, []) == [1.0]
 
 
+@pytest.mark.parametrize("asked", [["--scorer", "harness", "--tasks-from", "TASKS"], ["--task", "mmlu"]])
 def test_without_the_harness_the_install_line(
-    exported: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
+    exported: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "lm_eval" else find(name, *a)
     )
-    result = runner.invoke(app, ["eval", str(exported), "--tasks-from", str(tasks)])
+    given = [str(tasks) if argument == "TASKS" else argument for argument in asked]
+    result = runner.invoke(app, ["eval", str(exported), *given])
     assert result.exit_code == 2
     assert 'pip install "grmoe[eval]"' in result.output

@@ -220,7 +220,8 @@ def test_a_wrong_budget_shows_before_any_text_is_read(model: MadeUp, tmp_path: P
 @pytest.mark.parametrize("tasks", [["piqa"], []])
 def test_tasks_alone_need_no_text(model: MadeUp, tmp_path: Path, tasks: list[str]) -> None:
     folder = None if tasks else tmp_path
-    result = evaluate(Plan(model=tmp_path, out=tmp_path, tasks=tasks, tasks_from=folder), model.progress)
+    plan = Plan(model=tmp_path, out=tmp_path, tasks=tasks, tasks_from=folder, scorer="harness")
+    result = evaluate(plan, model.progress)
     assert model.told[1] == ([], None)
     assert [t for t in model.told if isinstance(t, str)] == ["best", "reset at 3", "tasks at 3, limit None"]
     (point,) = result.evaluation.points
@@ -249,7 +250,7 @@ def test_defaults_of_a_plan() -> None:
     plan = vars(Plan(model=Path("m"), out=Path("o")))
     assert {k: v for k, v in plan.items() if k not in ("model", "out")} == {
         "texts": (), "tasks": (), "tasks_from": None, "alphas": (), "budgets": (), "shots": None, "limit": None,
-        "tokens": None, "length": None, "stride": None, "batch": 8, "checkpoint": "best",
+        "tokens": None, "length": None, "stride": None, "batch": 8, "scorer": "auto", "checkpoint": "best",
     }  # fmt: skip
 
 

@@ -41,7 +41,15 @@ def made_up(alpha: float, **changes: Any) -> Point:
 
 def evaluation(points: list[Point], stride: int = 64) -> Evaluation:
     return Evaluation(
-        length=64, stride=stride, batch=8, tokens=None, shots=None, limit=None, versions={}, points=points
+        length=64,
+        stride=stride,
+        batch=8,
+        tokens=None,
+        shots=None,
+        limit=None,
+        scorer="",
+        versions={},
+        points=points,
     )
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from micro_model import make, tokenizer
 from typer.testing import CliRunner
 
+from grmoe.bingham import log_kummer
 from grmoe.cli import app
+from grmoe.routing import routers
+from grmoe.studies.learned_kappa import learned
 from grmoe.studies.normalizer import Plan, run, show, validate
+
+__all__ = ["make", "tokenizer"]  # fixtures
 
 
 def test_row_reports_every_method_against_the_exact_value() -> None:
@@ -65,4 +72,38 @@ def test_table_has_one_line_per_row_and_one_section_per_dimension() -> None:
     assert stages[-1] == ("d = 16, k = 4", 4, 4)
     (table,) = show(rows, 100)
     assert [len(section) for section in table.sections] == [2, 2]
-    assert len(table.headings) == 11
+    assert len(table.headings) == 12
+
+
+def test_the_formula_of_the_appendix_is_far_off() -> None:
+    """Λ* = ŝI − Λ misses log Z by −120 at d = 768, and doubles the gradient. 2(ŝI − Λ) has the right gradient."""
+    row = validate(768, 48, 4.2, samples=100)
+    assert row.printed_1 == pytest.approx(-120.3, abs=0.1)
+    assert row.printed_2 == pytest.approx(-386.7, abs=0.1)
+    assert row.printed_gradient_1 == pytest.approx(1.01, abs=0.01)
+    assert abs(row.printed_gradient_2) < 1e-4
+
+
+def test_at_the_learned_concentrations(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    loaded = make()
+    monkeypatch.setattr("grmoe.studies.learned_kappa.open_model", lambda path, *_, **__: loaded)
+    path = tmp_path / "rows.json"
+    arguments = ["normalizer", "--run", "run", "--kappa", "1", "--samples", "500", "--json", str(path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "At the learned κ" in result.output
+    first, *rows = json.loads(path.read_text())
+    assert (first["dim"], first["rank"], first["kappa"]) == (32, 6, 1.0)
+    want = [
+        (layer, expert, float(kappa))
+        for layer, router in zip(loaded.model.config.moe_layers, routers(loaded.model), strict=True)
+        for expert, kappa in enumerate(router.kappa)
+    ]
+    assert [(row["layer"], row["expert"], row["learned"]) for row in rows] == want
+    for row in rows:
+        assert row["kappa"] == pytest.approx(32 / 6 * row["learned"])  # the argument of Z is c·κ, c = d/k
+        assert row["log_z"] == pytest.approx(float(log_kummer(6, 32, row["kappa"])), abs=1e-12)
+    both = CliRunner().invoke(app, [*arguments, "--dim", "32", "--rank", "6"])
+    assert (both.exit_code, "got both" in both.output) == (2, True)
+    with pytest.raises(ValueError, match="needs a Grassmann router with one κ per expert"):
+        learned(make(router="softmax").model)

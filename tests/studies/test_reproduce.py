@@ -131,9 +131,11 @@ def test_rules() -> None:
     assert below(clear) is Verdict.HOLDS
     assert below(doubtful) is Verdict.FAILS
     assert below(replace(clear, seeds=2)) is Verdict.OPEN
-    assert not_above(Mean(0.1, 0.2, 3)) is Verdict.HOLDS
+    assert not_above(Mean(0.1, 0.2, 3)) is Verdict.FAILS
+    assert not_above(Mean(-0.1, 0.2, 3)) is Verdict.HOLDS
+    assert not_above(Mean(0.1, 0.2, 3), 0.1) is Verdict.HOLDS
     assert not_above(Mean(0.1, 0.05, 3)) is Verdict.FAILS
-    assert not_above(Mean(0.1, 0.05, 3), margin=0.06) is Verdict.HOLDS
+    assert not_above(Mean(0.1, 0.05, 3), margin=0.06) is Verdict.FAILS
     assert never((0, 3)) is Verdict.HOLDS
     assert never((1, 1)) is Verdict.FAILS
     assert never((0, 2)) is Verdict.OPEN
@@ -220,7 +222,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert nothing.exit_code == 2
     assert "name a study, or all" in nothing.output
     unknown = run.invoke(app, ["reproduce", "magic"])
-    assert "study must be one of 'learning-rates'" in unknown.output
+    assert "study must be one of 'synthetic'" in unknown.output
     no_data = run.invoke(app, ["reproduce", "hash", "language-model", "--results", str(tmp_path)])
     assert no_data.exit_code == 2
     assert run.invoke(app, ["reproduce", "dynamics", "--results", str(tmp_path)]).exit_code == 2

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from grmoe import geometry
 from grmoe.routing import ROUTERS, GrassmannRouter, Router, SoftmaxRouter, build_router
 from grmoe.routing.metrics import summarize
 from grmoe.studies.intervals import out_of, plus_minus, student, wilson
@@ -18,7 +21,7 @@ from grmoe.studies.synthetic.evaluation import (
 )
 from grmoe.studies.synthetic.methods import METHODS, find_methods
 from grmoe.studies.synthetic.task import Setting, Task
-from grmoe.studies.synthetic.training import StackedRouters, Training, mixture_output, train
+from grmoe.studies.synthetic.training import Overlap, StackedRouters, Training, mixture_output, train
 
 SMALL = Setting("small", rho=0.05, sigma2=0.05)
 
@@ -88,26 +91,81 @@ def test_seeds_do_not_influence_each_other() -> None:
         task = small_task()
         if poison:
             task.maps_SNDO[2] = float("nan")
-        build = lambda s: GrassmannRouter(32, 4, 6, generator=torch.Generator().manual_seed(s))  # noqa: E731
-        runs.append(train(task, build, Training(steps=3, batch=32)))
+        runs.append(train(task, grassmann, Training(steps=3, batch=32)))
     torch.testing.assert_close(runs[0].maps_SNDO[:2], runs[1].maps_SNDO[:2])
     torch.testing.assert_close(runs[0].routers.params["frames"][:2], runs[1].routers.params["frames"][:2])
     assert runs[1].maps_SNDO[2].isnan().any()
 
 
+def grassmann(seed: int) -> GrassmannRouter:
+    return GrassmannRouter(32, 4, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def test_rates_and_settings_train_together_as_they_do_alone() -> None:
+    """Entries of one program, in any order of rates, equal separate trainings."""
+    config, settings = Training(steps=4, batch=32), (SMALL, Setting("other", rho=0.3, sigma2=0.2))
+
+    def task(setting: Setting) -> Task:
+        return Task(setting, 2, num_experts=4, dim=32, rank=6, out_dim=3, seed=0)
+
+    joined = Task.joined([task(s) for s in settings]).repeated(2)
+    rates = [3.0, 1.0, 1.0, 3.0, 0.1, 1.0, 3.0, 0.1]
+    together = train(joined, grassmann, config, rates=rates, overlap=Overlap(0.5, relative=True))
+    for i, rate in enumerate(rates):
+        place = i % 4  # settings × seeds, repeated
+        scaled = replace(config, lr=rate * config.lr, frame_lr=rate * config.frame_lr)
+        alone = train(task(settings[place // 2]), grassmann, scaled, overlap=Overlap(0.5, relative=True))
+        # fp32, and other batches round otherwise.
+        close = {"rtol": 1e-3, "atol": 1e-4}
+        torch.testing.assert_close(together.maps_SNDO[i], alone.maps_SNDO[place % 2], **close)
+        frames = together.routers.params["frames"][i]
+        torch.testing.assert_close(frames, alone.routers.params["frames"][place % 2], **close)
+    with pytest.raises(ValueError, match="rates must have one factor per entry, 8, got 1"):
+        train(joined, grassmann, config, rates=[1.0])
+
+
+def test_overlap_term_pushes_frames_apart_only_above_its_hinge() -> None:
+    def overlap_after(overlap: Overlap | None) -> float:
+        trained = train(small_task(2), grassmann, Training(steps=12, batch=32), overlap=overlap)
+        frames = trained.routers.params["frames"].detach()
+        i, j = torch.triu_indices(4, 4, offset=1)
+        return float(geometry.overlap(frames)[:, i, j].mean())
+
+    without = overlap_after(None)
+    assert overlap_after(Overlap(rho=0.99, weight=1.0)) == pytest.approx(without, rel=1e-6)  # never reached
+    assert overlap_after(Overlap(rho=0.5, relative=True, weight=1.0)) < 0.8 * without
+
+
+def test_tokens_are_counted_once() -> None:
+    """Load and entropy are those of the held-out tokens, each counted once and routed in groups as in training."""
+    task = small_task(2)
+    trained = train(task, grassmann, Training(steps=2, batch=32))
+    x, label = task.tokens(128, 9)
+    scores = score(task, trained, x, label, group=32)
+    routing = trained.routers(x, train=False)
+    led = torch.stack([torch.bincount(row, minlength=4) for row in routing.probs.argmax(-1)])
+    for s, mine in enumerate(scores):
+        assert mine.leading_min_load == pytest.approx(float(led[s].min()) / 128)
+        entropy = -torch.xlogy(routing.probs[s], routing.probs[s]).sum(-1).mean()
+        assert mine.entropy == pytest.approx(float(entropy), rel=1e-5)
+        error = mixture_output(x, trained.maps_SNDO, routing)[s] - task.targets(x, label)[s]
+        variance = task.targets(x, label)[s].square().mean()
+        assert mine.loss == pytest.approx(float(error.square().mean() / variance), rel=1e-4)
+
+
 def test_grassmann_router_finds_the_classes_and_a_linear_one_cannot() -> None:
     task = small_task(4)
     config = Training(steps=400, batch=128, lr=0.02, frame_lr=0.3)
-    x, label = task.tokens(1024, torch.Generator().manual_seed(9))
-    grassmann = train(
+    x, label = task.tokens(1024, 9)
+    found = train(
         task,
         lambda s: GrassmannRouter(32, 4, 6, kappa=1.0, generator=torch.Generator().manual_seed(s)),
         config,
     )
-    scores = score(task, grassmann, x, label, group=128)
+    scores = score(task, found, x, label, group=128)
     assert min(s.share for s in scores) > 0.95
     assert not any(s.leading_collapsed for s in scores)
-    recovery = frame_recovery(task, grassmann.routers)
+    recovery = frame_recovery(task, found.routers)
     assert recovery is not None
     overlap = torch.tensor(recovery)
     assert overlap.diagonal().min() > 0.8
@@ -135,6 +193,12 @@ def test_dial_sweep_is_monotone_inside_its_certificates_and_leaves_alpha_alone()
         assert (torch.tensor(sweep.lower) <= mean + 1e-6).all()
         assert (mean <= torch.tensor(sweep.upper) + 1e-6).all()
         assert (torch.tensor(sweep.paper_lower) <= torch.tensor(sweep.lower) + 1e-6).all()
+        assert (sweep.outside, sweep.paper_outside, sweep.tokens) == (0, 0, 4 * 3 * 200)
+        assert sweep.falling_seeds() == 3
+        part = sweep_dial(stacked, x, [0.25, 1.0, 4.0, 16.0], slice(1, 3))
+        assert [row[1:] for row in sweep.entropy_AS] == part.entropy_AS
+        rising = replace(part, entropy_AS=[[1.0, 1.0], [0.9, 1.1], [0.5, 0.5], [0.1, 0.1]])
+        assert rising.falling_seeds() == 1
         assert torch.equal(stacked.alpha, torch.ones(3))
 
 
@@ -173,6 +237,7 @@ def test_methods_are_the_papers_rows_and_ours() -> None:
     with pytest.raises(ValueError, match=r"method must be one of 'softmax_top1', .*, got 'banana'"):
         find_methods(["banana"])
     for method in METHODS:
+        assert method.overlap is None or method.router == "grassmann"
         router = method.builder(32, 4, 6, 64)(3)
         assert isinstance(router, ROUTERS[method.router])
         assert router.num_experts == 4

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from grmoe import geometry
+from grmoe.analyze.bounds import BoundsTally
 from grmoe.analyze.results import Geometry, Layer
 from grmoe.analyze.statistics import Array, divide, entropy, information, pearson, shares
 from grmoe.analyze.tally import LayerTally
@@ -62,6 +63,7 @@ def describe_layer(
     place: int,
     router: Router,
     tally: LayerTally,
+    bounds: BoundsTally,
     leading_T: NDArray[np.int64],
     types_T: NDArray[np.int64],
     domains_T: NDArray[np.int64],
@@ -114,5 +116,7 @@ def describe_layer(
             domains.led_GN.T, by_token_id(domains_T, len(domains.tokens_G)), generator
         ),
         geometry=_expert_geometry(router),
+        separation=bounds.separation(),
+        top_mass=bounds.top_mass(),
         **plain(shown),  # NaN becomes None
     )

@@ -27,6 +27,63 @@ class Geometry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Gap:
+    """Δ = γ(κ_min − ρ κ_max) of Theorem "Collapse Resistance", in units of the affinity that κ multiplies."""
+
+    left_out: float
+    """Share of the tokens that may break γ or ργ. The theorem allows none."""
+    gamma: float
+    """The least affinity of a token to its own expert, the one of its largest affinity."""
+    rho: float | None
+    """The largest affinity to another expert, over γ. Subspaces are separated where it is well below one."""
+    gap: float
+    holds: bool
+    """Δ > 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Separation:
+    """Theorem "Collapse Resistance" (CV ≤ (N−1) e^{−αΔ}, if Δ > 0) on the tokens of one layer."""
+
+    gaps: list[Gap]
+    """With no token left out, as the theorem asks, and with more and more of them."""
+    kappa_min: float
+    """The least factor of an affinity, κ of an expert. With an amortiser: h·κ over all tokens."""
+    kappa_max: float
+    prior_range: float
+    """max b − min b of the log-prior. The theorem's gate has no prior: a lead may be smaller by this much."""
+    holds: bool
+    """Δ, less the range of the prior, is above zero: the theorem holds for this gate."""
+    leading_tokens: float
+    """Share of tokens with κ_min·(own affinity) > κ_max·(largest other), the hypothesis token by token."""
+    mixture_cv: float
+    """Coefficient of variation of the tokens by own expert. The theorem assumes zero."""
+    load_cv: float
+    """Coefficient of variation of the mean gate, the number that the theorem bounds."""
+    paper: float | None
+    """The paper's bound on `load_cv`. None where the hypothesis fails."""
+    sharp: float | None
+    """The best bound from the same assumptions."""
+    gap_needed: float | None
+    """Δ at which the paper's bound would equal `load_cv`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopMass:
+    """Corollary "Top-k Mass Control": G_k ≥ 1 − (N−k) e^{−gap}. Means over tokens."""
+
+    k: int
+    mass: float
+    """G_k, the gate's mass on its k largest experts."""
+    paper: float
+    """The paper's bound on it; may be negative."""
+    sharp: float
+    """The best bound from the same gap, k/(k+(N−k)e^{−gap})."""
+    paper_useful: float
+    """Share of tokens for which the paper's bound is above k/N, which is true of any gate."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layer:
     """One MoE layer.
 
@@ -84,6 +141,10 @@ class Layer:
     domain_information: Information | None
     """Between expert and domain."""
     geometry: Geometry | None
+    separation: Separation | None
+    """None without subspaces, and with a linear term."""
+    top_mass: list[TopMass]
+    """For k = 1, 2 and the experts per token. Empty if the gate is no softmax over experts."""
 
 
 @dataclass(frozen=True, kw_only=True)

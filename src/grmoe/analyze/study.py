@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from grmoe.analyze.bounds import BoundsTally
 from grmoe.analyze.layers import LEAST_TOKENS, describe_layer
 from grmoe.analyze.results import Analysis, Layer, Result, Training
 from grmoe.analyze.statistics import Correlation, pearson
@@ -69,18 +70,22 @@ def analyze(
     starts = covering_starts(stream.tokens, tokens, length)
     windows = list(typed_windows(stream, Pieces(loaded.tokenizer), starts, length))
     tallies = [LayerTally.empty(r.num_experts, len(TYPES), len(stream.domain_names)) for r in found]
+    bounds = [BoundsTally(router) for router in found]
     leading: list[list[NDArray[np.int64]]] = [[] for _ in found]
-    for batch, seen in _route(model, windows, progress):
+    for batch, inputs, seen in _route(model, windows, progress):
         groups = [torch.from_numpy(group_T).to(model.device) for group_T in _groups(batch)]
         for tally, routing, parts in zip(tallies, seen, leading, strict=True):
             parts.append(tally.add(routing, *groups).cpu().numpy())
+        for bound, x, routing in zip(bounds, inputs, seen, strict=True):
+            bound.add(x, routing)
     types_T, domains_T = _groups(windows)
     _, ids_T = np.unique(np.concatenate([w.ids_S for w in windows]), return_inverse=True)
     generator = np.random.default_rng(SEED)
     layers = []
     for number, (router, tally) in enumerate(zip(found, tallies, strict=True)):
         place, leading_T = model.config.moe_layers[number], np.concatenate(leading[number])
-        layers.append(describe_layer(place, router, tally, leading_T, types_T, domains_T, ids_T, generator))
+        groups_T = (types_T, domains_T, ids_T)
+        layers.append(describe_layer(place, router, tally, bounds[number], leading_T, *groups_T, generator))
         progress("statistics", number + 1, len(found))
     pooled, within = _kappa_correlations(layers)
     return Analysis(
@@ -143,17 +148,19 @@ def _over_training(folder: Path, layers: int) -> Training | None:
 @torch.no_grad()
 def _route(
     model: GrmoeForCausalLM, windows: Sequence[TypedWindow], progress: Progress
-) -> Iterator[tuple[Sequence[TypedWindow], list[Routing]]]:
-    """Run windows in batches. Yield each batch and the routing of every MoE layer."""
+) -> Iterator[tuple[Sequence[TypedWindow], list[torch.Tensor], list[Routing]]]:
+    """Run windows in batches. Yield each batch, what the router of every MoE layer saw, and its routing."""
     size = batch_rows(len(windows[0].ids_S), model.device)
-    with recorded(model) as seen:
+    inputs: list[torch.Tensor] = []
+    with recorded(model, inputs) as seen:
         for first in range(0, len(windows), size):
             batch = windows[first : first + size]
             ids_BS = torch.from_numpy(np.stack([window.ids_S for window in batch]))
             seen.clear()
+            inputs.clear()
             # Without the head, because its logits are not used.
             model.model(input_ids=ids_BS.to(model.device), use_cache=False)
-            yield batch, seen
+            yield batch, inputs, seen
             progress("routing", first + len(batch), len(windows))
 
 

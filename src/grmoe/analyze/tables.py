@@ -27,6 +27,11 @@ _NOTE = (
     "for each distinct token (a router that separates tokens without regard to types). Only what is above "
     "the second is specialisation on types. p: share of the draws that reach the value."
 )
+_BOUNDS_NOTE = (
+    "The paper bounds the load CV by (N−1) e^{−αΔ}, Δ = γ(κ_min − ρ κ_max) > 0. γ is the least affinity of a token "
+    "to its own expert, ργ the largest to another. A prior takes its range off Δ. Δ needed: where the "
+    "bound would equal the load CV (of the mean gate). G_k: mean gate mass of the k largest experts, with its bounds."
+)
 
 
 def show(result: Result) -> Iterator[Table | str]:
@@ -37,6 +42,8 @@ def show(result: Result) -> Iterator[Table | str]:
     if len(layers) > 4:  # too wide for a terminal: analysis.md has the others
         layers = [layers[i] for i in (0, len(layers) // 2, -1)]
     yield _type_table(analysis, layers)
+    if analysis.layers[0].top_mass:
+        yield _bounds_table(analysis)
     yield _correlation_line(analysis)
 
 
@@ -84,6 +91,33 @@ def _type_table(analysis: Analysis, layers: Sequence[Layer]) -> Table:
     return table
 
 
+def _bounds_table(analysis: Analysis) -> Table:
+    """One row per layer: Theorem "Collapse Resistance" where the router has subspaces, and the top-k mass."""
+    theorem = ["γ", "ρ", "Δ", "Δ > 0", "tokens with Δ > 0", "load CV", "bound", "Δ needed"]
+    layers = analysis.layers
+    theorem = theorem if any(layer.separation for layer in layers) else []
+    ks = [found.k for found in layers[0].top_mass]
+    headings = ["layer", *theorem]
+    for k in ks:
+        headings += [f"G{k}", f"paper's bound, k = {k}", f"sharp bound, k = {k}"]
+    table = Table("Bounds of the paper: load CV and top-k mass", headings)
+    for layer in layers:
+        found = layer.separation
+        cells = ["–"] * len(theorem)
+        if found is not None:
+            gap = found.gaps[0]
+            cells = [
+                *map(_number, (gap.gamma, gap.rho, gap.gap)),
+                "yes" if found.holds else "no",
+                f"{found.leading_tokens:.1%}",
+                *map(_number, (found.load_cv, found.paper, found.gap_needed)),
+            ]
+        for mass in layer.top_mass:
+            cells += map(_number, (mass.mass, mass.paper, mass.sharp))
+        table.add(str(layer.layer), *cells)
+    return table
+
+
 def _expert_table(analysis: Analysis, layer: Layer) -> Table:
     """One row per expert: κ, loads, the types of the tokens it leads and their entropy."""
     headings = ["expert", "κ", "load", "leading", "gate", "tokens led", *analysis.types, "type entropy"]
@@ -126,6 +160,9 @@ def markdown(result: Result, figures: dict[str, Path]) -> str:
     ]
     for table in (_layer_table(analysis), _type_table(analysis, analysis.layers)):
         parts += [f"## {table.title}", table.markdown()]
+    if analysis.layers[0].top_mass:
+        table = _bounds_table(analysis)
+        parts += [f"## {table.title}", _BOUNDS_NOTE, table.markdown()]
     for layer in analysis.layers:
         table = _expert_table(analysis, layer)
         parts += [f"## {table.title}", table.markdown()]

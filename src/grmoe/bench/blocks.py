@@ -9,7 +9,7 @@ Legend: T tokens, D model width, N experts, K experts per token.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -126,8 +126,11 @@ class Setting:
 
     # -- other libraries ----------------------------------------------------------------------------------------
 
-    def hugging_face(self) -> Block:
-        """`OlmoeSparseMoeBlock` on PyTorch's grouped GEMMs: its fastest form without other libraries' kernels."""
+    def hugging_face(self, experts: str = "grouped_mm") -> Block:
+        """`OlmoeSparseMoeBlock` on PyTorch's grouped GEMMs: its fastest form without other libraries' kernels.
+
+        experts: the implementation. "batched_mm" may be faster for a few tokens.
+        """
         olmoe: Any = import_module("transformers.models.olmoe.modeling_olmoe")
         shape = self.shape
         config = olmoe.OlmoeConfig(
@@ -138,9 +141,9 @@ class Setting:
             norm_topk_prob=True,
             num_attention_heads=1,  # unused here, but it must divide hidden_size
         )
-        config._experts_implementation = "grouped_mm"
+        config._experts_implementation = experts
         with torch.device("meta"):
-            block = olmoe.OlmoeSparseMoeBlock(config)
+            block: Any = olmoe.OlmoeSparseMoeBlock(config)
         block.gate.weight = self.gate_ND
         block.experts.gate_up_proj = self.experts.gate_up_proj
         block.experts.down_proj = self.experts.down_proj
@@ -149,7 +152,8 @@ class Setting:
             y = block(x_TD.unsqueeze(0))
             return (y[0] if isinstance(y, tuple) else y).squeeze(0)  # a tuple before transformers 5
 
-        return Block(call, list(block.parameters()), lambda: self.peer_errors(call), block)
+        named = [block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj]
+        return Block(call, named, lambda: self.peer_errors(call, named), block)
 
     def liger(self) -> Block:
         fused: Any = import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
@@ -161,7 +165,7 @@ class Setting:
             return y_TD
 
         parameters = [self.gate_ND, *self.experts.parameters()]
-        return Block(call, parameters, lambda: self.peer_errors(call))
+        return Block(call, parameters, lambda: self.peer_errors(call, parameters))
 
     def scattermoe(self) -> Block:
         mlp: Any = import_module("scattermoe.mlp")
@@ -177,25 +181,64 @@ class Setting:
             y_TD: Tensor = experts(x_TD, weight_TK, expert_TK)
             return y_TD
 
-        parameters = [self.gate_ND, *experts.parameters()]
-        return Block(call, parameters, lambda: self.peer_errors(call))
+        parameters = [self.gate_ND, experts.experts.weight, experts.output_experts.weight]
+        return Block(call, parameters, lambda: self.peer_errors(call, parameters, swapped_halves))
 
-    @torch.no_grad()
-    def peer_errors(self, call: Call) -> dict[str, float]:
-        """Error of the output against fp64, with the experts that the block's own gate chose."""
-        N, K = self.shape.experts, self.shape.top_k
-        shift_N = torch.zeros(N, device=self.device)
-        shift_N[0], shift_N[-1] = STARVED, FAVOURED
-        # A softmax gate without bias is skewed through its input: Wc = shift.
-        c_D = torch.linalg.pinv(self.gate_ND.float()) @ shift_N
-        x_TD = (self.x_TD[:CHECKED_TOKENS] + c_D).to(self.dtype)
-        _, expert_TK = softmax_gate(x_TD, self.gate_ND, K)
-        x64_TD = x_TD.double()
-        probs_TN = torch.softmax(x64_TD @ self.gate_ND.double().T, -1)
+    def peer_errors(
+        self,
+        call: Call,
+        parameters: Sequence[Tensor] = (),
+        layout: Callable[[Tensor], Tensor] = lambda gradient: gradient,
+    ) -> dict[str, float]:
+        """Errors against fp64 of the output, and of the gradients of `parameters` if the block has any.
+
+        parameters: gate, first and second matrices of the experts. layout: from its first matrices to ours.
+        The reference computes the experts that the softmax gate chose.
+        """
+        K = self.shape.top_k
+        x_TD, expert_TK = self.skewed_tokens()
+        y_TD = call(x_TD) if parameters else torch.no_grad()(call)(x_TD)
+        up64, down64 = self.experts64.up, self.experts64.down_proj
+        x64_TD, gate64_ND = (t.detach().double().requires_grad_() for t in (x_TD, self.gate_ND))
+        probs_TN = torch.softmax(x64_TD @ gate64_ND.T, -1)
         chosen_TK = probs_TN.gather(1, expert_TK)
         weights_TN = torch.zeros_like(probs_TN).scatter(1, expert_TK, chosen_TK / chosen_TK.sum(-1, True))
         dispatch = Dispatch.build(weights_TN, weights_TN > 0, K)
-        return {"y": relative_error(call(x_TD), reference_experts(x64_TD, dispatch, self.experts64))}
+        y64_TD = reference_experts(x64_TD, dispatch, self.experts64)
+        errors = {"y": relative_error(y_TD, y64_TD)}
+        if not parameters:
+            return errors
+        grad_TD = self.grad_TD[: len(x_TD)]
+        d_x, d_gate, d_up, d_down = torch.autograd.grad(y_TD, [x_TD, *parameters], grad_TD)
+        leaves64 = [x64_TD, gate64_ND, up64, down64]
+        gradients64 = torch.autograd.grad(y64_TD, leaves64, grad_TD.double())
+        names = ("x", "weight", "gate_up_proj", "down_proj")
+        pairs = zip(names, (d_x, d_gate, layout(d_up), d_down), gradients64, strict=True)
+        return errors | {name: relative_error(a, b) for name, a, b in pairs}
+
+    def skewed_tokens(self) -> tuple[Tensor, Tensor]:
+        """Tokens that starve the first expert of the softmax gate and favour the last; the experts it chooses, (T, K).
+
+        Tokens with a tie between a chosen expert and another are left out. Libraries break ties differently.
+        """
+        N, K = self.shape.experts, self.shape.top_k
+        with torch.no_grad():
+            shift_N = torch.zeros(N, device=self.device)
+            shift_N[0], shift_N[-1] = STARVED, FAVOURED
+            # A softmax gate without bias is skewed through its input: Wc = shift.
+            c_D = torch.linalg.pinv(self.gate_ND.float()) @ shift_N
+            x_TD = (self.x_TD[:CHECKED_TOKENS] + c_D).to(self.dtype)
+            if K < N:
+                logits_TN = nn.functional.linear(x_TD, self.gate_ND).sort(-1, descending=True).values
+                clear_T = logits_TN[:, K - 1] > logits_TN[:, K]
+                x_TD = x_TD[clear_T | ~clear_T.any()]  # of one token with a tie something must remain
+            _, expert_TK = softmax_gate(x_TD, self.gate_ND, K)
+        return x_TD.requires_grad_(), expert_TK
+
+
+def swapped_halves(gradient_NID: Tensor) -> Tensor:
+    """The first matrices of experts with the two halves of SwiGLU in the other order."""
+    return torch.cat(gradient_NID.chunk(2, dim=1)[::-1], dim=1)
 
 
 def softmax_gate(x_TD: Tensor, weight_ND: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -10,16 +10,33 @@ import torch
 from torch import Tensor
 
 from grmoe.bench.blocks import Block, Setting
-from grmoe.bench.measure import Contender, Result, Row, Runs
+from grmoe.bench.hopper_peers import sonicmoe, triton_kernels
+from grmoe.bench.measure import Contender, Result, Row, Runs, bandwidth
 from grmoe.bench.run import Benchmark
 from grmoe.bench.shapes import LayerShape
 from grmoe.experts import BACKENDS
+from grmoe.layer import MoE
 from grmoe.probe.timing import Ratio
 
 CUDA_SHAPES = (
     LayerShape(16384, 768, 8, 1536, 2),
     LayerShape(16384, 2048, 16, 2752, 2),
     LayerShape(32768, 2048, 64, 1024, 8),
+)
+# Where SonicMoE, the fastest layer on NVIDIA's Hopper, was measured too.
+HOPPER_SHAPES = (
+    LayerShape(16384, 768, 8, 1536, 2),
+    LayerShape(16384, 2048, 16, 2752, 2),
+    LayerShape(16384, 2560, 32, 3456, 2),
+    LayerShape(32768, 2048, 64, 1024, 8),
+    LayerShape(32768, 4096, 128, 768, 8),
+)
+# Decoding and short prompts. The experts' weights are read once and hardly used.
+FEW_TOKENS = (1, 2, 8, 32, 128)
+DECODE_SHAPES = tuple(
+    LayerShape(tokens, 2048, experts, width, top_k)
+    for experts, width, top_k in ((64, 1024, 8), (16, 2752, 2))
+    for tokens in FEW_TOKENS
 )
 CPU_SHAPES = tuple(LayerShape(2048, 256, experts, 256, 2) for experts in (4, 8, 16, 64))
 
@@ -29,8 +46,11 @@ LOOP_EXPERTS, LOOP_ROUNDS = 64, 5
 OURS, SOFTMAX, COMPILED = "ours", "ours, softmax gate", "ours, compiled"
 _SAME = "ours, softmax gate, same experts"
 HUGGING_FACE, LIGER, SCATTER = "Hugging Face OLMoE block", "Liger fused MoE", "ScatterMoE"
+BATCHED = "Hugging Face OLMoE block, batched_mm"
+SONIC, TRITON_KERNELS = "SonicMoE", "triton_kernels"
 DENSE = "dense GEMMs, same FLOPs"
 FORWARD, BOTH = "forward", "forward+backward"
+FACTS = {"touched experts": "g", "floor ms": ".4f"}
 
 
 def contenders(
@@ -38,8 +58,8 @@ def contenders(
 ) -> list[Contender]:
     setting = cache(lambda: Setting(shape, rank, device, dtype))
 
-    def runs(block: Callable[[Setting], Block]) -> Callable[[], Runs]:
-        return lambda: _block_runs(setting(), block(setting()))
+    def runs(block: Callable[[Setting], Block], backward: bool = True) -> Callable[[], Runs]:
+        return lambda: _block_runs(setting(), block(setting()), backward)
 
     backends = [
         Contender(
@@ -50,10 +70,17 @@ def contenders(
         for name in BACKENDS
         if name != "reference" or shape.experts <= LOOP_EXPERTS
     ]
+    few = []
+    if shape.tokens <= max(FEW_TOKENS):  # it copies the weights of every token's experts
+        block = partial(Setting.hugging_face, experts="batched_mm")
+        few = [Contender(BATCHED, runs(block), "peer", "transformers")]
     listed = [
         Contender(HUGGING_FACE, runs(Setting.hugging_face), "peer", "transformers"),
+        *few,
         Contender(LIGER, runs(Setting.liger), "peer", "liger_kernel"),
         Contender(SCATTER, runs(Setting.scattermoe), "peer", "scattermoe"),
+        Contender(SONIC, runs(sonicmoe), "peer", "sonicmoe"),
+        Contender(TRITON_KERNELS, runs(triton_kernels, backward=False), "peer", "triton_kernels"),
         Contender(DENSE, lambda: _dense_runs(setting()), "ceiling", "torch"),
         *backends,
         Contender(OURS, runs(Setting.ours)),
@@ -65,10 +92,30 @@ def contenders(
     return listed
 
 
-def _block_runs(setting: Setting, block: Block) -> Runs:
+def _block_runs(setting: Setting, block: Block, backward: bool = True) -> Runs:
     x_TD, grad_TD = setting.x_TD, setting.grad_TD
-    timed = {FORWARD: lambda: block.forward(x_TD), BOTH: lambda: block.both(x_TD, grad_TD)}
-    return Runs(timed, block.errors)
+    timed: dict[str, Callable[[], object]] = {FORWARD: lambda: block.forward(x_TD)}
+    if backward:
+        timed[BOTH] = lambda: block.both(x_TD, grad_TD)
+    return Runs(timed, block.errors, _floor(setting, block.module))
+
+
+def _floor(setting: Setting, module: object) -> dict[str, float]:
+    """The experts that a few tokens touch, and the time to read their weights and the gate's once."""
+    if setting.shape.tokens > max(FEW_TOKENS) or not isinstance(module, MoE):
+        return {}
+    with torch.no_grad(), module.router.uncounted():
+        touched = int(module.router(setting.x_TD).selected.any(0).sum())
+    size = setting.x_TD.element_size()
+    gate = max(p.numel() for p in module.router.parameters())  # frames, or one row per expert
+    expert = (setting.experts.up[0].numel() + setting.experts.down_proj[0].numel()) * touched
+    rate = bandwidth(setting.device)
+    return {
+        "touched experts": touched,
+        "touched bytes": size * (expert + gate),
+        "bandwidth": rate,
+        "floor ms": 1e3 * size * (expert + gate) / rate,
+    }
 
 
 def _same_experts_runs(setting: Setting) -> Runs:
@@ -112,6 +159,8 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
     result = Result(shape, rows)
     peers = [row for row in rows if row.kind == "peer"]
     for mode in (FORWARD, BOTH):
+        result.add_ratio(f"{SONIC} / {SOFTMAX}, {mode}", SONIC, SOFTMAX, mode)
+        result.add_ratio(f"{SONIC} / {OURS}, {mode}", SONIC, OURS, mode)
         timed = [peer for peer in peers if mode in peer.times]
         if timed:
             best = min(timed, key=lambda peer: peer.times[mode].median)
@@ -119,17 +168,51 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
         gates = "Grassmann gate over softmax gate"
         result.add_ratio(f"ours, reference / {OURS}, {mode}", "ours, reference", OURS, mode)
         result.add_ratio(f"share of the dense rate, {mode}", DENSE, OURS, mode, "share")
+        result.add_ratio(f"share of the dense rate, softmax gate, {mode}", DENSE, SOFTMAX, mode, "share")
         result.add_ratio(f"{gates}, {mode}", OURS, SOFTMAX, mode, "excess")
         result.add_ratio(f"{gates}, same experts, {mode}", OURS, _SAME, mode, "excess")
     row = result.row(OURS)
+    if row is not None and FORWARD in row.times and "floor ms" in row.facts:
+        name = f"{OURS} / floor (its experts and frames read once), {FORWARD}"
+        result.ratios.append(Ratio(name, row.times[FORWARD].median / row.facts["floor ms"]))
     held = [peer for peer in peers if peer.peak]
     if row is not None and row.peak and held:
         least = min(held, key=lambda peer: peer.peak or 0)
         name = f"peak memory, {OURS} / best peer ({least.name})"
         result.ratios.append(Ratio(name, row.peak / (least.peak or 1)))
+    sonic = result.row(SONIC)
+    for ours in (result.row(OURS), result.row(SOFTMAX)):
+        if sonic is not None and ours is not None and sonic.peak and ours.peak:
+            result.ratios.append(Ratio(f"peak memory, {ours.name} / {SONIC}", ours.peak / sonic.peak))
     return result
 
 
+def lines(result: Result) -> list[str]:
+    """How far a layer of a few tokens is from its floor, and what the Grassmann gate adds, in µs."""
+    written = []
+    for row in result.rows:
+        if "floor ms" in row.facts and FORWARD in row.times and row.name in (OURS, SOFTMAX):
+            floor, ms = row.facts["floor ms"], row.times[FORWARD].median
+            size, rate = row.facts["touched bytes"] / 1e6, row.facts["bandwidth"] / 1e12
+            read = f"{size:.1f} MB at {rate:.2f} TB/s take {1e3 * floor:.1f} µs"
+            written.append(
+                f"{row.name}: {read}; {1e3 * (ms - floor):.1f} µs above that, {ms / floor:.2f} times"
+            )
+    grassmann, softmax = (result.times(name, FORWARD) for name in (OURS, SOFTMAX))
+    if written and grassmann and softmax:
+        written.append(
+            f"the Grassmann gate adds {1e3 * (grassmann.median - softmax.median):.1f} µs to the softmax gate"
+        )
+    return written
+
+
 BENCHMARK = Benchmark(
-    name="layer", contenders=contenders, compare=compare, cuda_shapes=CUDA_SHAPES, cpu_shapes=CPU_SHAPES
+    name="layer",
+    contenders=contenders,
+    compare=compare,
+    cuda_shapes=CUDA_SHAPES,
+    cpu_shapes=CPU_SHAPES,
+    named_shapes={"hopper": HOPPER_SHAPES, "decode": DECODE_SHAPES},
+    facts=FACTS,
+    lines=lines,
 )

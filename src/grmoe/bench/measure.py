@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from grmoe.probe.timing import Ratio, Style, Timer, Times, peak_bytes, time_rati
 SEED = 0
 WARM_UPS = {"cpu": 1, "cuda": 3}  # the first may compile or tune, the second may still allocate
 _ERROR_LENGTH = 90
+COPIED = {"cpu": 1 << 25, "cuda": 1 << 30}  # bytes: larger than the cache of a GPU
 
 Kind = Literal["ours", "peer", "ceiling"]
 Report = Callable[[str], None]  # called after each part of the work with its stage
@@ -133,6 +135,18 @@ def shorten(error: Exception) -> str:
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return text if len(text) <= _ERROR_LENGTH else text[: _ERROR_LENGTH - 1] + "…"
+
+
+@cache
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second of a large copy, read and written: the median of several, measured once."""
+    size = COPIED[device.type]
+    source, target = (torch.zeros(size, dtype=torch.int8, device=device) for _ in range(2))
+    target.copy_(source)
+    timer, times = Timer(device), Times()
+    for _ in range(3):
+        times.add(timer, lambda: target.copy_(source))
+    return 2e3 * size / times.median
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:

@@ -77,13 +77,14 @@ class ModelShape(Shape):
 
 
 class CastExperts(nn.Module):
-    """Hugging Face's `grouped_mm` experts in the precision of autocast."""
+    """Hugging Face's `grouped_mm` or `batched_mm` experts in the precision of autocast."""
 
     has_bias = is_transposed = False
 
-    def __init__(self, config: GrmoeConfig) -> None:
+    def __init__(self, config: GrmoeConfig, implementation: str = "grouped_mm") -> None:
         super().__init__()
         assert config.moe_intermediate_size is not None
+        self.implementation = implementation
         self.num_experts = config.num_experts
         self.has_gate = config.activation == "swiglu"
         self.weights = ExpertWeights(
@@ -106,7 +107,8 @@ class CastExperts(nn.Module):
     _apply_gate = act_fn
 
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        y: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, _cast(x), top_k_index, _cast(top_k_weights))
+        compute = ALL_EXPERTS_FUNCTIONS[self.implementation]
+        y: Tensor = compute(self, _cast(x), top_k_index, _cast(top_k_weights))
         return y
 
 
@@ -115,7 +117,7 @@ def _cast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 
 
-def olmoe(config: GrmoeConfig, attention: str) -> OlmoeForCausalLM:
+def olmoe(config: GrmoeConfig, attention: str, experts: str = "grouped_mm") -> OlmoeForCausalLM:
     """An Olmoe with the blocks of our configuration."""
     olmoe_config = OlmoeConfig(
         **{name: getattr(config, name) for name in SHARED},
@@ -126,7 +128,7 @@ def olmoe(config: GrmoeConfig, attention: str) -> OlmoeForCausalLM:
     )
     for i, layer in enumerate(model.model.layers):
         layer.self_attn.q_norm = layer.self_attn.k_norm = nn.Identity()
-        new: nn.Module = CastExperts(config) if i in config.moe_layers else GrmoeMLP(config)
+        new: nn.Module = CastExperts(config, experts) if i in config.moe_layers else GrmoeMLP(config)
         for weight in new.parameters():
             nn.init.normal_(weight, std=olmoe_config.initializer_range)
         if isinstance(new, CastExperts):

@@ -124,11 +124,11 @@ def compare(shape: ModelShape, rows: list[Row]) -> Result:
         text = f"{row.name}: speed-up (FLOPs allow {allowed:.3f})"
         faster = time_ratio(text, timed[0].times[MODE], row.times[MODE])
         assert faster.interval is not None
-        saved, low, high = (_saved_share(value, allowed) for value in (faster.value, *faster.interval))
+        saved, low, high = (saved_share(value, allowed) for value in (faster.value, *faster.interval))
         result.ratios += [faster, Ratio(f"{row.name}: time saved / FLOPs saved", saved, (low, high), "share")]
     return result
 
 
-def _saved_share(faster: float, allowed: float) -> float:
+def saved_share(faster: float, allowed: float) -> float:
     """(1 − 1/faster) / (1 − 1/allowed)."""
     return (1 - 1 / faster) / (1 - 1 / allowed)

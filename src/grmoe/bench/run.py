@@ -32,10 +32,14 @@ class Benchmark(Generic[S]):
     cuda_shapes: tuple[S, ...] = ()
     """Shapes to measure on a GPU if none is given; below on a CPU."""
     cpu_shapes: tuple[S, ...] = ()
+    named_shapes: dict[str, tuple[S, ...]] = field(default_factory=dict)
+    """Lists of shapes for `--shapes NAME`."""
     facts: dict[str, str] = field(default_factory=dict)
     """Facts of a row to show before its times, and how to format each."""
     lines: Callable[[Result], list[str]] = lambda result: []
     """Text below the table."""
+    tables: Callable[[Result], list[Table]] = lambda result: []
+    """Further tables, below the text."""
     draw: Callable[[list[Result], Path, str], Path] = bars
 
 
@@ -90,6 +94,7 @@ def show(plan: Plan[S], results: list[Result]) -> Iterator[Table | str]:
         yield row_table(result, plan.title, plan.benchmark.facts)
         yield from (f"{row.name}: {row.failure}" for row in result.rows if row.failure)
         yield from plan.benchmark.lines(result)
+        yield from plan.benchmark.tables(result)
         if result.ratios:
             yield ratio_table(result)
 

@@ -21,7 +21,7 @@ from grmoe.kernels import runtime
 from grmoe.probe.timing import Times, figure_digits
 from grmoe.tables import Table
 
-LIBRARIES = ("torch", "triton", "transformers", "liger_kernel", "scattermoe")
+LIBRARIES = ("torch", "triton", "transformers", "liger_kernel", "scattermoe", "sonicmoe", "triton_kernels")
 
 # Columns of the errors. The first parameter of either gate (frames, weight) has the same column.
 COLUMNS = {
@@ -38,7 +38,11 @@ def version(library: str) -> str:
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
+        pass
+    try:
         return str(getattr(importlib.import_module(library), "__version__", "unknown"))
+    except ImportError:  # found, but something it needs is missing: its row says what
+        return "unknown"
 
 
 def describe_machine(device: torch.device) -> str:
@@ -95,13 +99,14 @@ def _plain_times(times: Times) -> dict[str, Any]:
 
 
 def row_table(result: Result, title: str, facts: dict[str, str]) -> Table:
-    """One row per contender. `facts` names the facts to show and how to format each."""
+    """One row per contender. `facts` names the facts to show, if a row has them, and how to format each."""
     rows = result.rows
     modes = list(dict.fromkeys(mode for row in rows for mode in row.times))
     errors = [label for label in dict.fromkeys(COLUMNS.values()) if any(label in _errors(r) for r in rows)]
     memory = any(row.peak is not None for row in rows)
     host = any(times.host for row in rows for times in row.times.values())
     machine = (["host ms"] if host else []) + (["peak MB"] if memory else [])
+    facts = {name: spec for name, spec in facts.items() if any(name in row.facts for row in rows)}
     headings = ["contender", *facts, *(f"{mode} ms" for mode in modes), *machine, *errors]
     table = Table(f"{title}: {result.shape}", headings)
     for row in rows:

@@ -35,7 +35,7 @@ FACTS = {
     "M parameters": ".1f", "tokens/s": ",.0f", "MFU %": ".1f", "first loss": ".3f", "last loss": ".3f",
     "graphs": "g", "waits": "g",
 }  # fmt: skip
-_CLIP = 1.0
+CLIP = 1.0
 OVERLAP_WEIGHT, OVERLAP_RHO = 0.01, 0.5
 _SETTLING = 2  # steps of a turn before its clock starts: memory is allocated, the queue is full
 _STATE_BYTES = 16  # a parameter, its gradient and two moments, fp32
@@ -116,7 +116,7 @@ def _train_runs(
             (loss + OVERLAP_WEIGHT * penalty).backward()
         else:
             loss.backward()
-        nn.utils.clip_grad_norm_(parameters, _CLIP)
+        nn.utils.clip_grad_norm_(parameters, CLIP)
         for optimizer in steppers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

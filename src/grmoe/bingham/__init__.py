@@ -5,7 +5,7 @@ over uniform x. The paper calls it matrix Bingham. A token is a vector, so this 
 """
 
 from grmoe.bingham.contour import log_normalizer
-from grmoe.bingham.estimates import kume_wood, monte_carlo
+from grmoe.bingham.estimates import kume_wood, monte_carlo, printed
 from grmoe.bingham.kummer import log_kummer, log_kummer_reference, mean_energy
 from grmoe.bingham.sampling import sample
 
@@ -16,5 +16,6 @@ __all__ = [
     "log_normalizer",
     "mean_energy",
     "monte_carlo",
+    "printed",
     "sample",
 ]

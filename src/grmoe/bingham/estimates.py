@@ -1,7 +1,7 @@
-"""Approximate normalisers for the validation table: Kume–Wood's saddlepoint and Monte Carlo.
+"""Approximate normalisers for the validation table: Kume–Wood's saddlepoint, the paper's print of it, Monte Carlo.
 
 The saddlepoint formula in the paper's appendix lacks the factors K''(t̂)^(−1/2) and e^(−t̂) of the method it cites.
-This is the method itself (Kume & Wood 2005).
+`kume_wood` is the method itself (Kume & Wood 2005), `printed` the formula of the appendix.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from grmoe import checks
-from grmoe.bingham.contour import find_saddle, spectrum, stirling_remainder
+from grmoe.bingham.contour import Saddle, find_saddle, spectrum, stirling_remainder
+
+
+def _moving_saddle(eigenvalues: Tensor, counts: Sequence[int]) -> Saddle:
+    """The saddle with its gradient: one Newton step that changes no value, dv = d(S₁ − 1)/S₂.
+
+    The integral does not depend on the saddle, but these approximations do.
+    """
+    saddle = find_saddle(eigenvalues, counts, None)
+    return replace(saddle, v=saddle.v + (saddle.power_sum(1) - 1) / saddle.power_sum(2).detach())
 
 
 def kume_wood(eigenvalues: Tensor, multiplicities: Sequence[int] | Tensor, order: int = 1) -> Tensor:
@@ -27,10 +36,7 @@ def kume_wood(eigenvalues: Tensor, multiplicities: Sequence[int] | Tensor, order
     checks.one_of("order", order, (1, 3))
     dtype = eigenvalues.dtype
     eigenvalues, counts, _ = spectrum(eigenvalues, multiplicities)
-    saddle = find_saddle(eigenvalues, counts, None)
-    # Unlike the integral, the approximation depends on the saddle. One Newton step that changes no value carries the
-    # gradient of v, dv = d(S₁ − 1)/S₂.
-    saddle = replace(saddle, v=saddle.v + (saddle.power_sum(1) - 1) / saddle.power_sum(2).detach())
+    saddle = _moving_saddle(eigenvalues, counts)
     h, s2 = saddle.half_dim, saddle.power_sum(2)
     peak = saddle.phi(saddle.v.unsqueeze(-1)).squeeze(-1)
     log_z = saddle.shift + stirling_remainder(h) + h * peak - 0.5 * torch.log(s2)
@@ -38,6 +44,25 @@ def kume_wood(eigenvalues: Tensor, multiplicities: Sequence[int] | Tensor, order
         rho4 = 6 * saddle.power_sum(4) / (h * s2**2)
         rho3_squared = 4 * saddle.power_sum(3) ** 2 / (h * s2**3)
         log_z = log_z + rho4 / 8 - 5 * rho3_squared / 24
+    return log_z.to(dtype)
+
+
+def printed(eigenvalues: Tensor, multiplicities: Sequence[int] | Tensor, factor: int = 1) -> Tensor:
+    """log Z by the formula of the paper's appendix: Z ≈ (2π)^(d/2) |Λ⋆|^(−1/2) exp(tr(Λ Λ⋆⁻¹)).
+
+    The paper calls Λ⋆ "the solution to a system of implicit equations" and does not print them. Two readings are
+    tried, both with the saddle ŝ of Kume–Wood, ½ Σ 1/(ŝ−λ_j) = 1: Λ⋆ = ŝI − Λ (factor 1), the matrix of their formula,
+    and Λ⋆ = 2(ŝI − Λ) (factor 2), for which tr Λ⋆⁻¹ = 1. The measure is the area of the sphere, as in their paper.
+    """
+    checks.one_of("factor", factor, (1, 2))
+    dtype = eigenvalues.dtype
+    eigenvalues, counts, _ = spectrum(eigenvalues, multiplicities)
+    saddle = _moving_saddle(eigenvalues, counts)
+    d = 2 * saddle.half_dim
+    star_J = factor * saddle.half_dim * (1 + saddle.v.unsqueeze(-1) - saddle.mu_J)
+    terms_J = eigenvalues / star_J - 0.5 * torch.log(star_J)
+    log_area = math.log(2) + d / 2 * math.log(math.pi) - math.lgamma(d / 2)
+    log_z = d / 2 * math.log(2 * math.pi) + d * (saddle.weight_J * terms_J).sum(-1) - log_area
     return log_z.to(dtype)
 
 

@@ -16,6 +16,7 @@ from grmoe import __version__
 from grmoe.cli import (
     analyze,
     bench,
+    bench_models,
     data,
     dial,
     evaluate,
@@ -83,9 +84,12 @@ _add(bench.gate, "gate", _bench)
 _add(bench.layer, "layer", _bench)
 _add(bench.dial, "dial", _bench)
 _add(bench.train_step, "train-step", _bench)
-_add(bench.train_model, "train-model", _bench)
-_add(bench.elastic, "elastic", _bench)
-_add(bench.prefill, "prefill", _bench)
+_add(bench_models.train_model, "train-model", _bench)
+_add(bench_models.elastic, "elastic", _bench)
+_add(bench_models.prefill, "prefill", _bench)
+_add(bench_models.breakdown, "breakdown", _bench)
+_add(bench_models.scale, "scale", _bench)
+_add(bench_models.decode, "decode", _bench)
 app.add_typer(_bench, name="bench")
 
 

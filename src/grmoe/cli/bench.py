@@ -1,4 +1,4 @@
-"""Speed next to other libraries: `grmoe bench`."""
+"""Speed of gates and layers next to other libraries: `grmoe bench`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ Shapes = Annotated[
         show_default="several, larger on a GPU",
     ),
 ]
+NamedShapes = Annotated[
+    str | None,
+    typer.Option(help="A named list of shapes. layer: hopper (five large ones), decode (1 to 128 tokens)."),
+]
 Rank = Annotated[
     int | None,
     typer.Option(
@@ -44,13 +48,6 @@ Contenders = Annotated[
     ),
 ]
 Out = Annotated[Path, typer.Option(help="Folder for results.json and the figure.")]
-Preset = Annotated[
-    str | None, typer.Option(help="A preset of `grmoe info`.", show_default="350m on a GPU, tiny on a CPU")
-]
-Batch = Annotated[int | None, typer.Option(min=1, help="Sequences.", show_default="16 on a GPU, 2 on a CPU")]
-Length = Annotated[
-    int | None, typer.Option(min=2, help="Tokens per sequence.", show_default="1024 on a GPU, 128 on a CPU")
-]
 
 
 def _layer_command(name: str, text: str) -> Callable[..., None]:
@@ -58,6 +55,7 @@ def _layer_command(name: str, text: str) -> Callable[..., None]:
 
     def command(
         shape: Shapes = None,
+        shapes: NamedShapes = None,
         rank: Rank = None,
         dtype: Dtype = None,
         device: Device = "auto",
@@ -68,6 +66,7 @@ def _layer_command(name: str, text: str) -> Callable[..., None]:
         with shell("studies"):
             from importlib import import_module
 
+            from grmoe import checks
             from grmoe.bench.run import Benchmark, Plan, find_dtype
             from grmoe.bench.shapes import parse_shape
             from grmoe.hardware import use_device
@@ -75,10 +74,14 @@ def _layer_command(name: str, text: str) -> Callable[..., None]:
             benchmark: Benchmark[Any] = import_module(f"grmoe.bench.{name.replace('-', '_')}").BENCHMARK
             where = use_device(device)
             defaults = benchmark.cuda_shapes if where.type == "cuda" else benchmark.cpu_shapes
-            shapes = [parse_shape(type(defaults[0]), given) for given in shape or []] or list(defaults)
+            if shapes is not None:
+                known = tuple(benchmark.named_shapes)
+                defaults = benchmark.named_shapes[checks.one_of("--shapes", shapes, known)]
+            given = [parse_shape(type(defaults[0]), text) for text in shape or []]
+            wanted = [*(defaults if shapes else []), *given] or list(defaults)
             plan = Plan(
                 benchmark=benchmark,
-                shapes=shapes if rank is None else [each.at_rank(rank) for each in shapes],
+                shapes=wanted if rank is None else [each.at_rank(rank) for each in wanted],
                 device=where,
                 dtype=find_dtype(dtype, where),
                 rounds=rounds,
@@ -86,13 +89,13 @@ def _layer_command(name: str, text: str) -> Callable[..., None]:
                 rank=rank,
                 wanted=contender or [],
             )
-            _finish(plan)
+            finish(plan)
 
     command.__doc__ = text
     return command
 
 
-def _finish(plan: Plan[Any], run: Callable[[Plan[Any], Progress], list[Result]] | None = None) -> None:
+def finish(plan: Plan[Any], run: Callable[[Plan[Any], Progress], list[Result]] | None = None) -> None:
     """Measure, print, draw. `run`: in place of the usual one."""
     from grmoe.bench import run as room
 
@@ -108,9 +111,12 @@ gate = _layer_command(
 )
 layer = _layer_command(
     "layer",
-    """Measure the whole MoE layer, every backend, next to Hugging Face, Liger, ScatterMoE and dense GEMMs.
+    """Measure the whole MoE layer, every backend, next to Hugging Face, Liger, ScatterMoE, SonicMoE, triton_kernels
+    and dense GEMMs. A library that is not installed is listed as such.
 
     Example, with tokens,dim,experts,width,top_k: [bold]grmoe bench layer --shape 2048,256,64,256,2[/]
+
+    Up to 128 tokens, the floor is the time to read the touched experts' weights and the frames once.
     """,
 )
 dial = _layer_command(
@@ -127,148 +133,3 @@ train_step = _layer_command(
     Example, with tokens,dim,experts,width,top_k: [bold]grmoe bench train-step --shape 2048,256,8,256,2[/]
     """,
 )
-
-
-def train_model(
-    preset: Preset = None,
-    batch: Batch = None,
-    length: Length = None,
-    hidden_act: Annotated[
-        str | None,
-        typer.Option(help="Activation of all contenders: silu (gated) or gelu.", show_default="the preset's"),
-    ] = None,
-    form: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="eager, compiled or graphs (compiled into CUDA graphs). Repeatable.",
-            show_default="all on a GPU, eager on a CPU",
-        ),
-    ] = None,
-    apart: Annotated[
-        bool | None,
-        typer.Option(
-            "--apart/--together",
-            help="Build and free each contender in every round, or hold all in memory.",
-            show_default="together if they fit",
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps per turn.")] = 10,
-    dtype: Dtype = None,
-    device: Device = "auto",
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 5,
-    contender: Contenders = None,
-    out: Out = Path("runs/bench/train-model"),
-) -> None:
-    """Measure training of a whole model, tokens/s and MFU, next to an equal Hugging Face Olmoe and our softmax top-2.
-
-    Example: [bold]grmoe bench train-model --preset 350m --batch 16 --length 1024[/]
-    """
-    with shell("lm", "studies"):
-        import torch
-
-        from grmoe.bench import train_model as bench
-        from grmoe.bench.models import FORMS, ModelShape
-        from grmoe.bench.run import Plan, find_dtype
-        from grmoe.hardware import peak_flops, use_device
-
-        where = use_device(device)
-        precision = find_dtype(dtype, where)
-        forms = tuple(form or (FORMS if where.type == "cuda" else ("eager",)))
-        peak = peak_flops(where) if precision == torch.bfloat16 else None
-        plan = Plan(
-            benchmark=bench.benchmark(forms, peak),
-            shapes=[ModelShape.on(where, preset, batch, length, hidden_act)],
-            device=where,
-            dtype=precision,
-            rounds=rounds,
-            out=out,
-            wanted=contender or [],
-        )
-        _finish(plan, partial(bench.run, steps=steps, apart=apart))
-
-
-def elastic(
-    preset: Preset = None,
-    batch: Batch = None,
-    length: Length = None,
-    unit: Annotated[
-        str, typer.Option(help="token, sequence, layer or step: what gets a budget of its own.")
-    ] = "token",
-    rule: Annotated[str, typer.Option(help="mass or count: what is random.")] = "mass",
-    compiled: Annotated[
-        bool,
-        typer.Option(
-            "--compiled/--eager", help="As the trainer does on a GPU (there with CUDA graphs), or not."
-        ),
-    ] = True,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps per turn.")] = 10,
-    dtype: Dtype = None,
-    device: Device = "auto",
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 10,
-    out: Out = Path("runs/bench/elastic"),
-) -> None:
-    """Measure what random budgets cost in training, and count what a turned budget compiles and captures.
-
-    Example: [bold]grmoe bench elastic --preset 350m --batch 16 --length 1024[/]
-    """
-    with shell("lm", "studies"):
-        import torch
-
-        from grmoe.bench import elastic as bench
-        from grmoe.bench.models import ModelShape
-        from grmoe.bench.run import Plan, find_dtype
-        from grmoe.config import from_dict
-        from grmoe.hardware import peak_flops, use_device
-        from grmoe.runs.config import ElasticConfig
-
-        where = use_device(device)
-        precision = find_dtype(dtype, where)
-        drawn = from_dict(ElasticConfig, {"unit": unit, "rule": rule})
-        peak = peak_flops(where) if precision == torch.bfloat16 else None
-        plan = Plan(
-            benchmark=bench.benchmark(drawn, compiled, peak),
-            shapes=[ModelShape.on(where, preset, batch, length)],
-            device=where,
-            dtype=precision,
-            rounds=rounds,
-            out=out,
-        )
-        _finish(plan, partial(bench.run, steps=steps, elastic=drawn, compiled=compiled))
-
-
-def prefill(
-    preset: Preset = None,
-    batch: Batch = None,
-    length: Length = None,
-    form: Annotated[
-        str | None,
-        typer.Option(
-            help="eager, compiled or graphs (compiled into CUDA graphs).",
-            show_default="graphs on a GPU, eager on a CPU",
-        ),
-    ] = None,
-    dtype: Dtype = None,
-    device: Device = "auto",
-    rounds: Rounds = 10,
-    out: Out = Path("runs/bench/prefill"),
-) -> None:
-    """Measure what the dial saves in a whole model: prefill at 2 to 1 experts per token, next to what FLOPs allow.
-
-    Example: [bold]grmoe bench prefill --preset 350m --batch 16 --length 1024[/]
-    """
-    with shell("lm", "studies"):
-        from grmoe.bench import prefill as bench
-        from grmoe.bench.models import ModelShape
-        from grmoe.bench.run import Plan, find_dtype
-        from grmoe.hardware import use_device
-
-        where = use_device(device)
-        plan = Plan(
-            benchmark=bench.benchmark(form or ("graphs" if where.type == "cuda" else "eager")),
-            shapes=[ModelShape.on(where, preset, batch, length)],
-            device=where,
-            dtype=find_dtype(dtype, where),
-            rounds=rounds,
-            out=out,
-        )
-        _finish(plan)

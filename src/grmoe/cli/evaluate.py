@@ -48,6 +48,13 @@ def evaluate(
         int | None,
         typer.Option(min=0, help="Examples per prompt of a task.", show_default="the task's own; 0"),
     ] = None,
+    scorer: Annotated[
+        str,
+        typer.Option(
+            help="What scores tasks: `harness` (lm_eval), `grmoe` (files of --tasks-from, same numbers), or `auto`: "
+            "lm_eval where it is installed."
+        ),
+    ] = "auto",
     limit: Annotated[
         int | None, typer.Option(min=1, help="Most rows of each task.", show_default="all")
     ] = None,
@@ -73,19 +80,20 @@ def evaluate(
     """Measure perplexity on texts and lm-evaluation-harness tasks, at one or several budgets or settings of the dial.
 
     The table has one column per α and per budget, with the experts per token above the numbers. Local files need no
-    network. Tasks need lm_eval: pip install "grmoe\\[eval]".
+    network. Tasks that are not local files need lm_eval: pip install "grmoe\\[eval]".
 
     Example: [bold]grmoe eval my-model --text heldout/ --tasks-from evals/ --alpha 0.5 --alpha 1 --alpha 2[/]
 
     Example: [bold]grmoe eval runs/first/dial/model --text heldout/ --budget 1,1.5,2[/]
     """
-    with shell("lm", *(["eval"] if task or tasks_from else [])):
+    needs_harness = bool(task or tasks_from) and (scorer == "harness" or tasks_from is None)
+    with shell("lm", *(["eval"] if needs_harness else [])):
         from grmoe.evaluate import Plan, run, save, show
         from grmoe.runs.results import results_folder
 
         plan = Plan(
             model=model, texts=text or [], tasks=task or [], tasks_from=tasks_from, alphas=alpha or [],
             budgets=parse_numbers("budget", budget), shots=shots, limit=limit, tokens=tokens, length=length,
-            stride=stride, batch=batch, checkpoint=checkpoint, out=out or results_folder(model, "eval"),
+            stride=stride, batch=batch, scorer=scorer, checkpoint=checkpoint, out=out or results_folder(model, "eval"),
         )  # fmt: skip
         run_plan(plan, run, show, partial(save, out=plan.out))

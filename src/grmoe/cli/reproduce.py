@@ -38,6 +38,10 @@ def reproduce(
         typer.Option(help="Another text to measure models on, beside held-out text. Repeatable."),
     ] = None,
     tokens: options.TextTokens = None,
+    tasks_from: Annotated[
+        Path | None,
+        typer.Option(help="Folder of TASK_SPLIT.jsonl, such as hellaswag_val.jsonl, for downstream tasks."),
+    ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(
@@ -106,7 +110,7 @@ def reproduce(
             place = Place(
                 results=results, work=work, data=data, texts=tuple(text or ()), device=device, at_once=at_once,
                 until=None if minutes is None else time.monotonic() + 60 * minutes, only=tuple(only or ()), seeds=seeds,
-                steps=steps, settings=settings, tokens=tokens, revision=revision,
+                steps=steps, settings=settings, tokens=tokens, revision=revision, tasks=tasks_from,
                 keep=None if keep is None else tuple(name for name in keep if name != "none"),
             )  # fmt: skip
             with show_progress() as progress:

@@ -10,7 +10,7 @@ import difflib
 import io
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partialmethod
@@ -77,6 +77,14 @@ def find_files(folder: Path) -> dict[str, dict[str, Path]]:
     return {task: files for task, files in found.items() if set(files) != {"train"}}
 
 
+def task_name(given: str, found: Mapping[str, object], folder: Path) -> str:
+    """The full name of a task that `folder` holds."""
+    name = _ALIASES.get(given, given)
+    held = ", ".join(found) or "none"
+    require(name in found, f"task must be one that {folder} holds ({held}), got {given}")
+    return name
+
+
 def task_config(task: str, files: dict[str, Path], stock_folder: Path) -> dict[str, Any]:
     """The stock task with its data replaced.
 
@@ -118,18 +126,17 @@ def task_specs(tasks: Sequence[str], folder: Path | None, out: Path) -> list[str
         require(bool(found), f"{folder} must hold TASK_SPLIT.jsonl (also .gz, .xz, .zst) of one of {known}")
     specs = []
     for given in dict.fromkeys(tasks or found):
-        name = _ALIASES.get(given, given)
-        if given.endswith((".yaml", ".yml")):
+        if _is_file(given):
             require(Path(given).is_file(), f"task must be a file that exists, got {given}")
             specs.append(str(Path(given).resolve()))
         elif folder is not None:
-            held = ", ".join(found) or "none"
-            require(name in found, f"task must be one that {folder} holds ({held}), got {given}")
+            name = task_name(given, found, folder)
             out.mkdir(parents=True, exist_ok=True)
             path = out / f"{name}.yaml"
             path.write_text(yaml.safe_dump(task_config(name, found[name], stock_folder), sort_keys=False))
             specs.append(str(path.resolve()))
         else:
+            name = _ALIASES.get(given, given)
             specs.append(str(stock_folder / STOCK[name].path) if name in STOCK else name)
     return specs
 

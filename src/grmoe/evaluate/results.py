@@ -53,6 +53,8 @@ class Evaluation:
     """Examples per prompt of a task."""
     limit: int | None
     """Most rows of each task."""
+    scorer: str
+    """What scored the tasks: "harness" (lm_eval) or "grmoe"; empty without tasks."""
     versions: dict[str, str]
     """Of the libraries that decide the numbers."""
     points: list[Point]

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from grmoe.checks import positive_int, require
+from grmoe.checks import one_of, positive_int, require
+from grmoe.evaluate import harness
 from grmoe.evaluate.perplexity import Perplexity, count_windows, measure_text
 from grmoe.evaluate.results import Alpha, Evaluation, Point, Result, show_alpha
+from grmoe.evaluate.scoring import Scorer
 from grmoe.evaluate.tables import save
 from grmoe.evaluate.texts import DomainText, read_domains
+from grmoe.extras import missing
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.routing import routing_figures
 from grmoe.probe.text import VALIDATION
@@ -50,11 +53,13 @@ class Plan:
     tokens: int | None = None
     """Most tokens of each domain of a text."""
     length: int | None = None
-    """Tokens per window. None: as trained, or the model's longest."""
+    """Tokens per window. None: as trained, or the model's longest. Also the most tokens of a prompt, under "grmoe"."""
     stride: int | None = None
     """Tokens from window to window. None: the length, so that windows do not overlap."""
     batch: int = 8
     """Windows, or sequences of a task, per forward pass."""
+    scorer: str = "auto"
+    """Of tasks: "harness" (lm_eval), "grmoe" (files of `tasks_from` alone), or "auto": lm_eval if it is installed."""
     checkpoint: str = "best"
 
 
@@ -66,20 +71,17 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     require(stride <= length, f"stride must be at most the length of a window, {length}, got {stride}")
     settings = check_settings(loaded.model, plan.alphas, plan.budgets)
     wants_tasks = bool(plan.tasks) or plan.tasks_from is not None
+    scorer = choose_scorer(plan.scorer, plan.tasks, plan.tasks_from) if wants_tasks else ""
     sources = plan.texts or ([] if wants_tasks else [VALIDATION])
     texts = read_domains(sources, loaded, plan.tokens)
     points: list[Point] = []  # grows while the evaluation is saved again and again
     evaluation = Evaluation(
         length=length, stride=stride, batch=plan.batch, tokens=plan.tokens, shots=plan.shots, limit=plan.limit,
-        versions=versions(LIBRARIES), points=points,
+        scorer=scorer, versions=versions(LIBRARIES), points=points,
     )  # fmt: skip
     result = Result(loaded=loaded, evaluation=evaluation)
-    harness = None
-    if wants_tasks:  # loaded before anything is measured, so that a wrong name shows at once
-        from grmoe.evaluate.harness import Harness, task_specs
-
-        specs = task_specs(plan.tasks, plan.tasks_from, plan.out / "tasks")
-        harness = Harness(specs, loaded.model, loaded.tokenizer, plan.batch, plan.shots)
+    # Loaded before anything is measured, so that a wrong name shows at once.
+    answers = _open_tasks(plan, loaded, scorer) if wants_tasks else None
     if texts:
         windows = sum(count_windows(text, length, stride) for text in texts)
         steps = Steps(progress, windows * len(settings))
@@ -87,11 +89,11 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
             _use(loaded, setting)
             points.append(_measure_texts(loaded.model, texts, setting, evaluation, steps))
             save(result, plan.out)
-    if harness is not None:
+    if answers is not None:
         for place, setting in enumerate(settings):
             _use(loaded, setting)
             at = show_alpha(*setting)
-            tasks = harness.run(plan.limit, lambda s, n, of, at=at: progress(f"{s} at {at}", n, of))
+            tasks = answers.run(plan.limit, lambda s, n, of, at=at: progress(f"{s} at {at}", n, of))
             routing = routing_figures(loaded.model)
             if not texts:
                 alpha, budget = setting
@@ -100,6 +102,28 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
             points[place] = replace(points[place], tasks=tasks, task_routing=routing)
             save(result, plan.out)
     return result
+
+
+def choose_scorer(scorer: str, tasks: Sequence[str], tasks_from: Path | None) -> str:
+    """ "harness" or "grmoe". Local files of tasks we know need no lm_eval; all else does."""
+    one_of("scorer", scorer, ("auto", "harness", "grmoe"))
+    local = tasks_from is not None and not any(task.endswith((".yaml", ".yml")) for task in tasks)
+    require(
+        scorer != "grmoe" or local,
+        "scorer must be harness for tasks that are not in the folder of --tasks-from, got grmoe",
+    )
+    if scorer == "auto":
+        return "grmoe" if local and missing("eval") else "harness"
+    return scorer
+
+
+def _open_tasks(plan: Plan, loaded: LoadedModel, scorer: str) -> harness.Harness | Scorer:
+    if scorer == "grmoe":
+        assert plan.tasks_from is not None  # by `choose_scorer`
+        given = (loaded.model, loaded.tokenizer, plan.batch, plan.shots)
+        return Scorer(plan.tasks, plan.tasks_from, *given, longest=plan.length)
+    specs = harness.task_specs(plan.tasks, plan.tasks_from, plan.out / "tasks")
+    return harness.Harness(specs, loaded.model, loaded.tokenizer, plan.batch, plan.shots)
 
 
 def check_alphas(model: GrmoeForCausalLM, alphas: Sequence[float]) -> list[Alpha]:

@@ -73,13 +73,19 @@ def routing_figures(model: nn.Module) -> RoutingFigures:
 
 
 @contextmanager
-def recorded(model: nn.Module) -> Iterator[list[Routing]]:
+def recorded(model: nn.Module, inputs: list[Tensor] | None = None) -> Iterator[list[Routing]]:
     """Yield a list that holds the `Routing` of every MoE layer after a forward pass; clear it before the next.
 
-    The routers' metrics stay as they were.
+    The routers' metrics stay as they were. inputs: a list that gets the tokens each router saw; clear it as well.
     """
     seen: list[Routing] = []
-    hooks = [router.register_forward_hook(lambda _m, _x, out: seen.append(out)) for router in routers(model)]
+
+    def record(_: nn.Module, args: tuple[Tensor, ...], out: Routing) -> None:
+        seen.append(out)
+        if inputs is not None:
+            inputs.append(args[0])
+
+    hooks = [router.register_forward_hook(record) for router in routers(model)]
     try:
         with uncounted(model):
             yield seen

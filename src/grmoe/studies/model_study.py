@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +25,19 @@ class Group:
     seeds: int
 
 
+def list_jobs(groups: Sequence[Group], place: Place | None = None) -> list[Job]:
+    """All seeds of a recipe are spread, so that an interrupted study has the first seeds of every recipe."""
+    only, seeds, steps = ((), None, None) if place is None else (place.only, place.seeds, place.steps)
+    found = [
+        (seed, Job(group.base.with_steps(steps), recipe, seed))
+        for group in groups
+        for recipe in group.recipes
+        if not only or recipe.name in only
+        for seed in range(seeds or group.seeds)
+    ]
+    return [job for _, job in sorted(found, key=lambda pair: pair[0])]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelStudy:
     """A `Study` with jobs that train models."""
@@ -37,16 +50,7 @@ class ModelStudy:
     """The page, from the store alone."""
 
     def jobs(self, place: Place | None = None) -> list[Job]:
-        """All seeds of a recipe are spread, so that an interrupted study has the first seeds of every recipe."""
-        only, seeds, steps = ((), None, None) if place is None else (place.only, place.seeds, place.steps)
-        found = [
-            (seed, Job(group.base.with_steps(steps), recipe, seed))
-            for group in self.groups
-            for recipe in group.recipes
-            if not only or recipe.name in only
-            for seed in range(seeds or group.seeds)
-        ]
-        return [job for _, job in sorted(found, key=lambda pair: pair[0])]
+        return list_jobs(self.groups, place)
 
     @property
     def recipes(self) -> list[str]:

@@ -9,8 +9,9 @@ from grmoe.studies.study import Study
 
 # Names as in `grmoe reproduce NAME`; the module has `_` for `-`.
 NAMES = (
-    "learning-rates", "language-model", "scaling", "dynamics", "post-hoc", "budgets", "ablations", "future",
-    "normalizer",
+    "synthetic", "alpha-sweep", "synthetic-map", "learning-rates", "language-model", "scaling", "dynamics", "post-hoc",
+    "budgets", "ablations", "separation", "token-analysis", "depth",
+    "overhead", "scale", "normalizer", "learned-normalizer", "downstream", "future",
 )  # fmt: skip
 
 

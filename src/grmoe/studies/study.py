@@ -48,6 +48,8 @@ class Place:
     """More settings of `grmoe train` for every model, such as compile=false."""
     tokens: int | None = None
     """Tokens to measure of each text. Default: 8192, on a GPU 131072."""
+    tasks: Path | None = None
+    """Folder of TASK_SPLIT.jsonl, for downstream tasks."""
     keep: tuple[str, ...] | None = None
     """Recipes with models that stay in `work` once measured. None: all of them."""
     revision: str = ""

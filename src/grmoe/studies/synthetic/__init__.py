@@ -6,8 +6,10 @@ result = run(Plan(out=Path("runs/synthetic"), config=Config.quick()))
 save(result, Path("runs/synthetic"))
 """
 
+from grmoe.studies.synthetic.page import STUDY
+from grmoe.studies.synthetic.results import Config
 from grmoe.studies.synthetic.saving import save
-from grmoe.studies.synthetic.study import Config, Plan, Result, run
+from grmoe.studies.synthetic.study import Plan, Result, run
 from grmoe.studies.synthetic.tables import show
 
-__all__ = ["Config", "Plan", "Result", "run", "save", "show"]
+__all__ = ["STUDY", "Config", "Plan", "Result", "run", "save", "show"]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from grmoe.pictures import COLORS, GREY, INK, picture
 from grmoe.studies.synthetic.evaluation import SeedScore
-from grmoe.studies.synthetic.study import MethodResult, SettingResult
+from grmoe.studies.synthetic.results import MethodResult, SettingResult
 from grmoe.studies.synthetic.tables import Row, caption
 
 OURS, RIVAL, RIVAL_DIAL = COLORS[:3]
@@ -22,9 +21,11 @@ def draw(result: SettingResult, path: Path) -> Path:
     with picture(path, 13.5, 8.6, font_size=10) as figure:
         grid = figure.add_gridspec(2, 2, width_ratios=[1.25, 1], height_ratios=[1, 1])
         _accuracy(figure.add_subplot(grid[0, 0]), result)
-        dialed = [m for m in result.methods if m.dial is not None]
-        for row, method in enumerate(reversed(dialed)):
-            _dial(figure.add_subplot(grid[row, 1]), method)
+        dialed = [
+            m for m in map(result.find, ("grmoe", "softmax_top1")) if m is not None and m.dial is not None
+        ]
+        for row, method in enumerate(dialed):
+            draw_dial(figure.add_subplot(grid[row, 1]), method)
         lower = grid[1, 0].subgridspec(1, 2, width_ratios=[1.2, 1])
         _load(figure.add_subplot(lower[0]), result)
         _recovery(figure, figure.add_subplot(lower[1]), result)
@@ -53,7 +54,7 @@ def _strip(axes: Any, result: SettingResult, value: Callable[[SeedScore], float]
 
 def _accuracy(axes: Any, result: SettingResult) -> None:
     _strip(axes, result, lambda s: 100 * s.accuracy)
-    oracle = 100 * result.oracle_accuracy
+    oracle = 100 * result.methods[0].oracle_accuracy
     axes.axvline(oracle, color=RIVAL, lw=1.2)
     axes.text(oracle - 0.6, -0.75, "Bayes oracle", color=RIVAL, fontsize=9, ha="right", va="center")
     axes.axvline(100 / result.num_experts, color=_OTHERS, lw=1, ls=":")
@@ -78,17 +79,19 @@ def _load(axes: Any, result: SettingResult) -> None:
     axes.set_title("Is an expert starving?", loc="left", fontsize=11)
 
 
-def _dial(axes: Any, method: MethodResult) -> None:
-    ours = method.method.startswith("grmoe")
-    color, dial = OURS if ours else RIVAL_DIAL, method.dial or {}
-    alphas, entropy_AS = dial["alphas"], dial["entropy_AS"]
+def draw_dial(axes: Any, method: MethodResult) -> None:
+    """Entropy of every seed along the dial, between its certificates."""
+    ours, dial = method.method.startswith("grmoe"), method.dial
+    assert dial is not None
+    color = OURS if ours else RIVAL_DIAL
+    alphas, entropy_AS = dial.alphas, dial.entropy_AS
     band = {"color": color, "alpha": 0.15, "lw": 0, "label": "certified band, mean over tokens"}
-    axes.fill_between(alphas, dial["lower"], dial["upper"], **band)
+    axes.fill_between(alphas, dial.lower, dial.upper, **band)
     for seed in zip(*entropy_AS, strict=True):
         axes.plot(alphas, seed, color=color, alpha=0.3, lw=0.7)
     mean = [sum(row) / len(row) for row in entropy_AS]
     axes.plot(alphas, mean, color=color, lw=2.4, label="entropy (thin: seeds)")
-    paper = [max(0.0, v) for v in dial["paper_lower"]]
+    paper = [max(0.0, v) for v in dial.paper_lower]
     axes.plot(alphas, paper, color=INK, lw=1.1, ls="--", label="the paper's lower bound")
     axes.axvline(1, color=_OTHERS, lw=1, ls=":")
     at_top = {"va": "top", "transform": axes.get_xaxis_transform()}
@@ -101,9 +104,8 @@ def _dial(axes: Any, method: MethodResult) -> None:
     axes.set_ylabel("routing entropy, nats")
     sharp = mean[len(mean) // 2] < mean[0] / 2  # then the curve leaves the right half of the panel free
     axes.legend(frameon=False, loc="center right" if sharp else "lower left", fontsize=8.5)
-    falling = sum(all(b <= a + 1e-6 for a, b in pairwise(seed)) for seed in zip(*entropy_AS, strict=True))
-    what = "GrMoE" if ours else "Softmax gate"
-    title = f"{what}: entropy falls along the dial in {falling}/{len(method.scores)} seeds"
+    what = "GrMoE" if method.method == "grmoe" else f"{method.title} gate"
+    title = f"{what}: entropy falls along the dial in {dial.falling_seeds()}/{len(method.scores)} seeds"
     axes.set_title(title, loc="left", fontsize=11)
 
 

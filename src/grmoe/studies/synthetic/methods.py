@@ -1,6 +1,6 @@
 """The rows of the synthetic table: how each method's router is built, and the paper's figures for it.
 
-Every method has the same experts, tokens, steps, schedule and learning rates.
+Every method has the same experts, tokens, steps and schedule, and chooses among the same learning rates.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from grmoe import checks
-from grmoe.routing import Router, build_router
+from grmoe.routing import Router, TopK, build_router
+from grmoe.studies.synthetic.training import Overlap
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,16 @@ class Method:
     """Arguments of the router."""
     supervised: bool = False
     """Train the gate on the labels."""
+    overlap: Overlap | None = None
+    """Overlap penalty in the objective."""
     paper: dict[str, PaperRow] = field(default_factory=dict)
     """The paper's figures by setting: its table (easy) and its text (hard)."""
 
     def builder(self, dim: int, num_experts: int, rank: int, batch: int) -> Callable[[int], Router]:
         """A function from a seed to a router."""
         options = dict(self.options)
+        if "selection" in options:
+            options["selection"] = TopK(**options["selection"])
         if self.router == "grassmann":
             options["rank"] = rank
         if self.router == "soft_moe":
@@ -63,6 +68,12 @@ class Method:
 
 
 _GRASSMANN = {"kappa": 1.0}
+_PAPER_PRIOR = {**_GRASSMANN, "prior": "paper"}
+_TOP2 = {"k": 2, "renormalize": False}
+_TOP2_RENORMALIZED = {"k": 2, "renormalize": True}
+# The paper's hinge ρ₀ = 0.3 lies above the overlap k/d = 0.125 of random frames. The other one lies below.
+_PAPER_HINGE = Overlap(rho=0.3)
+_LOW_HINGE = Overlap(rho=0.5, relative=True)
 
 METHODS = (
     Method(
@@ -105,13 +116,68 @@ METHODS = (
         options={**_GRASSMANN, "amortizer": "affinity"},
         paper={"easy": PaperRow(90.8, 0.051, 0, 1.48)},
     ),
-    # Beside the paper's rows: its gate with its own prior, and a linear gate trained on the labels.
+    # Beside the paper's rows. First, other priors and the overlap penalty of the paper's objective.
     Method(
-        key="grmoe_paper_prior",
-        title="GrMoE, paper's prior",
+        key="grmoe_uniform_prior",
+        title="GrMoE, uniform prior",
         router="grassmann",
-        options={**_GRASSMANN, "prior": "paper"},
+        options={**_GRASSMANN, "prior": "uniform"},
     ),
+    Method(key="grmoe_paper_prior", title="GrMoE, paper's prior", router="grassmann", options=_PAPER_PRIOR),
+    Method(
+        key="grmoe_paper",
+        title="GrMoE as in the paper: its prior, overlap term ρ₀ = 0.3",
+        router="grassmann",
+        options=_PAPER_PRIOR,
+        overlap=_PAPER_HINGE,
+    ),
+    Method(
+        key="grmoe_paper_low_hinge",
+        title="GrMoE, paper's prior, overlap term at half of random",
+        router="grassmann",
+        options=_PAPER_PRIOR,
+        overlap=_LOW_HINGE,
+    ),
+    Method(
+        key="grmoe_overlap",
+        title="GrMoE + overlap term ρ₀ = 0.3",
+        router="grassmann",
+        options=_GRASSMANN,
+        overlap=_PAPER_HINGE,
+    ),
+    Method(
+        key="grmoe_low_hinge",
+        title="GrMoE + overlap term at half of random",
+        router="grassmann",
+        options=_GRASSMANN,
+        overlap=_LOW_HINGE,
+    ),
+    # Two experts per token: GrMoE at the cost of Softmax top-2, weights renormalised or not, and a balanced softmax.
+    Method(
+        key="grmoe_top2",
+        title="GrMoE top-2",
+        router="grassmann",
+        options={**_GRASSMANN, "selection": _TOP2},
+    ),
+    Method(
+        key="grmoe_top2_renormalized",
+        title="GrMoE top-2, renormalised",
+        router="grassmann",
+        options={**_GRASSMANN, "selection": _TOP2_RENORMALIZED},
+    ),
+    Method(
+        key="softmax_top2_renormalized",
+        title="Softmax top-2, renormalised",
+        router="softmax",
+        options={"top_k": 2, "selection": _TOP2_RENORMALIZED},
+    ),
+    Method(
+        key="softmax_top2_balanced",
+        title="Softmax top-2, balanced",
+        router="softmax",
+        options={"top_k": 2, "balance": True},
+    ),
+    # The best a linear gate can do.
     Method(
         key="supervised", title="Linear, with labels", router="softmax", options={"top_k": 1}, supervised=True
     ),

@@ -1,61 +1,42 @@
-"""The synthetic study from start to finish: every method on every setting.
+"""The synthetic study from start to finish: every method on every setting, each at its best learning rate.
 
-Each (setting, method) pair is written to its own JSON file when it is done. An interrupted study continues where it
-stopped when started again with the same configuration.
+A job is one method on all settings. It runs twice as one tensor program: all learning rates on other tasks, then the
+best rate of each setting on the tasks that are scored. Results are written when a job is done, so an interrupted study
+continues where it stopped.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
 import torch
 
-from grmoe.files import write_file
+from grmoe.hardware import device_name, use_device
+from grmoe.studies.study import Place, State
+from grmoe.studies.synthetic import results
 from grmoe.studies.synthetic.evaluation import SeedScore, frame_recovery, score, sweep_dial
 from grmoe.studies.synthetic.methods import METHODS, Method
-from grmoe.studies.synthetic.task import EASY, HARD, Setting, Task
-from grmoe.studies.synthetic.training import Training, train
+from grmoe.studies.synthetic.results import Config, MethodResult, Saved, Screening, SettingResult, spec_of
+from grmoe.studies.synthetic.task import EASY, HARD, SKEWED, Setting, Task
+from grmoe.studies.synthetic.training import Trained, train
 from grmoe.terminal import Progress, Steps, silent
 
-SETTINGS = {s.name: s for s in (EASY, HARD)}
+SETTINGS = {s.name: s for s in (EASY, HARD, SKEWED)}
 QUICK_METHODS = ["softmax_top1", "switch", "expert_choice", "soft_moe", "vmf", "grmoe", "supervised"]
-_DIALED = ("grmoe", "softmax_top1")  # the figure shows their dials
+DIALED = ("grmoe", "softmax_top1", "softmax_top2")  # the figures show their dials
 ALPHAS = [2.0 ** (i / 2) for i in range(-6, 9)]  # 1/8 … 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """A whole study. Results of another configuration are not reused."""
+class JobError(RuntimeError):
+    """A process that ran jobs failed."""
 
-    seeds: int = 50
-    """Independent tasks and trainings per method, computed as one batch."""
-    num_experts: int = 8
-    """N, experts and classes."""
-    dim: int = 128
-    """d, width of a token."""
-    rank: int = 16
-    """k, rank of a class's subspace and of a Grassmann router's frames."""
-    out_dim: int = 16
-    """Width of the targets."""
-    eval_tokens: int = 4096
-    """Fresh tokens per seed that methods are scored on."""
-    dial_tokens: int = 1024
-    """Tokens per seed of the dial's curves."""
-    task_seed: int = 0
-    """Seed of tasks, trainings and tokens."""
-    training: Training = field(default_factory=Training)
-    """How every method is trained."""
-    device: str = "cpu"
-    """Kind of device that draws tokens and trains, "cpu" or "cuda". Another one draws other tokens."""
-
-    @classmethod
-    def quick(cls) -> Config:
-        """Small enough for a demo: under a minute on two cores for `QUICK_METHODS`."""
-        return cls(seeds=6, eval_tokens=2048, training=Training(steps=600))
+    status = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,39 +44,16 @@ class Plan:
     """Every method on every setting."""
 
     out: Path
-    """Folder where each finished method is kept, SETTING/METHOD.json."""
+    """Folder where each finished method is kept, METHOD.json."""
     config: Config = field(default_factory=Config)
-    settings: tuple[Setting, ...] = (EASY, HARD)
+    settings: tuple[Setting, ...] = (EASY, HARD, SKEWED)
     methods: tuple[Method, ...] = METHODS
-
-
-@dataclass(kw_only=True)
-class MethodResult:
-    """One method on one setting."""
-
-    method: str
-    title: str
-    setting: str
-    scores: list[SeedScore]
-    oracle_accuracy: float
-    seconds: float
-    dial: dict[str, Any] | None = None
-    """A `DialSweep`, for methods in `_DIALED`."""
-    recovery: list[list[float]] | None = None
-    """`frame_recovery`, for routers with frames."""
-
-
-@dataclass(kw_only=True)
-class SettingResult:
-    """All methods on one setting. Overlap is the achieved one, over pairs of classes and seeds."""
-
-    setting: Setting
-    num_experts: int
-    overlap_mean: float
-    overlap_min: float
-    overlap_max: float
-    oracle_accuracy: float
-    methods: list[MethodResult]
+    curves: bool = True
+    """Measure dials and recovered subspaces too, for the figures."""
+    at_once: int = 1
+    """Jobs that run at the same time, each in its own process."""
+    until: float | None = None
+    """No job starts after this time (`time.monotonic`)."""
 
 
 @dataclass(frozen=True)
@@ -104,107 +62,237 @@ class Result:
     settings: list[SettingResult]
 
 
+class Bench:
+    """Tasks of a configuration. They are the same for all methods, and slow to make."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._made: dict[tuple[Setting, bool], Task] = {}
+
+    def task(self, settings: Iterable[Setting], *, screening: bool = False) -> Task:
+        """One task for each setting, joined. screening: those on which rates are chosen."""
+        return Task.joined([self._one(setting, screening) for setting in settings])
+
+    def _one(self, setting: Setting, screening: bool) -> Task:
+        c = self.config
+        if (setting, screening) not in self._made:
+            self._made[setting, screening] = Task(
+                setting,
+                c.screening_seeds if screening else c.seeds,
+                num_experts=c.num_experts,
+                dim=c.dim,
+                rank=c.rank,
+                out_dim=c.out_dim,
+                seed=c.screening_seed if screening else c.task_seed,
+                device=c.device,
+            )
+        return self._made[setting, screening]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A method trained at its best rates, with the tokens it was scored on. Entries are settings × seeds."""
+
+    task: Task
+    trained: Trained
+    x_SBD: torch.Tensor
+    scores: list[list[SeedScore]]
+    """By setting and seed."""
+    oracle: list[float]
+    """Accuracy of the Bayes classifier, by setting."""
+    rates: list[float]
+    """By setting."""
+    screening: list[Screening] | None
+    """By setting."""
+
+
 def run(plan: Plan, progress: Progress = silent) -> Result:
     """Train and score every method on every setting. Finished methods are read back from `plan.out`."""
-    steps = Steps(progress, len(plan.settings) * len(plan.methods) * plan.config.training.steps)
-    return Result(plan.config, [_run_setting(setting, plan, steps) for setting in plan.settings])
+    if plan.at_once > 1:
+        _run_apart(plan, progress)
+    else:
+        _run_here(plan, progress)
+    found = results.read_all(plan.out)
+    keys = {method.key for method in plan.methods}
+    shown = []
+    for setting in plan.settings:
+        methods = found[setting.name].methods if setting.name in found else []
+        if chosen := [m for m in methods if m.method in keys]:
+            shown.append(SettingResult(setting=setting, methods=chosen))
+    return Result(plan.config, shown)
 
 
-def _run_setting(setting: Setting, plan: Plan, steps: Steps) -> SettingResult:
-    config = plan.config
-    task = Task(
-        setting,
-        config.seeds,
-        num_experts=config.num_experts,
-        dim=config.dim,
-        rank=config.rank,
-        out_dim=config.out_dim,
-        seed=config.task_seed,
-        device=config.device,
-    )
-    overlap = task.achieved_overlap()
-    held_out = task.token_generator(config.task_seed + 1_000_003)
-    x_SBD, label_SB = task.tokens(config.eval_tokens, held_out)
-    oracle = float((task.oracle(x_SBD) == label_SB).double().mean())
-    results = []
+def missing(plan: Plan, method: Method) -> tuple[Setting, ...]:
+    """The settings on which a method has no results of this configuration yet."""
+    known = {result.setting for result in _reusable(plan, method).values()}
+    return tuple(setting for setting in plan.settings if setting not in known)
+
+
+def _reusable(plan: Plan, method: Method) -> dict[str, MethodResult]:
+    """What is kept of a method, if it was made with this configuration."""
+    saved = results.read(plan.out, method.key)
+    if saved is None or (saved.fingerprint, saved.spec) != (plan.config.fingerprint, spec_of(method)):
+        return {}
+    return saved.results
+
+
+def state_of(plan: Plan) -> State:
+    """How many methods have all their results."""
+    return State(sum(not missing(plan, method) for method in plan.methods), len(plan.methods))
+
+
+def run_at(plan: Plan, place: Place, progress: Progress) -> None:
+    """Run a plan as part of `grmoe reproduce`."""
+    config = replace(plan.config, device=use_device(place.device).type)
+    run(replace(plan, config=config, at_once=place.at_once, until=place.until), progress)
+
+
+def steps_of(config: Config) -> int:
+    """Training steps of one job."""
+    return config.training.steps * (2 if len(config.rates) > 1 else 1)
+
+
+def _run_here(plan: Plan, progress: Progress) -> None:
+    bench = Bench(plan.config)
+    steps = Steps(progress, len(plan.methods) * steps_of(plan.config))
     for method in plan.methods:
-        path = plan.out / setting.name / f"{method.key}.json"
-        fingerprint = {"config": asdict(config), "setting": asdict(setting), "method": _plain(asdict(method))}
-        result = _load(path, fingerprint)
-        if result is None:
-            result = _run_method(task, method, config, x_SBD, label_SB, oracle, steps)
-            _save(path, {"fingerprint": fingerprint, "result": asdict(result)})
-        else:
-            steps(f"{setting.name}: {method.title}", config.training.steps)
-        results.append(result)
-    return SettingResult(
-        setting=setting,
-        num_experts=config.num_experts,
-        overlap_mean=float(overlap.mean()),
-        overlap_min=float(overlap.min()),
-        overlap_max=float(overlap.max()),
-        oracle_accuracy=oracle,
-        methods=results,
-    )
+        settings = missing(plan, method)
+        if not settings:
+            steps(method.title, steps_of(plan.config))
+        elif plan.until is None or time.monotonic() < plan.until:
+            _run_job(plan, bench, method, settings, steps)
 
 
-def _run_method(
-    task: Task,
-    method: Method,
-    config: Config,
-    x_SBD: torch.Tensor,
-    label_SB: torch.Tensor,
-    oracle: float,
-    steps: Steps,
-) -> MethodResult:
-    training = config.training
-    label = f"{task.setting.name}: {method.title}"
+def _run_apart(plan: Plan, progress: Progress) -> None:
+    """Every process takes each `at_once`-th of the unfinished methods. They share nothing but the folder."""
+    left = [method for method in plan.methods if missing(plan, method)]
+    context = get_context("spawn")  # CUDA does not fork
+    shares = [replace(plan, methods=tuple(left[i :: plan.at_once]), at_once=1) for i in range(plan.at_once)]
+    workers = [context.Process(target=_run_here, args=(share, silent)) for share in shares if share.methods]
+    for worker in workers:
+        worker.start()
+    total = len(plan.methods)
+    while any(worker.is_alive() for worker in workers):
+        done = total - sum(bool(missing(plan, method)) for method in left)
+        progress(f"{len(workers)} methods at once", done, total)
+        time.sleep(1)
+    if any(worker.exitcode for worker in workers):
+        raise JobError("a process of the study failed; its error is above")
+
+
+def _run_job(plan: Plan, bench: Bench, method: Method, settings: tuple[Setting, ...], steps: Steps) -> None:
     started = time.perf_counter()
-    # Every method sees the same training tokens.
-    task.generator.manual_seed(config.task_seed + 17)
-    trained = train(
+    fit = fit_best(bench, method, settings, steps)
+    config, S = plan.config, plan.config.seeds
+    found = {}
+    for i, setting in enumerate(settings):
+        entries = slice(i * S, (i + 1) * S)
+        overlap = bench.task([setting]).achieved_overlap()
+        dial = None
+        if plan.curves and method.key in DIALED:
+            dial = sweep_dial(fit.trained.routers, fit.x_SBD[:, : config.dial_tokens], ALPHAS, entries)
+        found[setting.name] = MethodResult(
+            method=method.key,
+            title=method.title,
+            setting=setting,
+            num_experts=config.num_experts,
+            scores=fit.scores[i],
+            oracle_accuracy=fit.oracle[i],
+            overlap=(float(overlap.mean()), float(overlap.min()), float(overlap.max())),
+            rate=fit.rates[i],
+            screening=None if fit.screening is None else fit.screening[i],
+            dial=dial,
+            recovery=frame_recovery(fit.task, fit.trained.routers, entries.start) if plan.curves else None,
+            seconds=time.perf_counter() - started,
+        )
+    results.write(
+        Saved(
+            method=method.key,
+            fingerprint=config.fingerprint,
+            spec=spec_of(method),
+            machine=device_name(torch.device(config.device)),
+            results={**_reusable(plan, method), **found},
+        ),
+        plan.out,
+    )
+
+
+def fit_best(bench: Bench, method: Method, settings: tuple[Setting, ...], steps: Steps) -> Fit:
+    """Choose the rate of each setting on other tasks, train at these, and score on fresh tokens."""
+    config = bench.config
+    screening = _screen(bench, method, settings, steps) if len(config.rates) > 1 else None
+    rates = [config.rates[0]] * len(settings)
+    if screening is not None:
+        rates = [best_rate(found, by_accuracy=method.supervised) for found in screening]
+    task = bench.task(settings)
+    by_entry = [rate for rate in rates for _ in range(config.seeds)]
+    trained = _train(task, method, config, by_entry, config.task_seed, lambda: steps(method.title))
+    x_SBD, label_SB = task.tokens(config.eval_tokens, config.task_seed + _HELD_OUT)
+    scores = score(task, trained, x_SBD, label_SB, group=config.training.batch)
+    right_S = (task.oracle(x_SBD) == label_SB).double().mean(-1)
+    return Fit(
+        task=task,
+        trained=trained,
+        x_SBD=x_SBD,
+        scores=_blocks(scores, config.seeds),
+        oracle=right_S.view(len(settings), -1).mean(-1).tolist(),
+        rates=rates,
+        screening=screening,
+    )
+
+
+_HELD_OUT = 1_000_003  # distance of the seed of held-out tokens from that of the task
+
+
+def _screen(bench: Bench, method: Method, settings: tuple[Setting, ...], steps: Steps) -> list[Screening]:
+    """All rates on all settings as one tensor program. Every rate has the same tasks, tokens and starts."""
+    config = bench.config
+    task = bench.task(settings, screening=True).repeated(len(config.rates))
+    by_entry = [rate for rate in config.rates for _ in range(task.entries // len(config.rates))]
+    label = f"{method.title}: learning rates"
+    trained = _train(task, method, config, by_entry, config.screening_seed, lambda: steps(label))
+    tokens = task.tokens(config.eval_tokens, config.screening_seed + _HELD_OUT)
+    scores = score(task, trained, *tokens, group=config.training.batch)
+    blocks = _blocks(scores, config.screening_seeds)  # rates × settings
+    found = []
+    for i in range(len(settings)):
+        mine = blocks[i :: len(settings)]
+        found.append(
+            Screening(
+                rates=list(config.rates),
+                loss=[[s.loss for s in block] for block in mine],
+                accuracy=[[s.accuracy for s in block] for block in mine],
+            )
+        )
+    return found
+
+
+def best_rate(found: Screening, *, by_accuracy: bool = False) -> float:
+    """The factor with the least mean held-out loss: what one sees without labels. A diverged seed rules a factor out.
+
+    by_accuracy: for a gate that was trained on the labels; its experts were not trained.
+    """
+    values = found.accuracy if by_accuracy else found.loss
+    cost = [-fmean(row) if by_accuracy else fmean(row) for row in values]
+    cost = [value if math.isfinite(value) else math.inf for value in cost]
+    return found.rates[cost.index(min(cost))]
+
+
+def _train(
+    task: Task, method: Method, config: Config, rates: list[float], seed: int, on_step: Callable[[], None]
+) -> Trained:
+    task.restart(seed + 17)  # every method sees the same training tokens
+    return train(
         task,
-        method.builder(config.dim, config.num_experts, config.rank, training.batch),
-        training,
-        seed=config.task_seed + 29,
+        method.builder(config.dim, config.num_experts, config.rank, config.training.batch),
+        config.training,
+        rates=rates,
+        seed=seed + 29,
         supervised=method.supervised,
-        on_step=lambda: steps(label),
-    )
-    scores = score(task, trained, x_SBD, label_SB, group=training.batch)
-    dial = None
-    if method.key in _DIALED:
-        dial = asdict(sweep_dial(trained.routers, x_SBD[:, : config.dial_tokens], ALPHAS))
-    return MethodResult(
-        method=method.key,
-        title=method.title,
-        setting=task.setting.name,
-        scores=scores,
-        oracle_accuracy=oracle,
-        seconds=time.perf_counter() - started,
-        dial=dial,
-        recovery=frame_recovery(task, trained.routers),
+        overlap=method.overlap,
+        on_step=on_step,
     )
 
 
-def _plain(value: Any) -> Any:
-    """`value` as it reads back from JSON."""
-    return json.loads(json.dumps(value))
-
-
-def _load(path: Path, fingerprint: dict[str, Any]) -> MethodResult | None:
-    try:
-        saved = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); delete it to run that method again") from error
-    if saved.get("fingerprint") != _plain(fingerprint):
-        return None  # another configuration: run again and overwrite
-    result = saved["result"]
-    scores = [SeedScore(**s) for s in result.pop("scores")]
-    return MethodResult(scores=scores, **result)
-
-
-def _save(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps(content).encode())
+def _blocks(scores: list[SeedScore], size: int) -> list[list[SeedScore]]:
+    return [scores[i : i + size] for i in range(0, len(scores), size)]

@@ -1,26 +1,28 @@
-"""The synthetic study as tables: one per setting, one row per method, the paper's figures in the last column."""
+"""The synthetic study as tables: scores, one per setting with the paper's figures beside, and learning rates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import mean
+from statistics import fmean, mean
 
 from grmoe.studies.intervals import out_of, plus_minus, student
 from grmoe.studies.synthetic.methods import METHODS, PaperRow
-from grmoe.studies.synthetic.study import MethodResult, Result, SettingResult
+from grmoe.studies.synthetic.results import MethodResult, SettingResult
+from grmoe.studies.synthetic.study import Result
 from grmoe.tables import Table
 
 PAPER = {m.key: m.paper for m in METHODS}
 HEADINGS = (
     "method", "accuracy %", "% of oracle", "load CV", "collapsed (95 %)", "< 1 %", "leading CV", "no lead (95 %)", "H",
-    "experts", "loss", "paper: acc / CV / coll. / H",
+    "experts", "loss", "rate", "paper: acc / CV / coll. / H",
 )  # fmt: skip
 NOTES = """\
 load CV: standard deviation over mean of the tokens each expert receives. collapsed: seeds in which some expert receives
 less than a tenth of its fair share; < 1 %: the paper's rule, less than 1 % of the tokens. leading CV, no lead: the same
 two figures for the tokens in which an expert has the largest weight. –: every expert computes every token, so all
-receive the same; there only the leading expert tells them apart. ± is Student's interval, (…) Wilson's, over seeds."""
+receive the same; there only the leading expert tells them apart. ± is Student's interval, (…) Wilson's, over seeds.
+rate: factor on the learning rates."""
 
 
 @dataclass(kw_only=True)
@@ -43,6 +45,7 @@ class Row:
     entropy: float
     experts_per_token: float
     loss: float
+    rate: float
 
     @classmethod
     def of(cls, result: MethodResult, num_experts: int) -> Row:
@@ -51,6 +54,7 @@ class Row:
         counts = ("collapsed", "collapsed_paper", "leading_collapsed")
         return cls(
             title=result.title,
+            rate=result.rate,
             seeds=len(scores),
             accuracy_interval=student([s.accuracy for s in scores]),
             dense=all(s.is_dense(num_experts) for s in scores),
@@ -71,6 +75,7 @@ class Row:
             f"{self.entropy:.2f}",
             f"{self.experts_per_token:.1f}",
             f"{self.loss:.3f}",
+            f"×{self.rate:g}",
             _paper_cell(paper),
         ]
 
@@ -85,11 +90,11 @@ def _paper_cell(paper: PaperRow | None) -> str:
 
 
 def caption(result: SettingResult) -> str:
-    s = result.setting
+    s, (mean_overlap, least, largest) = result.setting, result.methods[0].overlap
+    weights = "" if s.ratio == 1 else f"; weights ∝ {s.ratio:g}^e"
     return (
-        f"{s.name}: wanted overlap ρ* = {s.rho:g}, achieved {result.overlap_mean:.3f} "
-        f"({result.overlap_min:.3f}–{result.overlap_max:.3f}); σ² = {s.sigma2:g}; "
-        f"Bayes oracle {100 * result.oracle_accuracy:.2f} %"
+        f"{s.name}: wanted overlap ρ* = {s.rho:g}, achieved {mean_overlap:.3f} ({least:.3f}–{largest:.3f}); "
+        f"σ² = {s.sigma2:g}{weights}; Bayes oracle {100 * result.methods[0].oracle_accuracy:.2f} %"
     )
 
 
@@ -101,6 +106,21 @@ def table(result: SettingResult) -> Table:
     return shown
 
 
+def rates_table(result: SettingResult) -> Table | None:
+    """Held-out loss at every learning rate on the tasks that the rate was chosen on. None if nothing was chosen."""
+    screened = [(m, m.screening) for m in result.methods if m.screening is not None]
+    if not screened:
+        return None
+    rates = screened[0][1].rates
+    seeds = len(screened[0][1].loss[0])
+    title = f"{result.setting.name}: held-out loss by factor on the learning rates, {seeds} other tasks"
+    shown = Table(title, ["method", *(f"×{rate:g}" for rate in rates), "chosen"])
+    for method, screening in screened:
+        shown.add(method.title, *(f"{fmean(row):.3f}" for row in screening.loss), f"×{method.rate:g}")
+    return shown
+
+
 def show(result: Result) -> Iterator[Table | str]:
     yield from map(table, result.settings)
     yield NOTES
+    yield from filter(None, map(rates_table, result.settings))

@@ -1,0 +1,221 @@
+"""κ and entropy by layer over seeds, and the paper's idea to set α by depth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, pvariance
+from typing import Any
+
+from grmoe.pictures import COLORS, two_panels
+from grmoe.studies.judging import MIN_SEEDS, below, in_doubt
+from grmoe.studies.measured import Measured, MeasuredStudy, Models, labels
+from grmoe.studies.model_analysis import AMORTISED, BY_DEPTH, EXCHANGED, GROUP, KIND, TAU
+from grmoe.studies.models.summary import Mean, mean, show_mean
+from grmoe.studies.page import Claim, Figure, Page, Verdict
+from grmoe.tables import Table
+
+VALUES = "Appendix, Learned Concentration Values"
+LAYERS = "Appendix, Per-Layer Sparsity Analysis"
+
+
+def by_layer(runs: Sequence[Measured], value: Any) -> list[list[float]]:
+    """Layers × seeds."""
+    if not runs:
+        return []
+    return [[value(run.body["layers"][i]) for run in runs] for i in range(len(runs[0].body["layers"]))]
+
+
+def kappa_mean(layer: dict[str, Any]) -> float:
+    return fmean(layer["kappa"])
+
+
+def kappa_variance(layer: dict[str, Any]) -> float:
+    return pvariance(layer["kappa"])
+
+
+def entropy(layer: dict[str, Any]) -> float:
+    return float(layer["entropy"])
+
+
+def equal_alpha_loss(rows: Sequence[dict[str, Any]], experts: float) -> float | None:
+    """Loss at equal α for this number of experts per token, between the two measured ones beside it."""
+    points = sorted((r["experts_per_token"], r["loss"]) for r in rows if r["name"].startswith("α "))
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x0 <= experts <= x1:
+            return y0 if x1 == x0 else y0 + (y1 - y0) * (experts - x0) / (x1 - x0)
+    return None
+
+
+def cost(body: dict[str, Any], name: str) -> float | None:
+    """Loss of a setting minus that of equal α with as many experts per token."""
+    row = next(r for r in body["settings"] if r["name"] == name)
+    equal = equal_alpha_loss(body["settings"], row["experts_per_token"])
+    return None if equal is None else row["loss"] - equal
+
+
+def write(models: Models) -> Page:
+    return Page(
+        claims=_claims(models[AMORTISED.name]),
+        tables=[_layer_table(models), _alpha_table(models)] if any(models.values()) else [],
+        figures=[
+            Figure("depth", "κ and entropy by layer: mean and range over seeds", lambda p: _draw(models, p))
+        ]
+        if any(models.values())
+        else [],
+        notes=[
+            "Claims are judged on GrMoE with an amortiser, as the paper's. The paper reports the 1.3B model with 12 "
+            "MoE layers after 150 K steps; here it is `small`.",
+            "α by depth: the first half of the MoE layers is early. Experts are chosen by the mass rule "
+            f"(τ = {TAU:g}), because under top-k α does not change how many compute. The loss is compared with that "
+            "of equal α at the same number of experts per token, interpolated between measured ones.",
+        ],
+    )
+
+
+def _rises(layers: Sequence[Sequence[float]], sign: int = 1) -> tuple[Verdict, Mean | None]:
+    """Of "it rises with depth": the means rise from layer to layer, and last minus first is above zero by seed."""
+    if not layers:
+        return Verdict.OPEN, None
+    change = mean(sign * (first - last) for first, last in zip(layers[0], layers[-1], strict=True))
+    verdict = below(change)
+    means = [sign * fmean(values) for values in layers]
+    if verdict is Verdict.HOLDS and means != sorted(means):
+        verdict = Verdict.FAILS
+    return verdict, change
+
+
+def _list(layers: Sequence[Sequence[float]], digits: int) -> str:
+    return ", ".join(f"{fmean(values):.{digits}f}" for values in layers)
+
+
+def _claims(runs: Sequence[Measured]) -> list[Claim]:
+    means, variances, entropies = (by_layer(runs, f) for f in (kappa_mean, kappa_variance, entropy))
+    rising, kappa_change = _rises(means)
+    spreading, variance_change = _rises(variances)
+    falling, entropy_change = _rises(entropies, -1)
+    last = [kappa for run in runs for kappa in run.body["layers"][-1]["kappa"]]
+    wide = Verdict.OPEN
+    if len(runs) >= MIN_SEEDS:
+        wide = Verdict.HOLDS if min(last) <= 0.4 and max(last) >= 4.2 else Verdict.FAILS
+    gain, other = (
+        mean(value for run in runs if (value := cost(run.body, name)) is not None)
+        for name in (BY_DEPTH, EXCHANGED)
+    )
+    order = mean(
+        a - b
+        for run in runs
+        if (a := cost(run.body, BY_DEPTH)) is not None and (b := cost(run.body, EXCHANGED)) is not None
+    )
+    return [
+        Claim(
+            VALUES,
+            "The mean κ rises monotonically with depth: 1.1, 1.5, 2.1 in layers 2, 6, 12",
+            _list(means, 2),
+            rising,
+            f"Means over experts and seeds, layer by layer. Last against first: {in_doubt(kappa_change)}",
+        ),
+        Claim(
+            VALUES,
+            "Its variance across experts rises with depth",
+            _list(variances, 3),
+            spreading,
+            f"Last against first: {in_doubt(variance_change)}",
+        ),
+        Claim(
+            VALUES,
+            "In the last layer κ ranges from 0.4 to 4.2 (0.8 to 1.5 in the first)",
+            f"{min(last):.2f} to {max(last):.2f}" if last else "",
+            wide,
+            "All experts of the last MoE layer, all seeds.",
+        ),
+        Claim(
+            LAYERS,
+            "Entropy falls with depth: 1.65 in early layers, 1.15 in late ones",
+            _list(entropies, 2),
+            falling,
+            f"Means over seeds, layer by layer. Last against first: {in_doubt(entropy_change)}",
+        ),
+        Claim(
+            LAYERS,
+            "α = 0.8 in early and 1.5 in late layers could improve on equal α",
+            show_mean(gain, 4, "+") if gain else "",
+            below(gain),
+            f"Loss minus that of equal α with as many experts per token, by seed. {in_doubt(gain)}",
+        ),
+        Claim(
+            "Conclusion",
+            "Early layers benefit from more experts, later ones tolerate fewer",
+            f"{show_mean(order, 4, '+')} (exchanged, against equal α: {show_mean(other, 4, '+')})"
+            if order
+            else "",
+            below(order),
+            f"The same minus α = 1.5 in early and 0.8 in late layers, each at its own number of experts. "
+            f"{in_doubt(order)}",
+        ),
+    ]
+
+
+def _layer_table(models: Models) -> Table:
+    headings = ["κ, mean", "κ, variance", "κ, range", "H"]
+    table = Table("By MoE layer: means over seeds", ["model", "layer", "seeds", *headings])
+    for name, runs in models.items():
+        columns = [by_layer(runs, f) for f in (kappa_mean, kappa_variance, entropy)]
+        for i, (means, variances, entropies) in enumerate(zip(*columns, strict=True)):
+            kappas = [kappa for run in runs for kappa in run.body["layers"][i]["kappa"]]
+            table.add(
+                labels(GROUP)[name], str(runs[0].body["layers"][i]["layer"]), str(len(runs)),
+                show_mean(mean(means), 2), show_mean(mean(variances), 3), f"{min(kappas):.2f} to {max(kappas):.2f}",
+                show_mean(mean(entropies), 2),
+            )  # fmt: skip
+    return table
+
+
+def _alpha_table(models: Models) -> Table:
+    table = Table(
+        f"α by depth under the mass rule (τ = {TAU:g}): means over seeds",
+        ["model", "α", "experts per token", "loss", "minus equal α at as many experts"],
+        left=2,
+    )
+    for name, runs in models.items():
+        for setting in (row["name"] for row in runs[0].body["settings"]) if runs else ():
+            rows = [r for run in runs for r in run.body["settings"] if r["name"] == setting]
+            costs = [cost(run.body, setting) for run in runs]
+            found = mean(c for c in costs if c is not None) if setting in (BY_DEPTH, EXCHANGED) else None
+            table.add(
+                labels(GROUP)[name], setting.removeprefix("α "),
+                show_mean(mean(r["experts_per_token"] for r in rows), 2),
+                show_mean(mean(r["loss"] for r in rows), 4), show_mean(found, 4, "+"),
+            )  # fmt: skip
+    return table
+
+
+def _draw(models: Models, path: Path) -> None:
+    with two_panels(path) as (left, right):
+        for color, (name, runs) in zip(COLORS, models.items(), strict=False):
+            places = [layer["layer"] for layer in runs[0].body["layers"]] if runs else []
+            for ax, value, title in (
+                (left, kappa_mean, "mean κ"),
+                (right, entropy, "entropy of the gate, nats"),
+            ):
+                found = by_layer(runs, value)
+                if found:
+                    ax.fill_between(
+                        places, [min(v) for v in found], [max(v) for v in found], color=color, alpha=0.2, lw=0
+                    )
+                    ax.plot(
+                        places, [fmean(v) for v in found], color=color, marker="o", label=labels(GROUP)[name]
+                    )
+                ax.set(title=title, xlabel="layer")
+        left.legend(frameon=False)
+
+
+STUDY = MeasuredStudy(
+    name="depth",
+    title="κ and entropy by layer",
+    where="Appendix: Learned Concentration Values, Per-Layer Sparsity Analysis",
+    kind=KIND,
+    group=GROUP,
+    write=write,
+)

@@ -1,0 +1,130 @@
+"""The paper's three sizes on one GPU: real optimiser steps, and the paper's training priced from them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from grmoe.bench import scale
+from grmoe.bench.train_step import STEP
+from grmoe.hardware import peak_flops
+from grmoe.model import count, preset
+from grmoe.studies.benchmarks import BenchJob, BenchStudy, model_shape
+from grmoe.studies.page import Claim, Page, Verdict
+from grmoe.tables import Table
+
+WHERE = "Extended Experimental Details"
+SIZES = {"350m": scale.Usual(16, 300), "350m-fine": scale.Usual(16, 300), "1.3b": scale.Usual(8, 80),
+         "1.3b-fine": scale.Usual(8, 80), "2.7b": scale.Usual(4, 40)}  # fmt: skip
+
+
+def _job(name: str, usual: scale.Usual) -> BenchJob:
+    return BenchJob(
+        name=name,
+        command=f"grmoe bench scale --preset {name} --batch {usual.batch} --length 1024 --steps {usual.steps}",
+        benchmark=lambda device: scale.benchmark(peak_flops(device)),
+        shapes=model_shape(name, usual.batch),
+        measure=partial(scale.run, steps=usual.steps, form="graphs"),
+        rounds=1,
+    )
+
+
+class ScaleStudy(BenchStudy):
+    title = "The paper's sizes on one GPU"
+    where = WHERE
+
+    def __init__(self) -> None:
+        super().__init__("scale", tuple(_job(name, usual) for name, usual in SIZES.items()))
+
+    def page(self, results: Path) -> Page:
+        found = {name: self.results(results, name) for name in SIZES}
+        rows = {name: content["shapes"][0] for name, content in found.items() if content is not None}
+        claims = [
+            *_size_claims(),
+            *(_training_claim(name, rows.get(name)) for name in ("350m", "1.3b", "2.7b")),
+        ]
+        return Page(claims, [_table(rows)] if rows else [], notes=_notes())
+
+
+def _size_claims() -> list[Claim]:
+    """Counts of parameters, which need no measurement."""
+    asked = (
+        ("350m", "350M model", 350e6, "total"),
+        (
+            "1.3b",
+            '"The total active parameter count per forward pass […] is approximately 1.3B"',
+            1.3e9,
+            "active",
+        ),
+        ("2.7b", "2.7B model", 2.7e9, "active"),
+    )
+    found = []
+    for name, text, wanted, kind in asked:
+        cost = count(preset(name), scale.LENGTH)
+        close = abs(getattr(cost, kind) / wanted - 1) < 0.1
+        found.append(
+            Claim(
+                WHERE,
+                text,
+                f"{cost.total / 1e6:,.0f} M parameters, {cost.active / 1e6:,.0f} M of them active",
+                Verdict.HOLDS if close else Verdict.FAILS,
+                f"Counted, {kind} within 10 %. Sizes that the paper does not state are our choice.",
+            )
+        )
+    return found
+
+
+def _training_claim(name: str, shape: dict[str, Any] | None) -> Claim:
+    steps = scale.STEPS[name]
+    stated = "" if name != "2.7b" else " (the steps of the 1.3B: the paper states none)"
+    text = f"`{name}` trains for {steps:,} steps of {scale.BATCH} × {scale.LENGTH} tokens{stated}"
+    if shape is None:
+        return Claim(WHERE, text, "", Verdict.OPEN, "Will be priced from a few steps on one GPU.")
+    row, paper = shape["rows"][0], shape["paper"]
+    ours = f"{paper['gpu_hours']:,.0f} GPU-hours at {row['tokens/s']:,.0f} tokens/s"
+    reason = f"Priced from {shape['steps']} steps on one GPU. The whole training was not run."
+    return Claim(WHERE, text, ours, Verdict.UNTESTABLE, reason)
+
+
+HEADINGS = (
+    "preset", "parameters", "bytes per parameter", "tokens per step", "steps", "tokens/s", "MFU", "peak memory",
+    "first loss", "last loss", "load CV", "min load", "GPU-hours of the paper's training",
+)  # fmt: skip
+
+
+def _table(rows: dict[str, dict[str, Any]]) -> Table:
+    table = Table("Steps on one GPU", HEADINGS)
+    for name, shape in rows.items():
+        row, sizes = shape["rows"][0], shape["shape"]
+        if STEP not in row["times"]:
+            continue
+        memory, mfu = row["peak_bytes"], row.get("MFU %")
+        table.add(
+            name,
+            f"{row['B parameters']:.2f} G",
+            f"{row['bytes per parameter']:g}",
+            f"{sizes['batch']} × {sizes['length']}",
+            str(shape["steps"]),
+            f"{row['tokens/s']:,.0f}",
+            "–" if mfu is None else f"{mfu:.1f} %",
+            "–" if memory is None else f"{memory / 1e9:.1f} GB",
+            f"{row['first loss']:.3f}",
+            f"{row['last loss']:.3f}",
+            f"{row['load CV']:.3f}",
+            f"{row['min load']:.3f}",
+            f"{shape['paper']['gpu_hours']:,.0f}" if "paper" in shape else "–",
+        )
+    return table
+
+
+def _notes() -> list[str]:
+    return [
+        "Tokens are random, drawn by Zipf's law, so that only their frequencies can be learned. Load CV is the mean "
+        "over MoE layers, min load the smallest share of a fair load. Both are of the last three quarters of the "
+        "steps.",
+        "16 bytes per parameter are fp32 weights, gradients and moments; 8 are bf16, where fp32 does not fit.",
+    ]
+
+
+STUDY = ScaleStudy()

@@ -1,0 +1,169 @@
+"""Studies that are benchmarks: jobs are kept, skipped and tried again; verdicts follow from the numbers."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grmoe.bench import breakdown, gate
+from grmoe.bench.measure import Contender, Runs
+from grmoe.bench.shapes import GateShape
+from grmoe.studies import overhead, scale
+from grmoe.studies.benchmarks import BenchJob, BenchStudy, Measured, at_most
+from grmoe.studies.page import Page, Verdict
+from grmoe.studies.study import Place, State
+from grmoe.terminal import silent
+
+
+def test_pages_without_results() -> None:
+    for study in (overhead.STUDY, scale.STUDY):
+        page = study.page(Path("nowhere"))
+        assert study.state(Path("nowhere")) == State(0, len(study.jobs))
+        counted = [claim for claim in page.claims if claim.verdict is not Verdict.OPEN]
+        assert all(claim.ours for claim in counted)  # arithmetic
+        assert all(not claim.ours for claim in page.claims if claim.verdict is Verdict.OPEN)
+        assert page.tables == []
+
+
+def job(name: str, calls: list[str], fails: bool = False) -> BenchJob:
+    def build() -> Runs:
+        calls.append(name)
+        if fails:
+            raise RuntimeError("out of memory")
+        return Runs({"forward": int})
+
+    benchmark = gate.Benchmark(
+        name="gate",
+        contenders=lambda shape, device, dtype, rank: [Contender("ours", build)],
+        compare=lambda shape, rows: gate.compare(shape, rows),
+    )
+    shapes = [GateShape(4, 4, 4, 2)]
+    return BenchJob(
+        name=name,
+        command="grmoe bench gate",
+        benchmark=lambda device: benchmark,
+        shapes=lambda device: shapes,
+    )
+
+
+def test_jobs_are_kept_and_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[str] = []
+    study = BenchStudy("speed", (job("first", calls), job("broken", calls, fails=True), job("last", calls)))
+    place = Place(results=tmp_path / "results", work=tmp_path / "work", device="cpu")
+    study.run(Place(results=place.results, work=place.work, device="cpu", until=time.monotonic() - 1), silent)
+    assert calls == []  # no time left
+    study.run(place, silent)
+    assert calls == ["first", "broken", "last"]
+    assert study.state(place.results) == State(2, 3)
+    assert "broken: ours failed: RuntimeError: out of memory" in capsys.readouterr().err.replace("\n", " ")
+    study.run(place, silent)
+    assert calls[3:] == ["broken"]
+    kept = (place.results / "speed" / "first.json").read_text()
+    assert "rounds_ms" not in kept
+    assert str(tmp_path) not in kept
+    content = json.loads(kept)
+    assert content["command"] == "grmoe bench gate"
+    assert {"revision", "device", "versions"} <= set(content)
+
+
+def test_limits_and_intervals() -> None:
+    assert at_most(None, 1.3) is Verdict.OPEN
+    assert at_most(Measured(1.2, 1.1, 1.4), 1.3) is Verdict.HOLDS
+    assert at_most(Measured(1.4, 1.35, 1.5), 1.3) is Verdict.FAILS
+    assert at_most(Measured(1.4, 1.25, 1.5), 1.3) is Verdict.OPEN  # the interval decides nothing
+    assert Measured(0.8, 0.5, 1.0).inverse() == Measured(1.25, 1.0, 2.0)
+    assert Measured(1.02, 1.01, 1.03).excess() == "+2.0 % (+1.0 to +3.0)"
+
+
+def write(results: Path, study: str, name: str, **shape: Any) -> None:
+    path = results / study / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"shapes": [{"ratios": [], "rows": [], **shape}]}))
+
+
+def ratio(name: str, value: float) -> dict[str, Any]:
+    return {"name": name, "value": value, "interval": [value - 0.001, value + 0.001]}
+
+
+def verdicts(page: Page, text: str) -> list[tuple[str, Verdict]]:
+    return [(claim.ours, claim.verdict) for claim in page.claims if text in claim.text]
+
+
+def test_overhead_from_numbers(tmp_path: Path) -> None:
+    def entry(router: str, **ms: float) -> dict[str, Any]:
+        total = sum(ms.values())
+        parts = {name.replace("_", " "): {"median_ms": v, "share": v / total} for name, v in ms.items()}
+        return {"router": router, "pass": "forward", "total_ms": total, "parts": parts}
+
+    parts = [
+        entry("grassmann", attention=1.0, routing=0.4, experts=8.6),
+        entry("softmax", attention=1.0, routing=0.3, experts=8.6),
+    ]
+    ratios = [
+        ratio("Grassmann gate over softmax gate, forward", 1.03),
+        ratio("amortised gate over Grassmann gate, forward", 1.004),
+    ]
+    write(tmp_path, "overhead", "forward-350m", parts=parts, ratios=ratios)
+    write(tmp_path, "overhead", "train-350m", ratios=[ratio(overhead._TRAINED, 1 / 1.01)])
+    write(tmp_path, "overhead", "gate", ratios=[ratio("ours / softmax gate, forward", 0.32)])
+    page = overhead.STUDY.page(tmp_path)
+    assert verdicts(page, "1.3×")[0] == ("0.32 (0.32 to 0.32)", Verdict.HOLDS)
+    assert [v for _, v in verdicts(page, "1.3×")[1:]] == [Verdict.OPEN] * 2
+    forward, training, *rest = verdicts(page, "end-to-end")
+    assert forward == ("+3.0 % (+2.9 to +3.1)", Verdict.FAILS)
+    assert training == ("+1.0 % (+0.9 to +1.1)", Verdict.HOLDS)
+    assert [v for _, v in rest] == [Verdict.OPEN] * 2
+    assert verdicts(page, "amortization")[0][1] is Verdict.HOLDS
+    # Of one size only: inside the limits it stays open, outside it fails.
+    assert verdicts(page, "fewer than 5 %") == [("`350m` 4.4 %", Verdict.OPEN)]
+    assert verdicts(page, "85–90 %") == [("`350m` 86.0 %", Verdict.OPEN)]
+    write(
+        tmp_path,
+        "overhead",
+        "forward-1.3b",
+        parts=[entry("grassmann", attention=5.0, routing=1.0, experts=4.0)],
+    )
+    page = overhead.STUDY.page(tmp_path)
+    assert verdicts(page, "fewer than 5 %") == [("`350m` 4.4 %, `1.3b` 20.0 %", Verdict.FAILS)]
+    (table, other) = page.tables
+    assert table.rows[0] == ("attention", "1.00 (10.0 %)", "1.00 (10.1 %)", "4.2 (33.9 %)", "4.2 (33.6 %)")
+    assert len(other.headings) == 2
+
+
+def test_scale_from_numbers(tmp_path: Path) -> None:
+    facts = {
+        "B parameters": 0.21, "bytes per parameter": 16, "tokens/s": 1e6, "MFU %": 40.0, "first loss": 10.8,
+        "last loss": 7.5, "load CV": 0.1, "min load": 0.7, "peak_bytes": 10**10, "times": {"step": {}},
+    }  # fmt: skip
+    write(
+        tmp_path, "scale", "350m", rows=[facts], steps=300, shape={"batch": 16, "length": 1024},
+        paper={"gpu_hours": 7.28},
+    )  # fmt: skip
+    page = scale.STUDY.page(tmp_path)
+    (claim,) = verdicts(page, "`350m` trains")
+    assert claim == ("7 GPU-hours at 1,000,000 tokens/s", Verdict.UNTESTABLE)
+    (table,) = page.tables
+    assert table.rows[0][0] == "350m"
+    assert table.rows[0][-1] == "7"
+    assert verdicts(page, "350M model")[0][1] is Verdict.FAILS  # it has 210 M parameters
+    assert verdicts(page, "approximately 1.3B")[0][1] is Verdict.HOLDS
+
+
+def test_jobs_run_the_benchmarks_that_they_name() -> None:
+    words = {job.name: job.command.split() for job in (*overhead.JOBS, *scale.STUDY.jobs)}
+    cpu = torch.device("cpu")
+    for each in overhead.JOBS:
+        assert words[each.name][:2] == ["grmoe", "bench"]
+        assert words[each.name][2] == each.benchmark(cpu).name
+        for shape in each.shapes(cpu):
+            if "--preset" in words[each.name]:
+                assert words[each.name][words[each.name].index("--preset") + 1] == shape.preset
+                assert words[each.name][words[each.name].index("--batch") + 1] == str(shape.batch)
+    assert {name for name in words if name.startswith("step-1.3b")} == {
+        f"step-1.3b-{router}" for router in breakdown.ROUTERS
+    }

@@ -1,0 +1,259 @@
+"""Studies of trained models: a tiny run is measured once, and every page is made of what was found."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grmoe.runs.config import TrainConfig
+from grmoe.studies import depth, downstream, learned_normalizer, model_analysis, separation, token_analysis
+from grmoe.studies.measured import Kind, Measured, MeasuredStudy
+from grmoe.studies.model_study import Group
+from grmoe.studies.models.recipes import Base, Recipe
+from grmoe.studies.models.runner import Job, run_folder
+from grmoe.studies.models.store import Row, Run, Store, Trained
+from grmoe.studies.page import Page, Verdict
+from grmoe.studies.pages import page_text
+from grmoe.studies.registry import find_study
+from grmoe.studies.study import Place, State
+from grmoe.terminal import silent
+from grmoe.train.loop import train
+
+ANALYSED = (separation, token_analysis, depth, learned_normalizer)
+BASE, MINE = Base("tiny", ()), Recipe("mine", "Mine", ())
+
+
+@pytest.fixture(scope="module")
+def body(make_settings: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run of a few steps, measured as the studies measure it."""
+    folder = tmp_path_factory.mktemp("measured")
+    settings = make_settings(folder)
+    config: TrainConfig = settings(
+        steps=4,
+        model={**dict(settings().model), "num_hidden_layers": 4, "router_options": {"amortizer": "affinity"}},
+    )
+    train(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_analysis, "TOKENS", 1500)
+        patch.setattr(model_analysis.normalizers, "__defaults__", (1000,))
+        place = Place(results=folder / "results", work=folder, tokens=512)
+        found: dict[str, Any] = json.loads(
+            json.dumps(dict(model_analysis.measure_run(Path(config.out), place, silent)))
+        )
+    return found
+
+
+def measured(body: dict[str, Any], recipe: str = "grmoe-amortised", seeds: int = 3) -> dict[str, Any]:
+    runs = [Measured(recipe=recipe, seed=s, revision="r", machine="m", body=body) for s in range(seeds)]
+    return {"grmoe": runs, "grmoe-amortised": runs}
+
+
+def verdicts(page: Page) -> list[Verdict]:
+    return [claim.verdict for claim in page.claims]
+
+
+def test_a_run_is_measured(body: dict[str, Any]) -> None:
+    assert [layer["layer"] for layer in body["layers"]] == [1, 3]
+    assert len(body["normalizer"]) == 4  # the smallest and the largest κ of each layer
+    for layer in body["layers"]:
+        rows = [row for row in body["normalizer"] if row["layer"] == layer["layer"]]
+        assert [row["learned"] for row in rows] == pytest.approx([min(layer["kappa"]), max(layer["kappa"])])
+        assert layer["separation"]["gaps"][0]["left_out"] == 0
+    names = [row["name"] for row in body["settings"]]
+    assert names[-2:] == ["early .8, late 1.5", "early 1.5, late .8"]
+    experts = [row["experts_per_token"] for row in body["settings"][:7]]
+    assert experts == sorted(experts, reverse=True)  # a larger α, fewer experts
+    assert "text" not in body  # paths of a machine are not kept
+
+
+@pytest.mark.parametrize("module", [*ANALYSED, downstream])
+def test_a_page_without_results_is_open(module: Any, tmp_path: Path) -> None:
+    study = find_study(module.STUDY.name)
+    assert study is module.STUDY
+    page = study.page(tmp_path)
+    assert page.claims
+    assert set(verdicts(page)) <= {Verdict.OPEN, Verdict.UNTESTABLE}
+    assert study.state(tmp_path).done == 0
+    assert page_text(study, page, tmp_path) == page_text(study, study.page(tmp_path), tmp_path)
+
+
+def with_types(body: dict[str, Any], r: float = -0.5) -> dict[str, Any]:
+    """As if the text had tokens of all types. The small corpus has two."""
+    correlation = {"r": r, "lower": r - 0.1, "upper": r + 0.1, "n": 8}
+    found = planted(body, type_entropy=[[1.0] * 7, [1.1] * 7])
+    return found | {
+        "type_tokens": [100] * 7, "kappa_correlation": correlation, "kappa_correlation_within": correlation,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("module", ANALYSED)
+def test_pages_of_a_measured_run(module: Any, body: dict[str, Any], tmp_path: Path) -> None:
+    body = with_types(body)
+    page = module.write(measured(body))
+    assert Verdict.OPEN not in verdicts(page)
+    assert all(claim.ours for claim in page.claims if claim.verdict is not Verdict.UNTESTABLE)
+    assert all(table.rows for table in page.tables)
+    assert "nan" not in page_text(module.STUDY, page, tmp_path)
+    for figure in page.figures:
+        figure.draw(tmp_path / "figure.png")
+        assert (tmp_path / "figure.png").stat().st_size > 1000
+    one = module.write(measured(body, seeds=1))  # one seed decides nothing
+    assert set(verdicts(one)) <= {Verdict.OPEN, Verdict.UNTESTABLE}
+
+
+def planted(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Layers with the given fields, one value per layer."""
+    found = copy.deepcopy(body)
+    for name, values in changes.items():
+        for layer, value in zip(found["layers"], values, strict=True):
+            layer[name] = value
+    return found
+
+
+def test_verdicts_follow_the_numbers(body: dict[str, Any]) -> None:
+    """Measurements as the paper has them, and the opposite."""
+    code, names = [0.0] * 7, [0.0] * 7
+    code[2], code[3], names[4] = 0.8, 0.7, 0.75
+    shares = [code, names, [0.1] * 7, [0.1] * 7]
+    as_paper = planted(
+        with_types(body, -0.9), kappa=[[1.0, 1.2, 1.1, 1.1], [0.4, 4.2, 3.5, 1.0]], entropy=[1.65, 1.15],
+        of_type=[shares, shares], type_entropy=[[1.9, 1.9, 1.2, 1.2, 1.2, 1.2, 1.2]] * 2,
+    )  # fmt: skip
+    runs = [Measured(recipe="x", seed=s, revision="r", machine="m", body=as_paper) for s in range(3)]
+    assert set(verdicts(Page(token_analysis._claims(runs)))) == {Verdict.HOLDS}
+    assert verdicts(Page(depth._claims(runs)))[:4] == [Verdict.HOLDS] * 4
+    found = token_analysis.specialists(as_paper)
+    assert (found.code, found.math, found.nouns) == (0.8, 0.7, 0.75)
+    flat = planted(
+        with_types(body, 0.3), kappa=[[2.0] * 4, [1.0] * 4], entropy=[1.0, 1.3], of_type=[[[0.25] * 7] * 4] * 2,
+        type_entropy=[[1.0, 1.0, 1.2, 1.2, 1.2, 1.2, 1.2]] * 2,
+    )  # fmt: skip
+    runs = [Measured(recipe="x", seed=s, revision="r", machine="m", body=flat) for s in range(3)]
+    assert set(verdicts(Page(token_analysis._claims(runs)))) == {Verdict.FAILS}
+    assert verdicts(Page(depth._claims(runs)))[:4] == [Verdict.FAILS] * 4
+
+
+def test_the_theorem_is_judged_by_its_hypothesis(body: dict[str, Any]) -> None:
+    def with_gap(holds: bool, paper: float | None, load_cv: float) -> dict[str, Any]:
+        found = copy.deepcopy(body)
+        for layer in found["layers"]:
+            layer["separation"] |= {"holds": holds, "paper": paper, "load_cv": load_cv}
+        return measured(found)
+
+    assert verdicts(separation.write(with_gap(True, 0.2, 0.1)))[:3] == [Verdict.HOLDS] * 3
+    assert verdicts(separation.write(with_gap(True, 0.2, 0.3)))[1] is Verdict.FAILS
+    nothing = verdicts(separation.write(with_gap(False, None, 0.1)))
+    assert nothing == [Verdict.FAILS, Verdict.UNTESTABLE, Verdict.FAILS, Verdict.HOLDS]
+
+
+def test_equal_alpha_is_compared_at_as_many_experts() -> None:
+    rows = [
+        {"name": f"α {a}", "experts_per_token": e, "loss": x} for a, e, x in ((1, 2.0, 3.0), (2, 1.0, 4.0))
+    ]
+    body = {"settings": [*rows, {"name": "early .8, late 1.5", "experts_per_token": 1.25, "loss": 3.5}]}
+    assert depth.cost(body, "early .8, late 1.5") == pytest.approx(3.5 - 3.75)
+    body["settings"][-1]["experts_per_token"] = 2.5  # outside: nothing to compare with
+    assert depth.cost(body, "early .8, late 1.5") is None
+
+
+# -- the runner ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    """Two trained models in the store, of which one was not kept."""
+    row = Row(
+        text="validation", setting="top-2", experts_per_token=2, loss=3, load_cv=0, min_load=1, collapsed=False
+    )  # fmt: skip
+    runs = [
+        Run(seed=s, tokens=9, trained="top-2", revision=f"r{s}", machine="m", curve=[], rows=[row])
+        for s in (0, 1)
+    ]
+    place = Place(results=tmp_path / "results", work=tmp_path / "work", device="cpu")
+    Store(place.results).add(
+        BASE, Trained(recipe="mine", label="Mine", settings=(), config={}, data={}, runs=runs)
+    )
+    folder = run_folder(place.work, Job(BASE, MINE, 0))
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("")
+    return place
+
+
+def a_study(measure: Any, **options: Any) -> MeasuredStudy:
+    return MeasuredStudy(
+        name="mine", title="Mine", where="here", kind=Kind("kind", measure, **options), group=Group(BASE, (MINE,), 2),
+        write=lambda models: Page([], notes=[str(run.body["x"]) for run in models["mine"]]),
+    )  # fmt: skip
+
+
+def test_a_model_is_measured_once_and_a_missing_one_is_named(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Path] = []
+    study = a_study(lambda folder, *_: seen.append(folder) or {"x": 1 / 3})
+    assert study.state(place.results) == State(0, 2)
+    study.run(place, silent)
+    assert seen == [run_folder(place.work, Job(BASE, MINE, 0))]
+    assert study.state(place.results) == State(1, 2)
+    assert "mine-1 are not in" in capsys.readouterr().err.replace("\n", " ")
+    assert study.page(place.results).notes == ["0.33333"]
+    kept = json.loads((place.results / "kind" / "tiny" / "mine-0.json").read_text())
+    assert (kept["seed"], kept["recipe"]) == (0, "mine")
+    assert kept["machine"].startswith("CPU, torch")
+    assert kept["revision"]
+    study.run(place, silent)
+    assert len(seen) == 1
+
+
+def test_what_a_place_lacks_is_said_before_any_work(place: Place) -> None:
+    study = a_study(lambda *_: pytest.fail("measured"), lacks=lambda _: "give a folder")
+    with pytest.raises(ValueError, match="mine: give a folder"):
+        study.run(place, silent)
+    assert "--tasks-from" in downstream._lacks(place)
+
+
+# -- downstream ---------------------------------------------------------------------------------------------------
+
+
+def scores(seed: int, accuracy: float) -> dict[str, Any]:
+    numbers = {
+        f"{metric},none": accuracy + 0.001 * seed for metric in ("acc", "acc_norm")
+    } | dict.fromkeys(("acc_stderr,none", "acc_norm_stderr,none"), 0.01)  # fmt: skip
+    return {str(shots): dict.fromkeys(downstream.METRICS, numbers) for shots in downstream.SHOTS}
+
+
+@pytest.mark.parametrize(("other", "verdict"), [(0.4, Verdict.HOLDS), (0.45, Verdict.FAILS)])
+def test_accuracy_is_compared_by_seed(other: float, verdict: Verdict, tmp_path: Path) -> None:
+    accuracies = dict.fromkeys(downstream.STUDY.recipes, other) | {"grmoe-amortised": 0.42}
+    models = {
+        name: [
+            Measured(recipe=name, seed=s, revision="r", machine="m", body=scores(s, value)) for s in range(3)
+        ]
+        for name, value in accuracies.items()
+    }
+    page = downstream.write(models)
+    assert verdicts(page) == [verdict, verdict, Verdict.UNTESTABLE, Verdict.UNTESTABLE]
+    row = next(row for row in page.tables[0].rows if row[0] == "GrMoE + amortiser")
+    assert row[2] == "42.1 ± 0.2 (1.0)"
+    assert "paper, 350M: GrMoE + amortiser" in page_text(downstream.STUDY, page, tmp_path)
+
+
+def test_downstream_measures_every_task_and_number_of_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Any] = []
+
+    def evaluate(plan: Any, progress: Any) -> Any:
+        from types import SimpleNamespace
+
+        plans.append(plan)
+        return SimpleNamespace(
+            evaluation=SimpleNamespace(points=[SimpleNamespace(tasks={"piqa": plan.shots})])
+        )
+
+    monkeypatch.setattr(downstream, "evaluate", evaluate)
+    place = Place(results=Path("r"), work=Path("w"), tasks=Path("evals"))
+    assert downstream.measure_run(Path("run"), place, silent) == {"0": {"piqa": 0}, "5": {"piqa": 5}}
+    assert all(plan.tasks == tuple(downstream.METRICS) and plan.scorer == "grmoe" for plan in plans)
