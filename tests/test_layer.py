@@ -17,6 +17,7 @@ from grmoe.experts.bounds import output_gains
 from grmoe.experts.weights import Activation, ExpertWeights
 from grmoe.kernels import runtime
 from grmoe.layer import MoE
+from grmoe.model.configuration_grmoe import SLOT_ROUTERS
 from grmoe.routing import (
     ROUTERS,
     Dense,
@@ -95,7 +96,7 @@ def test_output_and_every_gradient_equal_the_plain_sum(
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", [n for n in ROUTERS if n != "soft_moe"])
+@pytest.mark.parametrize("name", [n for n in ROUTERS if n not in SLOT_ROUTERS])
 @pytest.mark.parametrize("backend", ["reference", "grouped", TRITON])
 def test_every_router_runs_through_the_layer(name: str, backend: Any) -> None:
     moe = layer(make_router(name), backend=backend)
@@ -262,7 +263,7 @@ def test_selection_argument() -> None:
         moe = layer(make_router(name), selection=Mass(0.8))
         assert moe.router.selection == Mass(0.8)
         assert torch.equal(moe.run(tokens(9))[1].selected, Mass(0.8)(moe.router(tokens(9)).probs))
-    for name in ("switch", "expert_choice", "hash", "soft_moe"):
+    for name in ("switch", "expert_choice", "hash", *SLOT_ROUTERS):
         router = make_router(name)
         before = router.selection
         with pytest.raises(ValueError, match=r"selection must be None for a .*Router, which makes its own"):
@@ -367,7 +368,7 @@ def test_truncation_in_bf16_with_shared_experts() -> None:
     assert bool(((dense - routed).norm(dim=-1) <= alone.bound).all())
 
 
-@pytest.mark.parametrize("name", [n for n in ROUTERS if n != "soft_moe"])
+@pytest.mark.parametrize("name", [n for n in ROUTERS if n not in SLOT_ROUTERS])
 def test_truncation_counts_nothing_and_fits_every_router(name: str) -> None:
     balanced = name != "grassmann" and ROUTERS[name].reads_prior
     moe = layer(make_router(name, balance=True) if balanced else make_router(name))

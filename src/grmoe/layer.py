@@ -23,7 +23,7 @@ from grmoe.routing import (
     Routing,
     Selection,
     SlotMixing,
-    SoftMoERouter,
+    SlotRouter,
     TopK,
 )
 
@@ -49,7 +49,8 @@ class ExpertTransport(Protocol):
 class MoE(nn.Module):
     """N feed-forward experts behind a router.
 
-    router: any `Router`. Default: a `GrassmannRouter` of rank dim // num_experts with top-2 selection.
+    router: any `Router`. Its identity experts come on top of `num_experts`. Default:
+        a `GrassmannRouter` of rank dim // num_experts with top-2 selection.
     selection: which experts a token gets. Replaces the router's own selection.
     activation: "swiglu" (width `hidden` after the gate) or "gelu".
     backend: "reference" (a loop, any dtype), "grouped" (grouped GEMMs), "triton" (our kernels, CUDA), or "auto": the
@@ -90,9 +91,14 @@ class MoE(nn.Module):
         if router is None:
             rank = max(1, dim // num_experts)
             router = GrassmannRouter(dim, num_experts, rank, selection=TopK(min(2, num_experts)))
-        sizes, wanted = (router.dim, router.num_experts), (dim, num_experts)
+        sizes = (router.dim, router.num_experts - router.identity_experts)
+        wanted = (dim, num_experts)
         checks.require(
             sizes == wanted, f"router must be built for (dim, num_experts) = {wanted}, got {sizes}"
+        )
+        checks.require(
+            not router.identity_experts or _takes_selection(router),
+            f"identity must be 0 for a {type(router).__name__}, which makes its own choice",
         )
         if selection is not None:
             kind, takes = type(router).__name__, _takes_selection(router)
@@ -143,6 +149,9 @@ class MoE(nn.Module):
         x_TD = x.reshape(-1, x.shape[-1])
         shape = (len(x_TD), self.router.num_experts)
         weights_TN, selected_TN = routing.weights.reshape(shape), routing.selected.reshape(shape)
+        if self.router.identity_experts:  # they have no weights, and nothing is sent to them
+            computed = self.router.num_experts - self.router.identity_experts
+            weights_TN, selected_TN = (t[:, :computed].contiguous() for t in (weights_TN, selected_TN))
         return self._run_experts(x_TD, weights_TN, selected_TN, self.router.max_experts()).view(x.shape)
 
     def _run_experts(self, x_TD: Tensor, weights_TN: Tensor, selected_TN: Tensor, max_experts: int) -> Tensor:
@@ -194,7 +203,7 @@ class MoE(nn.Module):
                 routing = self.router(x)
         assert routing is not None
         checks.require(routing.slots is None, "truncation needs a selection to measure, Soft MoE has none")
-        g_N, N = routing.probs, self.router.num_experts
+        g_N, N = routing.probs, self.router.num_experts - self.router.identity_experts
         renormalize = self.router.selection.renormalize
         dropped_N = torch.where(routing.selected, 0.0, g_N)
         dropped = dropped_N.sum(-1)
@@ -212,7 +221,7 @@ class MoE(nn.Module):
             gain_N = output_gains(self.experts) if gain_N is None else gain_N
             checks.require(gain_N.shape == (N,), f"gain_N must have shape ({N},), got {tuple(gain_N.shape)}")
             length = x.to(g_N.dtype).norm(dim=-1) ** POWER[self.experts.activation]
-            bound = (dropped_N * gain_N.to(g_N.dtype)).sum(-1) * length
+            bound = (dropped_N[..., :N] * gain_N.to(g_N.dtype)).sum(-1) * length
             if renormalize:
                 bound = bound + dropped * self._routed_norm(x, routing, y)
         holds = torch.isfinite(bound)
@@ -245,4 +254,4 @@ def _expert(weights: ExpertWeights, e: int, x: Tensor) -> Tensor:
 def _takes_selection(router: Router) -> bool:
     """Whether `router.selection` alone decides. Switch and Expert Choice also use a capacity, Soft MoE selects nothing,
     and a hash gives one expert all the probability."""
-    return type(router).select is Router.select and not isinstance(router, HashRouter | SoftMoERouter)
+    return type(router).select is Router.select and not isinstance(router, HashRouter | SlotRouter)

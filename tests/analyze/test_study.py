@@ -65,7 +65,9 @@ def test_every_router_runs_and_its_shares_sum_to_one(router: str, make: Any, tex
         assert np.allclose(received[:, present] @ np.array(found.type_tokens)[present] / 800, layer.load)
         assert 0 <= layer.entropy <= math.log(4) + 1e-5
         assert (layer.kappa is None) == (router not in ("grassmann", "vmf"))
-        assert (layer.geometry is None) == (router in ("hash", "soft_moe"))  # slots have no one direction
+        assert (layer.geometry is None) == (
+            router in ("hash", "soft_moe", "grassmann_soft_moe")
+        )  # slots have no one direction
     assert (found.kappa_correlation is None) == (router not in ("grassmann", "vmf"))
     json.dumps(plain(found), allow_nan=False)
 

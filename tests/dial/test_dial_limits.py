@@ -255,8 +255,8 @@ class MadeUpLayer:
         self.exact, self.holds = torch.tensor(exact), torch.tensor(holds)
         self.router = self
         probs = torch.tensor([[0.5, 0.5, 0.0], [0.25, 0.25, 0.5]])
-        selected = torch.tensor([[True, False, False], [True, True, True]])
-        self.routing = SimpleNamespace(logits="logits", probs=probs, selected=selected)
+        computed = torch.tensor([[True, False, False], [True, True, True]])
+        self.routing = SimpleNamespace(logits="logits", probs=probs, computed=computed)
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -73,10 +73,20 @@ def write_tokenizer(folder: Path, vocab_size: int = 300) -> PreTrainedTokenizerF
     return fast
 
 
+def save(build: Build, folder: Path, **changes: Any) -> tuple[Path, GrmoeForCausalLM]:
+    """A folder with a model and its tokenizer."""
+    tokenizer = write_tokenizer(folder)
+    model = build(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **changes)
+    model.save_pretrained(folder)
+    return folder, model
+
+
 @pytest.fixture
 def saved(build: Build, tmp_path: Path) -> tuple[Path, GrmoeForCausalLM]:
-    """A folder with a model and its tokenizer."""
-    tokenizer = write_tokenizer(tmp_path)
-    model = build(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
-    model.save_pretrained(tmp_path)
-    return tmp_path, model
+    return save(build, tmp_path)
+
+
+@pytest.fixture
+def unusual(build: Build, tmp_path: Path) -> tuple[Path, GrmoeForCausalLM]:
+    """With the parts that few models have."""
+    return save(build, tmp_path, identity_experts=1, attention_heads_per_token=3)

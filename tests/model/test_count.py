@@ -129,6 +129,8 @@ def test_unknown_preset() -> None:
     [
         ({"router": "soft_moe"}, 1.0),
         ({"router": "soft_moe", "router_options": {"slots": 2}}, 4 * 2 / 12),
+        ({"router": "grassmann_soft_moe", "router_kappa": None}, 1.0),
+        ({"router": "grassmann_soft_moe", "router_options": {"slots": 2, "slot_rank": 3}}, 4 * 2 / 12),
         ({"router": "expert_choice"}, 1.0),
         ({"router": "expert_choice", "router_options": {"capacity_factor": 2.0}}, 2.0),
     ],

@@ -288,7 +288,7 @@ def test_hash_router_sees_token_ids(build: Build) -> None:
         assert torch.equal(logits[0], logits[4])
 
 
-@pytest.mark.parametrize("router", ["soft_moe", "expert_choice"])
+@pytest.mark.parametrize("router", ["soft_moe", "grassmann_soft_moe", "expert_choice"])
 def test_routers_that_look_ahead_are_refused(config: Any, ids: torch.Tensor, router: str) -> None:
     with pytest.raises(ValueError, match="which looks at later tokens"):
         GrmoeForCausalLM(config(router=router))

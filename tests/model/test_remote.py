@@ -70,7 +70,7 @@ def write_copies(saved: Path, where: Path) -> GrmoeForCausalLM:
     """Two exported folders of one model with budgets, as `grmoe dial --write` leaves them; the model."""
     loaded = open_model(saved)
     model = loaded.model
-    bias = [[1.0 + e for e in range(model.config.num_experts)]] * 2
+    bias = [[1.0 + e for e in range(model.config.gate_experts)]] * 2
     model.config.budget_curve = [
         {"experts_per_token": 1.0, "tau": 0.2, "alpha": 1.0, "cap": 3, "bias": bias},
         {"experts_per_token": 3.0, "tau": 1.0, "alpha": [1.0, 2.0], "cap": 3},
@@ -82,13 +82,14 @@ def write_copies(saved: Path, where: Path) -> GrmoeForCausalLM:
 
 
 def test_exported_folders_work_without_grmoe(
-    saved: tuple[Path, GrmoeForCausalLM], ids: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
+    unusual: tuple[Path, GrmoeForCausalLM], ids: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Cards, copies side by side, the Trainer, saving and loading: see the script. One process takes seconds."""
     folder = tmp_path_factory.mktemp("clean")
-    model = realigned(write_copies(saved[0], folder))
+    model = realigned(write_copies(unusual[0], folder))
     assert {p.name for p in (folder / "first").iterdir()} >= {
-        "config.json", "configuration_grmoe.py", "modeling_grmoe.py", "grmoe_routing.py", "README.md",
+        "config.json", "configuration_grmoe.py", "attention_grmoe.py", "modeling_grmoe.py", "grmoe_routing.py",
+        "README.md",
     }  # fmt: skip
     expected: dict[str, Any] = {"ids": ids, "budgets": {1.5: model(ids).logits}}
     model.set_budget(2.5)

@@ -39,6 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "shared_experts": 1,
         "pad_token_id": 3,
+        "attention_heads_per_token": 1,
     },
     "a dial for each layer, amortiser": {
         "num_hidden_layers": 4,

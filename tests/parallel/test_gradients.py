@@ -29,6 +29,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "hidden_act": "gelu",
         "tie_word_embeddings": False,
         "shared_experts": 1,
+        "identity_experts": 1,
+        "attention_heads_per_token": 1,
     },
     # Any number of experts per token, none included: a dispatch list with unused rows.
     "threshold, linear term": {

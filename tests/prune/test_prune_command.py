@@ -168,6 +168,8 @@ def test_every_method_is_measured_at_every_number(written: tuple[Path, str]) -> 
             "output merge": 1,
             "output drop": 1,
             "load drop": 1,
+            "certificate drop": 1,
+            "fisher drop": 1,
             "random drop": 10,
             "random merge": 10,
         }
@@ -185,6 +187,8 @@ def test_every_method_is_measured_at_every_number(written: tuple[Path, str]) -> 
         for own, base in zip(o["texts"], found["texts"], strict=True):
             exact = own["perplexity"] / base["perplexity"] - 1
             assert own["increase"]["value"] == pytest.approx(exact, rel=1e-9, abs=1e-12)
+    for layer in found["certificates"]:
+        assert 0 < layer["error"] <= layer["bound"]
     for i, c in enumerate(found["random"]["random drop"]):
         drawn = [
             o["texts"][i]["perplexity"]
@@ -193,7 +197,8 @@ def test_every_method_is_measured_at_every_number(written: tuple[Path, str]) -> 
         ]
         assert (c["smallest"], c["largest"]) == pytest.approx((min(drawn), max(drawn)))
     assert (folder / "prune.png").stat().st_size > 10_000
-    for words in ("Overlap: lower loss than", "Size:", "Check:", "random drop, mean of 10"):
+    bound = "Bound: certificate drop, block 0: ‖y − ŷ‖ ≤"
+    for words in ("Overlap: lower loss than", bound, "Size:", "Check:", "random drop, mean of 10"):
         assert words in said
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from grmoe.geometry import haar_frames
+from grmoe.model.configuration_grmoe import SLOT_ROUTERS
 from grmoe.routing import (
     ROUTERS,
     ExpertChoiceRouter,
@@ -203,7 +204,7 @@ def test_bad_rate(rate: float) -> None:
 
 BAD = 3
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in NAMES if name not in ("expert_choice", "soft_moe", "switch")),
+    *((name, {}) for name in NAMES if name not in ("expert_choice", *SLOT_ROUTERS, "switch")),
     ("switch", {"capacity_factor": 8.0}),
     ("softmax", {"selection": Mass(0.7), "balance": True}),
     ("vmf", {"balance": True}),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grmoe.model.configuration_grmoe import SLOT_ROUTERS
 from grmoe.routing import (
     ROUTERS,
     Dense,
@@ -79,12 +80,12 @@ def test_shapes_and_dtypes(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(routing.probs, routing.logits.softmax(-1))
     torch.testing.assert_close(routing.probs.sum(-1), torch.ones(2, 5, dtype=wide))
     assert bool((routing.weights[~routing.selected] == 0).all())
-    assert (routing.slots is not None) == (name == "soft_moe")
+    assert (routing.slots is not None) == (name in SLOT_ROUTERS)
     if dtype in (torch.bfloat16, torch.float16):  # only the token is rounded, not the arithmetic
         assert_equal(routing, router(tokens(2, 5, dtype=dtype).float()))
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("switch", "expert_choice", "soft_moe")])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("switch", "expert_choice", *SLOT_ROUTERS)])
 def test_each_token_on_its_own(name: str) -> None:
     router = make(name)
     x = tokens(2, 5)
@@ -436,7 +437,7 @@ def test_prior_enters_the_logits(name: str) -> None:
     b = torch.tensor([0.5, -1.0, 0.25, 0.25])
     router.log_prior.copy_(b)
     # Hash routing has nothing to weigh, Soft MoE is balanced by construction.
-    expected = before if name in ("hash", "soft_moe") else before + 2.0 * b
+    expected = before if name in ("hash", *SLOT_ROUTERS) else before + 2.0 * b
     torch.testing.assert_close(router(x).logits, expected, rtol=0, atol=1e-5)
 
 

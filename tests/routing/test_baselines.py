@@ -311,9 +311,9 @@ def test_soft_moe(slots: int) -> None:
 
 def test_soft_moe_scale() -> None:
     router = SoftMoERouter(400, 64, slots=2, generator=rng())
-    logits = router._slot_logits(torch.randn(500, 400, generator=rng(1))).detach()
+    logits = router.slot_logits(torch.randn(500, 400, generator=rng(1))).detach()
     assert float(logits.std()) == pytest.approx(1.0, abs=0.05)
-    torch.testing.assert_close(router._slot_logits(torch.zeros(1, 400)), torch.zeros(1, 128))
+    torch.testing.assert_close(router.slot_logits(torch.zeros(1, 400)), torch.zeros(1, 128))
     x = tokens(2, 5, dtype=torch.float32)
     small = SoftMoERouter(D, N, generator=rng())
     torch.testing.assert_close(small(1e4 * x).probs, small(x).probs)

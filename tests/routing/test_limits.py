@@ -19,10 +19,12 @@ from grmoe.routing import (
     Dense,
     ExpertChoiceRouter,
     GrassmannRouter,
+    GrassmannSoftMoERouter,
     HashRouter,
     LinearRouter,
     Mass,
     Router,
+    SlotRouter,
     SoftmaxRouter,
     SoftMoERouter,
     SwitchRouter,
@@ -65,19 +67,27 @@ def defaults(function: Callable[..., Any]) -> dict[str, Any]:
 def test_the_defaults_of_every_router() -> None:
     x = tokens(2, 5)
     made: list[Router] = [SoftmaxRouter(D, N), SwitchRouter(D, N), ExpertChoiceRouter(D, N), HashRouter(D, N)]
-    made += [SoftMoERouter(D, N), VMFRouter(D, N), GrassmannRouter(D, N, 3)]
+    made += [SoftMoERouter(D, N), GrassmannSoftMoERouter(D, N), VMFRouter(D, N), GrassmannRouter(D, N, 3)]
     for router in made:
         assert router.eval()(x).probs.shape == (2, 5, N)
         assert (router.alpha, router.checked, router.backend) == (1.0, False, "auto")
         assert router.balance is isinstance(router, GrassmannRouter)
-    assert defaults(Router) == {"selection": None, "alpha": 1.0, "balance": False, "checked": False}
+    assert defaults(Router) == {
+        "selection": None,
+        "alpha": 1.0,
+        "balance": False,
+        "identity": 0,
+        "checked": False,
+    }
     assert defaults(LinearRouter) == {"generator": None}
     losses = {"noise": 0.0, "z_loss": 0.0, "load_loss": 0.0}
     assert defaults(SoftmaxRouter) == {"top_k": 2} | losses
     assert defaults(SwitchRouter) == {"capacity_factor": 1.25, "load_loss": 0.01}
     assert defaults(ExpertChoiceRouter) == {"capacity_factor": 1.0}
     assert defaults(HashRouter) == {"seed": 0}
-    assert defaults(SoftMoERouter) == {"slots": None, "max_tokens": None, "generator": None}
+    assert defaults(SlotRouter) == {"slots": None, "max_tokens": None}
+    assert defaults(SoftMoERouter) == {"generator": None}
+    assert defaults(GrassmannSoftMoERouter) == {"slot_rank": 1, "kappa": 1.5, "generator": None}
     assert defaults(VMFRouter) == {"kappa": None, "generator": None}
     assert defaults(GrassmannRouter) == {
         "concentration": "scalar", "kappa": 1.5, "scaling": "rank", "prior": "balanced", "amortizer": None,

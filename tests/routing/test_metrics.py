@@ -32,9 +32,9 @@ GEOMETRY = [f.name for f in fields(RoutingMetrics) if f.default is None]
 
 
 def naive(
-    probs: list[list[float]], weights: list[list[float]], selected: list[list[bool]]
+    probs: list[list[float]], weights: list[list[float]], selected: list[list[bool]], identity: int = 0
 ) -> dict[str, object]:
-    """Every field from its definition, one token at a time."""
+    """Every field from its definition, one token at a time. The last `identity` experts compute nothing."""
     N = len(probs[0])
     rows = [i for i, row in enumerate(probs) if all(math.isfinite(p) for p in row)]
     T = len(rows)
@@ -49,7 +49,10 @@ def naive(
             top1[max(served, key=lambda e: weights[i][e])] += 1 / T
         entropy += sum(-p * math.log(p) for p in probs[i] if p > 0) / T
         inverse += 1 / sum(p * p for p in probs[i]) / T
-        computed += len(served) / T
+        computed += sum(e < N - identity for e in served) / T
+    N -= identity
+    load, skipped = load[:N], load[N:]
+    top1, soft = top1[:N], soft[:N]
 
     def cv(load: list[float]) -> float:
         mean = sum(load) / N
@@ -72,6 +75,7 @@ def naive(
         "entropy": entropy,
         "effective_experts_entropy": math.exp(entropy),
         "effective_experts_inverse": inverse,
+        "identity_load": skipped,
     }
 
 
@@ -101,9 +105,10 @@ def batch(seed: int, tokens: int, N: int) -> tuple[Tensor, Tensor, Tensor]:
 @given(seed=st.integers(0, 2**31 - 1), tokens=st.integers(1, 30), N=st.integers(2, 6))
 def test_every_field(seed: int, tokens: int, N: int) -> None:
     probs, weights, selected = batch(seed, tokens, N)
-    metrics = LoadCounter(N)
+    identity = seed % (N - 1)
+    metrics = LoadCounter(N, identity)
     add(metrics, probs, weights, selected)
-    want = naive(probs.tolist(), weights.tolist(), selected.tolist())
+    want = naive(probs.tolist(), weights.tolist(), selected.tolist(), identity)
     assert sorted(want) == sorted(COUNTED)
     assert_same(metrics.read(), want)
     shaped = LoadCounter(N)  # leading dimensions are all tokens

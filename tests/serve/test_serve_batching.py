@@ -10,6 +10,7 @@ import pytest
 import torch
 from small_model import CURVE, EOS, make_model, offline
 
+from grmoe.model.configuration_grmoe import SLOT_ROUTERS
 from grmoe.routing import ROUTERS, LayerNumbers, Routing, build_router
 from grmoe.routing.selection import NO_LIMIT, Dense, Mass, Selection, Threshold, TopK
 from grmoe.serve.batching import MAX_TIES, BatchGenerator, Sequence, can_batch, set_numbers, why_not_batch
@@ -77,9 +78,9 @@ def together(generator: BatchGenerator, asked: list[Asked]) -> list[list[int]]:
         {"router": "vmf"},
         {"router": "hash", "router_kappa": None, "selection": "topk", "num_experts_per_tok": 1},
         {"router": "switch", "router_kappa": None, "selection": "topk", "num_experts_per_tok": 1},
-        {"num_key_value_heads": 1, "shared_experts": 1, "moe_every": 1},
+        {"num_key_value_heads": 1, "shared_experts": 1, "identity_experts": 1, "moe_every": 1},
     ],
-    ids=["mass", "topk", "softmax", "vmf", "hash", "switch", "all layers"],
+    ids=["mass", "topk", "softmax", "vmf", "hash", "switch", "all layers, identity"],
 )
 def test_answers_equal_generate(changes: dict[str, Any]) -> None:
     model = make_model(**changes)
@@ -208,7 +209,7 @@ def test_ties_are_computed_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in ROUTERS if n not in ("expert_choice", "soft_moe", "hash", "switch")]
+    "name", [n for n in ROUTERS if n not in ("expert_choice", *SLOT_ROUTERS, "hash", "switch")]
 )
 def test_one_budget_for_each_sequence(name: str) -> None:
     torch.manual_seed(0)

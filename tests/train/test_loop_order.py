@@ -210,7 +210,7 @@ def test_a_line_of_the_log_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer: Any = SimpleNamespace(
         config=SimpleNamespace(steps=10), world=World(0, 4, 0, CPU, None), tokens_per_step=100, peak_flops=1e6,
         optimizers=[SimpleNamespace(param_groups=groups)],
-        model=SimpleNamespace(alpha=[2.0], routing_metrics=lambda: "as counted"),
+        model=SimpleNamespace(alpha=[2.0], routing_metrics=lambda: "as counted", head_metrics=list),
     )  # fmt: skip
     clock: Any = SimpleNamespace(rate=lambda: 50.0, tokens=300)
     result = StepResult(loss=1.0, router_loss=0.25, divergence=0.5, overlap=0.125, norm=3.0)

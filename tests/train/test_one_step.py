@@ -37,7 +37,7 @@ OPTIM = {
     "betas": [0.8, 0.9], "eps": 1e-3, "weight_decay": 0.3, "clip": 0.2,
 }  # fmt: skip
 ROUTERS: dict[str, dict[str, Any]] = {
-    "grassmann": {"router": "grassmann", "router_kappa": 2.0},
+    "grassmann": {"router": "grassmann", "router_kappa": 2.0, "router_aux_loss_coef": 0.7},
     "softmax": {
         "router": "softmax",
         "router_options": {"load_loss": LOAD_LOSS, "z_loss": Z_LOSS, "balance": True},
@@ -45,14 +45,15 @@ ROUTERS: dict[str, dict[str, Any]] = {
     },
 }
 
+ROUTING = {
+    "overlap_weight": 0.3, "overlap_rho": 0.4, "overlap_pairs": "all", "prior_rate": 0.2, "entropy_weight": 0.4,
+    "entropy_target": 0.6,
+}  # fmt: skip
 ELASTIC: dict[str, dict[str, Any]] = {
     "off": {"unit": "off"},
     "on": {},
     "distilled": {"distill": 600.0},  # new experts change predictions by very little
 }
-
-
-ROUTING = {"overlap_weight": 0.3, "overlap_rho": 0.4, "overlap_pairs": "all", "prior_rate": 0.2}
 
 
 def make_trainer(
@@ -112,6 +113,8 @@ class Reference:
     frames_factor = 1.0
     anneals = True
     prior_rate = 0.2
+    entropy_weight = 0.4
+    entropy_target = 0.6 * math.log(4)
     decays_vectors = False
     clip = 0.2
     micro_batches = 2  # the mean of a micro-batch's loss counts 1/2
@@ -141,13 +144,15 @@ class Reference:
     # -- the loss ------------------------------------------------------------------------------------------
 
     def router_losses(self, logits_TN: Tensor, chosen_TN: Tensor) -> Tensor:
-        """Load balancing N·Σ_e f_e P_e over the experts of the full budget, and the z-loss."""
-        if self.router == "grassmann":
-            return logits_TN.new_zeros(())
+        """Load balancing N·Σ_e f_e P_e over the experts of the full budget, the z-loss, and the entropy term."""
         N, probs_TN = logits_TN.shape[-1], logits_TN.softmax(-1)
+        H_T = -(probs_TN * probs_TN.log()).sum(-1)
+        entropy = self.entropy_weight * (H_T - self.entropy_target).square().mean()
+        if self.router == "grassmann":
+            return entropy
         share_N = chosen_TN.sum(0) / chosen_TN.sum()
         balance = N * (share_N * probs_TN.mean(0)).sum()
-        return LOAD_LOSS * balance + Z_LOSS * logits_TN.logsumexp(-1).square().mean()
+        return LOAD_LOSS * balance + Z_LOSS * logits_TN.logsumexp(-1).square().mean() + entropy
 
     def overlap(self, step: int) -> Tensor:
         """Σ_{e≠f} max(0, ‖U_eᵀU_f‖² − hinge), or the pairs of a sample, each for #pairs/M pairs."""
@@ -348,6 +353,8 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "the prior does not move": {"prior_rate": 0.0},
     "the prior moves the wrong way": {"prior_rate": -0.2},
     "weight decay on norms": {"decays_vectors": True},
+    "no entropy term": {"entropy_weight": 0.0},
+    "the entropy's target in nats": {"entropy_target": 0.6},
     "no clipping": {"clip": math.inf},
     "micro-batches are summed": {"micro_batches": 1},
     "constant learning rates": {"schedules": False},

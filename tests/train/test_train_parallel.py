@@ -162,14 +162,15 @@ def test_other_numbers_of_processes_go_on(
     assert losses(config)[20] == pytest.approx(losses(wanted)[20], abs=1e-3)
 
 
-def test_distillation_is_the_same_for_one_and_for_two(settings: Settings) -> None:
+def test_distillation_and_the_entropy_term_are_the_same_for_one_and_for_two(settings: Settings) -> None:
     options: dict[str, Any] = {
         "model": {"initializer_range": 0.3},  # so that experts change predictions from the start
         "elastic": {"distill": 3.0},
         "data": {"micro_batch_size": 2},
+        "routing": {"entropy_weight": 0.5, "entropy_target": 0.3},
     }
     alone = first_steps(settings(**options))
-    assert all(step["divergence"] > 1e-3 for step in alone)
+    assert all(step["divergence"] > 1e-3 and step["router_loss"] > 1e-3 for step in alone)
     for answer in Processes(2, first_steps, settings(**options, parallel=KINDS["fsdp"])).answers():
         for got, want in zip(answer, alone, strict=True):
             assert got == pytest.approx(want, rel=1e-4)

@@ -26,7 +26,7 @@ LEAST_TOKENS = 50  # the type entropy of an expert with fewer tokens is low by c
 def concentrations(router: Router) -> Array | None:
     """κ of each expert, (N,). Diagonal concentrations: the mean over columns. None for a router without κ."""
     log_kappa = getattr(router, "log_kappa", None)
-    if log_kappa is None:
+    if log_kappa is None or len(log_kappa) != router.num_experts:  # Grassmannian Soft MoE has one per slot
         return None
     kappa = log_kappa.detach().double().exp().cpu()
     out: Array = (kappa if kappa.ndim == 1 else kappa.mean(-1)).numpy()
@@ -37,7 +37,7 @@ def concentrations(router: Router) -> Array | None:
 def _expert_geometry(router: Router) -> Geometry | None:
     """Overlap and principal angles of frames, or cosines of directions. None for a router with neither."""
     frames = getattr(router, "frames", None)
-    if isinstance(frames, torch.Tensor):
+    if isinstance(frames, torch.Tensor) and len(frames) == router.num_experts:
         U_NDK = frames.double().cpu()
         D, k = U_NDK.shape[1:]
         angles_NNK = geometry.pairwise_angles(U_NDK)

@@ -31,8 +31,9 @@ def prune(
 ) -> None:
     """Remove experts from a trained model: merge or drop them, the same number in every layer.
 
-    The command compares methods that look at the overlap of subspaces, at outputs, at predictions or at load, with
-    random pruning as the baseline. It chooses the one that changes the predictions least. Nothing is retrained.
+    The command compares methods with random pruning as the baseline. They look at the overlap of subspaces, at outputs,
+    at predictions, at load, at a certified bound on the change of a layer's output, or at Fisher information. The
+    command chooses the one that changes the predictions least. Nothing is retrained.
 
     A second prune replaces results.json. Without --write it moves a model that an earlier prune saved to OUT/model-old,
     if that is another model than this one found.

@@ -68,7 +68,7 @@ def _certify(layer: MoE, block: int, x_TD: Tensor) -> LayerCertificate:
     return LayerCertificate(
         layer=block,
         tokens=len(x_TD),
-        experts_per_token=_mean(routing.selected.sum(-1)),
+        experts_per_token=_mean(routing.computed.sum(-1)),
         dropped_mean=_mean(bounded.dropped),
         dropped_max=float(bounded.dropped.max()),
         entropy_lower=_mean(band.lower.bound),

@@ -28,9 +28,11 @@ def expert_norms(model: GrmoeForCausalLM, text: Text) -> Norms:
 @torch.no_grad()
 def _norms(layer: MoE, x_TD: torch.Tensor) -> tuple[float, ...]:
     experts, found = layer.experts, []
-    for e in range(layer.router.num_experts):
+    for e in range(len(experts.down_proj)):
         y_TD = experts.activate(x_TD @ experts.up[e].T) @ experts.down_proj[e].T
         found.append(y_TD.double().norm(dim=-1).mean())
     norm_N = torch.stack(found)
-    scaled = (norm_N / norm_N.mean()).clamp(min=1e-6)  # an expert that gives nothing still has a logarithm
+    identity = norm_N.new_zeros(layer.router.identity_experts)
+    # An expert that gives nothing still has a logarithm.
+    scaled = torch.cat([norm_N / norm_N.mean(), identity]).clamp(min=1e-6)
     return tuple(float(f"{n:.4g}") for n in scaled.tolist())

@@ -56,9 +56,12 @@ except ImportError:  # this file travels with exported models to where grmoe is 
 
 SELECTIONS = ("topk", "mass", "threshold", "dense")
 # Routers that choose by themselves, and the most experts a token can then get (None: all of them).
-OWN_CHOICE: dict[str, int | None] = {"switch": 1, "hash": 1, "expert_choice": None, "soft_moe": None}
+OWN_CHOICE: dict[str, int | None] = {
+    "switch": 1, "hash": 1, "expert_choice": None, "soft_moe": None, "grassmann_soft_moe": None,
+}  # fmt: skip
+SLOT_ROUTERS = ("soft_moe", "grassmann_soft_moe")
 # These look at later tokens: a causal model would train on what it must predict.
-NOT_CAUSAL = ("expert_choice", "soft_moe")
+NOT_CAUSAL = ("expert_choice", *SLOT_ROUTERS)
 # Hugging Face names the inner function, `grmoe.MoE` the layer built from it.
 ACTIVATIONS: dict[str, Literal["swiglu", "gelu"]] = {"silu": "swiglu", "gelu": "gelu"}
 # Larger values are mistakes. Only to list a billion blocks would take minutes.
@@ -128,6 +131,9 @@ class GrmoeConfig(PreTrainedConfig):
     """Add biases to the attention projections."""
     attention_dropout: float = 0.0
     """Dropout of attention weights in training."""
+    attention_heads_per_token: int | None = None
+    """Heads that a token uses, chosen in every block by a Grassmann gate of rank router_rank and weighted by it. The
+    others are computed and multiplied by zero: this saves no time. Default: all heads, without a gate."""
 
     moe_every: int = 2
     """Every n-th block has experts: 1 all of them, 2 the even ones counted from one, as in the paper."""
@@ -143,7 +149,8 @@ class GrmoeConfig(PreTrainedConfig):
     """Concentration at the start. Default: the router's own."""
     router_options: dict[str, Any] | None = None
     """Further arguments of the router. For "hash", `seed` may be one number (layer i adds i) or a list with one per MoE
-    layer. For "soft_moe", `slots` fixes the slots per expert; by default a sequence of T tokens uses T/N."""
+    layer. For "soft_moe" and "grassmann_soft_moe", `slots` fixes the slots per expert; by default a sequence of T
+    tokens uses T/N."""
     selection: str = "topk"
     """"topk", "mass" (the fewest experts that reach probability selection_tau, at most K), "threshold" (experts with at
     least selection_tau) or "dense"."""
@@ -165,6 +172,10 @@ class GrmoeConfig(PreTrainedConfig):
     layer a list with one number per expert, added to the logits for the choice alone."""
     shared_experts: int = 0
     """Experts of the same width that compute every token."""
+    identity_experts: int = 0
+    """Experts that compute nothing, beside the N others and routed like them (mixture of depths). A token that chooses
+    one of them computes one expert less, and the residual stream carries it past. With the balanced prior, identity
+    experts get their share of the choices: I of N + I."""
     output_router_logits: bool = False
     """Return the routers' logits and their loss."""
     router_aux_loss_coef: float = 1.0
@@ -214,6 +225,11 @@ class GrmoeConfig(PreTrainedConfig):
     def moe_layers(self) -> list[int]:
         """Blocks with experts, counted from zero."""
         return [i for i in range(self.num_hidden_layers) if (i + 1) % self.moe_every == 0]
+
+    @property
+    def gate_experts(self) -> int:
+        """Experts that a gate chooses from: those that compute, and identity experts."""
+        return self.num_experts + self.identity_experts
 
     @property
     def alphas(self) -> list[float]:
@@ -308,6 +324,15 @@ class GrmoeConfig(PreTrainedConfig):
             groups >= 1 and heads % groups == 0,
             f"num_key_value_heads must divide num_attention_heads = {heads}, got {groups}",
         )
+        chosen = self.attention_heads_per_token
+        checks.require(
+            chosen is None
+            or (isinstance(chosen, int) and not isinstance(chosen, bool) and 1 <= chosen <= heads),
+            f"attention_heads_per_token must be from 1 to num_attention_heads = {heads}, or None, got {chosen!r}",
+        )
+        checks.require(
+            chosen is None or heads > 1, "attention_heads_per_token needs more than one head to choose from"
+        )
         checks.require((self.head_dim or 0) % 2 == 0, f"head_dim must be even for RoPE, got {self.head_dim}")
         found = len(self.moe_layers)
         checks.require(
@@ -325,7 +350,7 @@ class GrmoeConfig(PreTrainedConfig):
         )
         self._check_selection()
         if self.budget_curve is not None:
-            check_curve(self.budget_curve, found, self.num_experts)
+            check_curve(self.budget_curve, found, self.gate_experts)
         if self.budget is not None:
             self.layer_numbers(self.budget)
 
@@ -385,10 +410,12 @@ class GrmoeConfig(PreTrainedConfig):
             checks.require(ok, f"{name} must be an integer >= 1, got {value!r}")
             checks.require(value <= most, f"{name} must be at most {most}, got {value}")
         checks.require(self.num_experts >= 2, f"num_experts must be at least 2, got {self.num_experts}")
-        checks.require(
-            isinstance(self.shared_experts, int) and 0 <= self.shared_experts <= MAX_SIZE,
-            f"shared_experts must be an integer >= 0, got {self.shared_experts!r}",
-        )
+        for name in ("shared_experts", "identity_experts"):
+            value = getattr(self, name)
+            checks.require(
+                isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE,
+                f"{name} must be an integer >= 0, got {value!r}",
+            )
         checks.require(
             self.router in list(ROUTERS), f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}"
         )
@@ -400,6 +427,11 @@ class GrmoeConfig(PreTrainedConfig):
 
     def _check_selection(self) -> None:
         N, K = self.num_experts, self.num_experts_per_tok or 0
+        checks.require(
+            not self.identity_experts or self.router not in OWN_CHOICE,
+            f"identity_experts must be 0 with router {self.router!r}, which chooses by itself, "
+            f"got {self.identity_experts}",
+        )
         checks.require(K <= N, f"num_experts_per_tok must be at most num_experts = {N}, got {K}")
         implied = self._implied_experts()
         why = f"router {self.router!r}" if self.router in OWN_CHOICE else f"selection {self.selection!r}"
@@ -407,8 +439,9 @@ class GrmoeConfig(PreTrainedConfig):
             implied is None or implied == K, f"num_experts_per_tok must be {implied} with {why}, got {K}"
         )
         rank = self.router_rank or 0
+        frames = self.router == "grassmann" or self.attention_heads_per_token is not None
         checks.require(
-            self.router != "grassmann" or rank <= self.hidden_size,
+            not frames or rank <= self.hidden_size,
             f"router_rank must be at most hidden_size = {self.hidden_size}, got {rank}",
         )
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from grmoe.model.configuration_grmoe import GrmoeConfig
+from grmoe.model.configuration_grmoe import SLOT_ROUTERS, GrmoeConfig
 from grmoe.model.modeling_grmoe import GrmoeForCausalLM, GrmoeMoE
-from grmoe.routing import Router, SoftMoERouter, routers
+from grmoe.routing import Router, SlotRouter, all_routers
 from grmoe.routing.amortizer import AMORTIZERS, amortizer_sizes
 from grmoe.tables import Table
 
@@ -25,8 +25,8 @@ class Cost:
     experts: int
     """Parameters of the routed experts."""
     experts_per_token: float
-    """Routed experts computed per token: the budget, if there is one. Soft MoE: slots per token. With "mass" and
-    "threshold" an upper bound."""
+    """Routed experts computed per token: the budget, if there is one. Soft MoE: slots per token. With "mass",
+    "threshold" and identity experts an upper bound."""
     router: int
     """Parameters of the routers."""
     embedding: int
@@ -73,6 +73,8 @@ def parameters(config: GrmoeConfig) -> int:
     heads, groups = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     biases = heads + 2 * groups + D if config.attention_bias else 0
     block = 2 * D * (heads + groups) + biases + 2 * D  # queries and output, keys and values; two norms
+    if config.attention_heads_per_token is not None:
+        block += config.num_attention_heads * (D * (config.router_rank or 0) + 1)
     matrices = 3 if config.activation == "swiglu" else 2
     experts = matrices * D * config.moe_intermediate_size * (N + config.shared_experts)
     moe, tables = len(config.moe_layers), 1 if config.tie_word_embeddings else 2
@@ -82,12 +84,13 @@ def parameters(config: GrmoeConfig) -> int:
 
 def _router(config: GrmoeConfig) -> int:
     """Parameters of one router, at least: frames and κ, slots, or one vector per expert."""
-    D, N, options = config.hidden_size, config.num_experts, config.router_options or {}
+    D, N, options = config.hidden_size, config.gate_experts, config.router_options or {}
     if config.router == "hash":
         return 0
-    if config.router == "soft_moe":
+    if config.router in SLOT_ROUTERS:
         slots = options.get("slots") or options.get("max_tokens", config.max_position_embeddings) // N
-        return D * N * max(1, slots) + 1
+        total = N * max(1, slots)
+        return D * total + 1 if config.router == "soft_moe" else (D * options.get("slot_rank", 1) + 1) * total
     if config.router != "grassmann":
         return N * D + (N if config.router == "vmf" else 0)
     frames = N * D * (config.router_rank or 0) + N
@@ -108,7 +111,7 @@ def count(config: GrmoeConfig, context: int | None = None) -> Cost:
     model = meta_model(config)
     context = config.max_position_embeddings if context is None else context
     total = sum(p.numel() for p in model.parameters())  # a tied parameter appears once
-    router = sum(p.numel() for r in routers(model) for p in r.parameters())
+    router = sum(p.numel() for r in all_routers(model) for p in r.parameters())
     blocks = [m for m in model.modules() if isinstance(m, GrmoeMoE)]
     experts = sum(p.numel() for block in blocks for p in block.experts.parameters())
     per_token = _per_token(config, blocks[0].router, context)
@@ -150,11 +153,12 @@ def _per_token(config: GrmoeConfig, router: Router, context: int) -> float:
 
 def _soft_moe(router: Router, tokens: int) -> tuple[int, float]:
     """(slot weights that a sequence of `tokens` does not use, FLOPs per token of mixing tokens and slots)."""
-    if not isinstance(router, SoftMoERouter):
+    if not isinstance(router, SlotRouter):
         return 0, 0.0
     used = router.slots_for(tokens)
     rows = router.num_experts * used
-    return router.num_experts * (router.slots - used) * router.dim, 2 * 2 * rows * router.dim
+    unused = router.num_experts * (router.slots - used) * router.dim * getattr(router, "rank", 1)
+    return unused, 2 * 2 * rows * router.dim
 
 
 def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
@@ -168,10 +172,13 @@ def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
     at = f"at {cost.context:,} tokens of context"
     table = Table(name, ["", ""], left=2)
     attention = f"{heads} heads of {config.head_dim}, {groups} for keys"
+    if config.attention_heads_per_token is not None:
+        attention += f", {config.attention_heads_per_token} per token (all are computed)"
     table.add("blocks", f"{config.num_hidden_layers} × {H}, {attention}")
     table.add("dense feed-forward", f"{config.intermediate_size}, {config.activation}")
     table.add("MoE layers", f"{len(layers)} (blocks {first})")
-    experts = f"{config.num_experts} of width {config.moe_intermediate_size}{shared}"
+    identity = f" + {config.identity_experts} identity" if config.identity_experts else ""
+    experts = f"{config.num_experts} of width {config.moe_intermediate_size}{shared}{identity}"
     table.add("experts", f"{experts}, {_selection(config, cost)}")
     table.add("router", f"{config.router}{rank}, α = {config.alpha}")
     if config.budget_range is not None:
@@ -181,7 +188,9 @@ def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
     table.add("vocabulary", f"{config.vocab_size:,}, {tied}")
     table.end_section()
     table.add("parameters", short(cost.total))
-    bounded = config.selection in ("mass", "threshold") or config.router == "switch"
+    bounded = (
+        config.selection in ("mass", "threshold") or config.router == "switch" or config.identity_experts
+    )
     bound = ", at most" if bounded and config.budget is None else ""
     table.add("  active per token", f"{short(cost.active)}{bound}")
     table.add("  routed experts", f"{short(cost.experts)} ({cost.experts / cost.total:.1%})")

@@ -29,7 +29,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNor
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .configuration_grmoe import NOT_CAUSAL, GrmoeConfig
+from .attention_grmoe import GrmoeAttention, head_router
+from .configuration_grmoe import NOT_CAUSAL, SLOT_ROUTERS, GrmoeConfig
 
 try:
     from grmoe import checks
@@ -40,14 +41,17 @@ try:
     from grmoe.regularizers import overlap_penalty
     from grmoe.routing import (
         Dense,
-        GrassmannRouter,
+        FrameRouter,
         HashRouter,
+        HeadRouter,
         Mass,
         Router,
         RoutingMetrics,
         Selection,
+        SlotRouter,
         Threshold,
         TopK,
+        all_routers,
         build_router,
         routers,
     )
@@ -61,15 +65,18 @@ except ImportError:  # this file travels with exported models to where grmoe is 
         Dense,
         Dispatch,
         ExpertWeights,
-        GrassmannRouter,
+        FrameRouter,
         HashRouter,
+        HeadRouter,
         Mass,
         MoE,
         Router,
         RoutingMetrics,
         Selection,
+        SlotRouter,
         Threshold,
         TopK,
+        all_routers,
         as_autocast,
         build_router,
         checks,
@@ -158,19 +165,21 @@ def config_router(config: GrmoeConfig, number: int) -> Router:
     options = dict(config.router_options or {})
     if config.router == "hash":
         options["seed"] = _layer_seed(options.get("seed", 0), number, len(config.moe_layers))
-    if config.router == "soft_moe" and "slots" not in options:
+    if config.router in SLOT_ROUTERS and "slots" not in options:
         options.setdefault("max_tokens", config.max_position_embeddings)
     if config.router == "grassmann":
         options["rank"] = config.router_rank
     if config.router_kappa is not None:
         options["kappa"] = config.router_kappa
+    if config.identity_experts:
+        options["identity"] = config.identity_experts
     selection, numbers = config_policy(config), config.numbers[number]
     if selection is not None:
         options["selection"] = selection
     try:
         with _default_dtype(torch.float32):
             router = build_router(
-                config.router, config.hidden_size, config.num_experts, alpha=numbers.alpha, **options
+                config.router, config.hidden_size, config.gate_experts, alpha=numbers.alpha, **options
             )
     except TypeError as error:
         raise ValueError(f"router_options must fit the router {config.router!r}: {error}") from error
@@ -229,7 +238,8 @@ class GrmoeMLP(nn.Module):
 class GrmoeDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: GrmoeConfig, layer_idx: int) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(config=config, layer_idx=layer_idx)  # type: ignore[arg-type]
+        attention: Any = LlamaAttention if config.attention_heads_per_token is None else GrmoeAttention
+        self.self_attn = attention(config=config, layer_idx=layer_idx)
         moe_layers = config.moe_layers
         self.mlp: GrmoeMoE | GrmoeMLP = (
             GrmoeMoE(config, moe_layers.index(layer_idx)) if layer_idx in moe_layers else GrmoeMLP(config)
@@ -237,7 +247,7 @@ class GrmoeDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         # `_init_weights` gets a module without its name.
-        self.self_attn.o_proj.writes_residual = True  # type: ignore[assignment]
+        self.self_attn.o_proj.writes_residual = True
         if isinstance(self.mlp, GrmoeMLP):
             self.mlp.down_proj.writes_residual = True  # type: ignore[assignment]
 
@@ -355,8 +365,12 @@ class GrmoePreTrainedModel(PreTrainedModel):
         """Metrics of each MoE layer's router since the last reset. Waits for the device."""
         return [router.read_metrics() for router in routers(self)]
 
+    def head_metrics(self) -> list[RoutingMetrics]:
+        """The same of each block's heads, with heads for experts; empty without `attention_heads_per_token`."""
+        return [router.read_metrics() for router in all_routers(self) if isinstance(router, HeadRouter)]
+
     def reset_routing_metrics(self) -> None:
-        for router in routers(self):
+        for router in all_routers(self):
             router.reset_metrics()
 
     def update_priors(self, rate: float, skip: Tensor | None = None) -> None:
@@ -364,13 +378,17 @@ class GrmoePreTrainedModel(PreTrainedModel):
 
         skip: a 0-d tensor. Where it is nonzero, priors stay as they are.
         """
-        update_router_priors(routers(self), rate, skip)
+        update_router_priors(all_routers(self), rate, skip)
 
     def overlap_penalty(
         self, rho: float, *, relative: bool = True, num_pairs: int | Literal["auto"] | None = None
     ) -> Tensor:
-        """Σ over MoE layers of `grmoe.overlap_penalty`; zero for routers without frames."""
-        named = (getattr(router, "frames", None) for router in routers(self))
+        """Σ over MoE layers of `grmoe.overlap_penalty`; zero for routers without frames of experts.
+
+        Slots have frames too, but as many slots as tokens do not fit apart into `hidden_size` dimensions.
+        """
+        experts = (router for router in routers(self) if not isinstance(router, SlotRouter))
+        named = (getattr(router, "frames", None) for router in experts)
         frames = [f for f in named if isinstance(f, Tensor)]
         if not frames:
             return torch.zeros((), device=self.device)
@@ -412,8 +430,11 @@ class GrmoePreTrainedModel(PreTrainedModel):
         tensors = dict(router.state_dict(keep_vars=True))
         if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors.values()):
             with torch.device("cpu"):
-                number = next(i for i, found in enumerate(routers(self)) if found is router)
-                fresh = config_router(self.config, number).state_dict()
+                if isinstance(router, HeadRouter):
+                    fresh = head_router(self.config).state_dict()
+                else:
+                    number = next(i for i, found in enumerate(routers(self)) if found is router)
+                    fresh = config_router(self.config, number).state_dict()
             for name, tensor in tensors.items():
                 init.copy_(tensor, fresh[name])
         router.prior_sums.zero_()
@@ -425,12 +446,16 @@ class GrmoePreTrainedModel(PreTrainedModel):
             router.budget.reset(weight_alpha)
             if isinstance(router, HashRouter):
                 router.check_seed()
+        for router in all_routers(self):
+            if isinstance(router, HeadRouter):
+                router.budget.reset(None)
+                router.alpha = 1.0
         self._use_config_numbers()
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in transformers. Frames are orthonormal when they are written, whatever trained them."""
-        for router in routers(self):
-            if isinstance(router, GrassmannRouter):
+        for router in all_routers(self):
+            if isinstance(router, FrameRouter):
                 router.retract()
         # `router.alpha` may have been set directly. Its fp32 value is rounded; the configuration keeps all digits.
         now = self.alpha

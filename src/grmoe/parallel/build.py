@@ -14,7 +14,7 @@ from torch import nn
 
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM
 from grmoe.model.count import meta_model
-from grmoe.model.modeling_grmoe import GrmoeDecoderLayer, GrmoeMoE, GrmoePreTrainedModel
+from grmoe.model.modeling_grmoe import GrmoeDecoderLayer, GrmoePreTrainedModel
 from grmoe.parallel.shard import Sharding
 from grmoe.parallel.world import World
 from grmoe.routing import Router
@@ -31,13 +31,13 @@ def build_model(config: GrmoeConfig, world: World, bf16: bool = False) -> GrmoeF
 
     body.embed_tokens.to_empty(device=world.device)
     body.embed_tokens.reset_parameters()
-    routers = [_drawn_router(model.config, index, world.device) for index in range(len(blocks))]
+    drawn = [_drawn_routers(model.config, index, world.device) for index in range(len(blocks))]
 
     _initialise(body, body.embed_tokens, world.device)
-    for block, router in zip(blocks, routers, strict=True):
+    for block, routers in zip(blocks, drawn, strict=True):
         block.to_empty(device=world.device)
-        if router is not None:
-            block.mlp.router = router
+        for name, router in routers.items():
+            block.get_submodule(name.removesuffix(".router")).router = router
         _initialise(body, block, world.device)
         sharding.block(block, last=block is blocks[-1])
     for rest in (body.norm, body.rotary_emb):
@@ -52,11 +52,11 @@ def build_model(config: GrmoeConfig, world: World, bf16: bool = False) -> GrmoeF
     return model
 
 
-def _drawn_router(config: GrmoeConfig, index: int, device: torch.device) -> Router | None:
-    """Draw what the constructor of a block draws, and keep its router."""
+def _drawn_routers(config: GrmoeConfig, index: int, device: torch.device) -> dict[str, Router]:
+    """Draw what the constructor of a block draws, and keep its routers, by name: of experts, of heads."""
     with torch.device(device):
-        mlp = GrmoeDecoderLayer(config, index).mlp
-    return mlp.router if isinstance(mlp, GrmoeMoE) else None
+        block = GrmoeDecoderLayer(config, index)
+    return {name: module for name, module in block.named_modules() if isinstance(module, Router)}
 
 
 def _initialise(model: GrmoePreTrainedModel, piece: nn.Module, device: torch.device) -> None:

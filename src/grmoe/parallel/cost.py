@@ -18,7 +18,7 @@ from grmoe import checks
 from grmoe.layer import MoE
 from grmoe.model.modeling_grmoe import GrmoeForCausalLM
 from grmoe.parallel.shard import check_expert_split, expert_shard_dim, shard_dim
-from grmoe.routing import routers
+from grmoe.routing import all_routers, routers
 
 FP32 = 4  # master weights, reduced gradients, moments, routers
 
@@ -100,11 +100,11 @@ def groups(model: GrmoeForCausalLM, plan: Plan) -> list[Group]:
     processes allocate, send and reduce the same amount.
     """
     n, found = plan.fsdp * plan.expert, []
-    done = {p for router in routers(model) for p in router.parameters()}
+    done = {p for router in all_routers(model) for p in router.parameters()}
     layers = list(model.model.layers)
     for layer in layers:
         if plan.expert > 1 and isinstance(layer.mlp, MoE):
-            check_expert_split(layer.mlp.router.num_experts, plan.expert)
+            check_expert_split(len(layer.mlp.experts.down_proj), plan.expert)
             weights = _new(layer.mlp.experts, done)
             held = sum(
                 _part(p, expert_shard_dim(p.shape, plan.fsdp), plan.fsdp) // plan.expert for p in weights
@@ -173,7 +173,7 @@ def traffic(model: GrmoeForCausalLM, plan: Plan) -> list[Traffic]:
     """
     c, E = plan.compute_bytes, plan.expert
     parts = groups(model, plan)
-    found_routers = routers(model)
+    found_routers = all_routers(model)
     config = model.config
     forwards = 2 if plan.checkpointing else 1
     layers = len(config.moe_layers)
@@ -192,7 +192,7 @@ def traffic(model: GrmoeForCausalLM, plan: Plan) -> list[Traffic]:
                 FP32 * sum(g.shard for g in members), hidden=True,
             ),
         ]  # fmt: skip
-    rows = round(plan.tokens * found_routers[0].experts_per_token(plan.length)) * config.hidden_size * c
+    rows = round(plan.tokens * routers(model)[0].experts_per_token(plan.length)) * config.hidden_size * c
     counts = 8 * config.num_experts * plan.micro_batches
     exchanges = 2 * forwards + 2
     weights = sum(p.numel() for router in found_routers for p in router.parameters())

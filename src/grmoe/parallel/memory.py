@@ -11,7 +11,7 @@ from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.model.modeling_grmoe import GrmoeForCausalLM
 from grmoe.optim import GrassmannAdam, split_parameters
 from grmoe.parallel.cost import FP32, Group, Plan, groups
-from grmoe.routing import routers
+from grmoe.routing import all_routers, routers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def block_activations(config: GrmoeConfig, index: int, plan: Plan, experts_per_t
     rows = (3 if plan.expert > 1 else 2) * D
     each = rows + inner * config.moe_intermediate_size
     many = experts_per_token * each + inner * config.shared_experts * config.moe_intermediate_size
-    return round(plan.compute_bytes * (numbers + many)) + 3 * FP32 * config.num_experts
+    return round(plan.compute_bytes * (numbers + many)) + 3 * FP32 * config.gate_experts
 
 
 def _start(model: GrmoeForCausalLM, plan: Plan) -> int:
@@ -102,7 +102,7 @@ def _start(model: GrmoeForCausalLM, plan: Plan) -> int:
     process in a stack of experts exists before FSDP shards it further.
     """
     layers = model.model.layers
-    routed = sum(p.numel() for router in routers(model) for p in router.parameters())
+    routed = sum(p.numel() for router in all_routers(model) for p in router.parameters())
     words = model.lm_head.weight.numel()
     block = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
     if plan.expert > 1 and plan.fsdp > 1:
@@ -125,7 +125,7 @@ def _blocks(parts: Iterable[Group]) -> Iterator[int]:
 def _router_bytes(model: GrmoeForCausalLM) -> int:
     split = split_parameters(model)
     frames = [p for group in split.frame_groups for p in group["params"]]
-    parameters = {p for router in routers(model) for p in router.parameters()}
+    parameters = {p for router in all_routers(model) for p in router.parameters()}
     states = (GrassmannAdam.initial_state(p).items() for p in frames)
     state = sum(t.nbytes for items in states for key, t in items if key != "step")
     every, framed = sum(p.numel() for p in parameters), sum(p.numel() for p in frames)

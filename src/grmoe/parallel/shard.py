@@ -26,7 +26,7 @@ from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.model.modeling_grmoe import OWN_EXPERTS, GrmoeDecoderLayer, GrmoeForCausalLM
 from grmoe.parallel.experts import ExpertParallel
 from grmoe.parallel.world import World, mean, total
-from grmoe.routing import routers
+from grmoe.routing import all_routers
 
 
 def shard(model: GrmoeForCausalLM, world: World, bf16: bool = False) -> None:
@@ -76,7 +76,7 @@ class Sharding:
             module,
             mesh=self.dense,
             mp_policy=self.policy,
-            ignored_params={p for router in routers(module) for p in router.parameters()},
+            ignored_params={p for router in all_routers(module) for p in router.parameters()},
             shard_placement_fn=lambda p: Shard(shard_dim(p.shape, self.dense.shape[-1])),
             reshard_after_forward=not keep,
         )
@@ -208,7 +208,7 @@ def sync_routers(model: nn.Module, world: World) -> None:
 
     It averages the sums. A load is a ratio of two sums, so calling it twice counts nothing twice.
     """
-    sums = [router.prior_sums for router in routers(model)]
+    sums = [router.prior_sums for router in all_routers(model)]
     if world.mesh is not None and sums:
         _write(mean(world, _flat(sums)), sums)
 
@@ -219,7 +219,7 @@ def sync_metrics(model: nn.Module, world: World) -> None:
 
     Reset the metrics after reading them, because a second call without a reset would count tokens several times.
     """
-    sums = [router.counter.sums for router in routers(model)]
+    sums = [router.counter.sums for router in all_routers(model)]
     if world.mesh is not None and sums:
         _write(total(world, _flat(sums)), sums)
 

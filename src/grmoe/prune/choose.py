@@ -26,13 +26,13 @@ Method = Callable[[Sequence[PrunableLayer], Sequence[Layout]], list[Layout]]
 
 
 def methods() -> dict[str, Method]:
-    """All methods but random ones and `prediction_method`."""
+    """The methods that need no more than a layer's own tokens and outputs."""
     return {
-        "overlap merge": _everywhere(overlap_merge),
-        "overlap drop": _everywhere(_overlap_drop),
-        "output merge": _everywhere(lambda layer, layout: _output_merges(layer, layout)[0]),
-        "output drop": _everywhere(lambda layer, layout: output_drops(layer, layout)[0]),
-        "load drop": _everywhere(_load_drop),
+        "overlap merge": everywhere(overlap_merge),
+        "overlap drop": everywhere(_overlap_drop),
+        "output merge": everywhere(lambda layer, layout: _output_merges(layer, layout)[0]),
+        "output drop": everywhere(lambda layer, layout: output_drops(layer, layout)[0]),
+        "load drop": everywhere(_load_drop),
     }
 
 
@@ -46,10 +46,12 @@ def random_method(kind: str, seed: int) -> Method:
     def random_merge(layer: PrunableLayer, layout: Layout) -> Layout:
         return merge(layout, *draw.sample(range(len(layout)), 2))
 
-    return _everywhere({"random drop": random_drop, "random merge": random_merge}[kind])
+    return everywhere({"random drop": random_drop, "random merge": random_merge}[kind])
 
 
-def _everywhere(rule: Rule) -> Method:
+def everywhere(rule: Rule) -> Method:
+    """A method that follows a rule in each layer on its own."""
+
     def step(layers: Sequence[PrunableLayer], layouts: Sequence[Layout]) -> list[Layout]:
         return [rule(layer, layout) for layer, layout in zip(layers, layouts, strict=True)]
 

@@ -11,7 +11,7 @@ from grmoe.prune.results import PruneResults, Result
 from grmoe.prune.tables import text_names
 
 FIGURE = "prune.png"
-_METHOD_COLORS = (*COLORS[:5], INK)  # grey is for random draws
+_METHOD_COLORS = (*COLORS[:5], INK, "#c9a227", "#2a9d8f")  # grey is for random draws
 MARKS = dict(zip(RANDOM, "x+", strict=True))
 
 

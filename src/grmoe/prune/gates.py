@@ -33,6 +33,10 @@ def check_router(config: GrmoeConfig) -> None:
         config.router not in OWN_CHOICE,
         f"router {config.router!r} cannot be pruned: it selects its experts by itself, not by a gate",
     )
+    checks.require(
+        not config.identity_experts,
+        "a model with identity experts cannot be pruned: dropping an expert would change how often tokens skip",
+    )
     options = config.router_options or {}
     checks.require(
         options.get("amortizer") is None,

@@ -6,11 +6,13 @@ Legend: T tokens, N experts, G groups of a layout, D model width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from grmoe.experts import ExpertWeights
+from grmoe.experts.bounds import output_gains
 from grmoe.layer import MoE
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.routing import layer_inputs, moe_layers
@@ -54,6 +56,11 @@ class PrunableLayer:
         self.num_experts = layer.router.num_experts
         self.load_N = combine_weights(self.router, x_TD).double().mean(0).cpu()
         self._matches: dict[tuple[int, int], Match] = {}
+
+    @cached_property
+    def gain_N(self) -> Tensor:
+        """Bounds on the experts' outputs, (N,) fp64: see `grmoe.experts.bounds`."""
+        return output_gains(self.experts)
 
     def small_router(self, layout: Layout) -> Router:
         """The router for a layout."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from grmoe.probe.losses import Increase
+from grmoe.prune.certificate import Certified
 from grmoe.prune.layers import Layout
 from grmoe.prune.small import Size
 from grmoe.runs.open import LoadedModel
@@ -109,6 +110,8 @@ class PruneResults:
     """Every method at every number of experts that was measured, most experts first."""
     random: dict[str, list[Chance]]
     """By random method, for each text, at the final number of experts."""
+    certificates: tuple[Certified, ...] = ()
+    """What "certificate drop" guarantees for each MoE layer at the final number of experts."""
 
     @property
     def final(self) -> list[Outcome]:

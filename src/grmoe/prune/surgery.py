@@ -13,16 +13,19 @@ from grmoe.model import GrmoeForCausalLM
 from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.probe.losses import Measurement, increase, measure
 from grmoe.probe.windows import Text, read_texts
+from grmoe.prune.certificate import certificate_drop, certified
 from grmoe.prune.choose import (
     MAX_DROPS,
     MAX_MERGES,
     RANDOM,
     Method,
+    everywhere,
     methods,
     prediction_method,
     random_method,
 )
 from grmoe.prune.divergence import Divergence
+from grmoe.prune.fisher import fisher_information, fisher_method
 from grmoe.prune.gates import check_router, similarity
 from grmoe.prune.layers import Layout, PrunableLayer, all_experts, install, prunable_layers
 from grmoe.prune.results import (
@@ -113,12 +116,17 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
         after=None if chosen is None else size(loaded.model),
         chosen=chosen,
         outcomes=tuple(outcomes),
+        certificates=tuple(map(certified, pruning.layers, _layouts(final, "certificate drop"))),
         random={
             kind: [chance([o.texts[i].loss for o in final if o.method == kind]) for i in range(len(texts))]
             for kind in RANDOM
         },
     )
     return Result(loaded=loaded, body=body)
+
+
+def _layouts(outcomes: list[Outcome], method: str) -> tuple[Layout, ...]:
+    return next(o.layouts for o in outcomes if o.method == method)
 
 
 def _fewest_experts(config: GrmoeConfig) -> int:
@@ -149,6 +157,8 @@ class _Pruning:
         self.methods: dict[tuple[str, int | None], Method] = {
             ("prediction", None): prediction_method(lambda: self._diverged("prediction")),
             **{(name, None): method for name, method in methods().items()},
+            ("certificate drop", None): everywhere(certificate_drop),
+            ("fisher drop", None): fisher_method(fisher_information(model, texts[0])),
             **{(kind, draw): random_method(kind, draw) for kind in RANDOM for draw in range(DRAWS)},
         }
         start: list[Layout] = [all_experts(self.experts)] * len(self.layers)
@@ -236,7 +246,7 @@ def _random_overlap(config: GrmoeConfig) -> float | None:
 
 def _expected(config: GrmoeConfig, goal: int, checks: int) -> int:
     """At most how many measurements `run` makes."""
-    chosen = len(methods()) + 1
+    chosen = len(methods()) + 3  # and by prediction, certificate and Fisher information
     each = chosen + len(RANDOM) * DRAWS
     sizes = range(goal + 1, config.num_experts + 1)
     tried = sum(min(MAX_DROPS, n) + min(MAX_MERGES, n * (n - 1) // 2) for n in sizes)

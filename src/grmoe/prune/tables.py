@@ -50,6 +50,11 @@ def _summary(result: Result) -> Iterator[str]:
             f"Overlap: lower loss than {merges} of {DRAWS} random merges and {drops} of {DRAWS} random drops ({name})"
         )
     yield f"         {_describe_overlaps(body)}"
+    for c in body.certificates:
+        yield (
+            f"Bound:   certificate drop, block {c.block}: ‖y − ŷ‖ ≤ {c.bound:.3g} certified, {c.error:.3g} measured, "
+            f"‖y‖ = {c.output:.3g} (means over tokens)"
+        )
     if chosen is None:
         return
     if len(body.texts) == 1:

@@ -212,7 +212,7 @@ def _fits(found: Results, loaded: LoadedModel, texts: Sequence[str]) -> bool:
     config, body = loaded.model.config, found.body
     if texts and body["text"] != ", ".join(texts):
         return False
-    if (found.step, body["experts"]) != (loaded.step, config.num_experts):
+    if (found.step, body["experts"]) != (loaded.step, config.gate_experts):
         return False
     # Routers keep α in fp32.
     alphas = [numbers.alpha for numbers in config.numbers]

@@ -7,25 +7,31 @@ from typing import Any
 from grmoe import checks
 from grmoe.routing.base import Router
 from grmoe.routing.controls import (
+    all_routers,
     routers,
     set_alpha,
     set_balances,
     set_draw,
     set_elastic,
+    set_entropy,
     set_layer_numbers,
     uncounted,
     update_priors,
 )
 from grmoe.routing.curve import LayerNumbers, check_curve, curve_loss, curve_numbers, curve_room
 from grmoe.routing.elastic import FULL, Elastic, step_key
+from grmoe.routing.entropy import EntropyTerm, gate_entropy
 from grmoe.routing.expert_choice import ExpertChoiceRouter
+from grmoe.routing.frames import FrameRouter
 from grmoe.routing.grassmann import GrassmannRouter, grassmann_logits_reference
+from grmoe.routing.grassmann_soft_moe import GrassmannSoftMoERouter, grassmann_soft_moe_reference
 from grmoe.routing.hash import HashRouter
+from grmoe.routing.heads import HeadRouter
 from grmoe.routing.linear import LinearRouter
 from grmoe.routing.metrics import RoutingMetrics
 from grmoe.routing.result import Routing, SlotMixing
 from grmoe.routing.selection import Dense, Mass, Selection, Threshold, TopK
-from grmoe.routing.soft_moe import SoftMoERouter
+from grmoe.routing.soft_moe import SlotRouter, SoftMoERouter
 from grmoe.routing.softmax import SoftmaxRouter, load_balancing_loss
 from grmoe.routing.switch import SwitchRouter
 from grmoe.routing.vmf import VMFRouter
@@ -37,6 +43,7 @@ ROUTERS: dict[str, type[Router]] = {
     "expert_choice": ExpertChoiceRouter,
     "hash": HashRouter,
     "soft_moe": SoftMoERouter,
+    "grassmann_soft_moe": GrassmannSoftMoERouter,
     "vmf": VMFRouter,
 }
 
@@ -52,9 +59,13 @@ __all__ = [
     "ROUTERS",
     "Dense",
     "Elastic",
+    "EntropyTerm",
     "ExpertChoiceRouter",
+    "FrameRouter",
     "GrassmannRouter",
+    "GrassmannSoftMoERouter",
     "HashRouter",
+    "HeadRouter",
     "LayerNumbers",
     "LinearRouter",
     "Mass",
@@ -63,24 +74,29 @@ __all__ = [
     "RoutingMetrics",
     "Selection",
     "SlotMixing",
+    "SlotRouter",
     "SoftMoERouter",
     "SoftmaxRouter",
     "SwitchRouter",
     "Threshold",
     "TopK",
     "VMFRouter",
+    "all_routers",
     "build_router",
     "check_curve",
     "curve_loss",
     "curve_numbers",
     "curve_room",
+    "gate_entropy",
     "grassmann_logits_reference",
+    "grassmann_soft_moe_reference",
     "load_balancing_loss",
     "routers",
     "set_alpha",
     "set_balances",
     "set_draw",
     "set_elastic",
+    "set_entropy",
     "set_layer_numbers",
     "step_key",
     "uncounted",

@@ -21,6 +21,7 @@ from grmoe import checks
 from grmoe.kernels.runtime import INTERPRETED
 from grmoe.routing.budget import Budget
 from grmoe.routing.counting import LoadCounter
+from grmoe.routing.entropy import EntropyTerm
 from grmoe.routing.fused import GateOperands, try_fused
 from grmoe.routing.metrics import RoutingMetrics
 from grmoe.routing.packed import PackedCopy
@@ -35,14 +36,18 @@ class Router(nn.Module):
     selection: which experts compute a token, given its gate. Default: all of them. Its numbers are in `budget`, on the
         device, and change at any time without recompiling (`tau`, `cap`).
     alpha: the dial, ℓ = α·score. 0 gives the uniform gate, ∞ top-1. Changeable at any time without recompiling.
+    identity: how many of the experts, the last ones, are identity experts: a choice like any other, but they compute
+        nothing, and the residual stream carries the token past them (mixture of depths). Default: none.
     balance: learn a log-prior b_e without gradients, b ← b + η(1 − N·load_e) (see `update_prior`).
     checked: raise on NaN or Inf in the input. This waits for the device. Without it such a token gets a NaN gate and
         touches no other token, no metric and no prior.
     backend: attribute. "auto" and "triton" run gate and selection as one kernel where one exists (see
         `grmoe.routing.fused`; "auto" does not in Triton's interpreter). "reference" never does.
+    entropy: attribute. A term of the training loss that keeps the gate's entropy near a target. Default: none.
     """
 
     reads_prior: ClassVar[bool] = True  # False: the gate has no prior, so `balance` would do nothing
+    of_experts: ClassVar[bool] = True  # False: it chooses something else, and `routers` leaves it out
     _fusable: ClassVar[bool] = False
     log_prior: Tensor
     alpha_value: Tensor
@@ -56,6 +61,7 @@ class Router(nn.Module):
         selection: Selection | None = None,
         alpha: float = 1.0,
         balance: bool = False,
+        identity: int = 0,
         checked: bool = False,
     ) -> None:
         super().__init__()
@@ -70,7 +76,13 @@ class Router(nn.Module):
         self.register_buffer("alpha_value", torch.tensor(checks.alpha("alpha", alpha)))
         self.register_buffer("log_prior", torch.zeros(num_experts))
         self.register_parameter("log_alpha", None)  # see `learn_alpha`
-        self.counter = LoadCounter(num_experts)
+        self.identity_experts = checks.positive_int("identity", identity, at_least=0)
+        checks.require(
+            identity < num_experts,
+            f"identity must leave an expert that computes, got {identity} of num_experts = {num_experts}",
+        )
+        self.counter = LoadCounter(num_experts, identity)
+        self.entropy: EntropyTerm | None = None
         self._packed = PackedCopy()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -95,8 +107,8 @@ class Router(nn.Module):
         return self.budget.select(probs, self.training)
 
     def max_experts(self) -> int:
-        """The largest number of experts a token can get. It sizes the dispatch list."""
-        return self.budget.room
+        """The largest number of experts that compute a token. It sizes the dispatch list."""
+        return min(self.budget.room, self.num_experts - self.identity_experts)
 
     def experts_per_token(self, tokens: int) -> float:
         """Experts computed per token in a sequence of `tokens` tokens: the mean, or an upper bound of it."""
@@ -132,7 +144,10 @@ class Router(nn.Module):
             routing = try_fused(x, self._scaled_operands, self.alpha_value, self.budget, self.training, pack)
         if routing is None:
             routing = self.route(x if x.dtype == torch.float64 else x.float(), token_ids)
+        routing.identity_experts = self.identity_experts
         routing.aux_loss = self.losses(routing)
+        if self.entropy is not None and self.training:
+            routing.aux_loss = routing.aux_loss + self.entropy(routing.logits)
         prior = self.budget if self.balance and self.training else None
         self.counter.add(routing, prior=prior, kernels=kernels)
         return routing

@@ -14,12 +14,19 @@ from grmoe.routing.base import Router
 from grmoe.routing.budget import Balances
 from grmoe.routing.curve import LayerNumbers
 from grmoe.routing.elastic import Elastic
+from grmoe.routing.entropy import EntropyTerm
+from grmoe.routing.hash import HashRouter
 from grmoe.routing.prior import next_log_prior
 from grmoe.routing.selection import Mass, Selection, TopK
 
 
 def routers(module: nn.Module) -> list[Router]:
-    """All routers inside a model, in layer order."""
+    """All routers of experts inside a model, in layer order."""
+    return [router for router in all_routers(module) if router.of_experts]
+
+
+def all_routers(module: nn.Module) -> list[Router]:
+    """`routers`, and those of attention heads."""
     return [m for m in module.modules() if isinstance(m, Router)]
 
 
@@ -52,6 +59,14 @@ def set_elastic(module: nn.Module, elastic: Elastic | None) -> None:
         )
     for router in found:
         router.budget.elastic = elastic
+
+
+def set_entropy(module: nn.Module, term: EntropyTerm | None) -> None:
+    """Add the entropy term to the losses of a model's routers while they train; None: no longer."""
+    for router in routers(module):
+        learns = term is None or not isinstance(router, HashRouter)
+        checks.require(learns, "an entropy term needs a gate that learns, got a HashRouter")
+        router.entropy = term
 
 
 @torch.no_grad()
@@ -94,7 +109,7 @@ def set_layer_numbers(
 def uncounted(found: nn.Module | Iterable[Router]) -> Iterator[None]:
     """Inside, forward passes leave the metrics and prior sums of a model, or of these routers, unchanged."""
     with ExitStack() as stack:
-        for router in routers(found) if isinstance(found, nn.Module) else found:
+        for router in all_routers(found) if isinstance(found, nn.Module) else found:
             stack.enter_context(router.uncounted())
         yield
 

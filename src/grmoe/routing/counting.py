@@ -29,9 +29,9 @@ class LoadCounter(nn.Module):
     sums: Tensor
     prior_sums: Tensor
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, identity_experts: int = 0) -> None:
         super().__init__()
-        self.num_experts = num_experts
+        self.num_experts, self.identity_experts = num_experts, identity_experts
         self.paused = False
         # fp64, because a count in fp32 stops growing at 2^24 tokens.
         self.register_buffer("sums", torch.zeros(3 * num_experts + 4, dtype=torch.float64), persistent=False)
@@ -76,7 +76,7 @@ class LoadCounter(nn.Module):
 
     def read(self) -> RoutingMetrics:
         """The metrics since the last `reset`, without a router's own figures. Waits for the device."""
-        return summarize(self.sums, self.num_experts)
+        return summarize(self.sums, self.num_experts, self.identity_experts)
 
     def reset(self) -> None:
         """Restart the metrics. The balanced prior's sums stay."""

@@ -10,7 +10,6 @@ Legend: N experts, D model width d, K subspace rank k; `...` leading dimensions 
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,22 +19,15 @@ from torch import Tensor, nn
 from grmoe import checks, geometry
 from grmoe.bingham import log_kummer, log_normalizer
 from grmoe.certificates import Certificate, logit_range_bound
-from grmoe.optim.polar import repair
 from grmoe.routing.amortizer import AMORTIZERS, AmortizerKind, amortize, build_amortizer
-from grmoe.routing.base import Router
+from grmoe.routing.frames import FrameRouter
 from grmoe.routing.fused import GateOperands
 
 # Floor of ‖x‖²: energies of shorter tokens fade to zero. A zero token (padding) routes by the prior alone.
 ZERO_TOKEN = 1e-12
-# max|UᵀU − I| from which frames have left their manifold. `GrassmannAdam` keeps it below 1e-6.
-_OFF_MANIFOLD = 1e-5
-_FOREIGN_OPTIMIZER = (
-    "an optimiser moved the experts' subspaces off their manifold; they were made orthonormal again. "
-    "grmoe's own keeps them there: Trainer(..., optimizers=(grmoe.ModelOptimizer(model, lr=3e-4), None))"
-)
 
 
-class GrassmannRouter(Router):
+class GrassmannRouter(FrameRouter):
     """Routes by subspace energy (eq:grmoe_gating, eq:grmoe_scalar, eq:alpha_sparsity, eq:amortized).
 
     dim, num_experts, rank: d, N and k. The paper suggests k near d/N.
@@ -106,11 +98,6 @@ class GrassmannRouter(Router):
         if amortizer is not None:
             self.amortizer_net = build_amortizer(amortizer, dim, num_experts, amortizer_hidden)
         self.mu = nn.Parameter(torch.zeros(num_experts, dim)) if linear else None
-
-    @property
-    def kappa(self) -> Tensor:
-        """Concentrations, (N,) or (N, k)."""
-        return self.log_kappa.exp()
 
     def energies(self, x: Tensor, weight_NK: Tensor | None = None) -> Tensor:
         """c·‖U_eᵀx‖²/‖x‖² for every expert, (..., N); ‖U_eᵀx‖² under "raw". Columns weighted by `weight_NK` when given.
@@ -206,31 +193,6 @@ class GrassmannRouter(Router):
         frames = geometry.pca_frames(x_TD, self.rank, self.num_experts, generator=generator)
         self.frames.copy_(frames)
         self.awaits_tokens = False
-
-    def train(self, mode: bool = True) -> GrassmannRouter:
-        """As of any module. Called again while training, it retracts frames that an optimiser has moved.
-
-        transformers' Trainer calls it before each step, so that its AdamW trains subspaces too.
-        """
-        if mode and self.training:
-            self.retract()
-        super().train(mode)
-        return self
-
-    def retract(self) -> None:
-        """Make frames orthonormal again where an optimiser other than `GrassmannAdam` moved them, and warn.
-
-        Reads the device. Sharded frames are left alone.
-        """
-        frames = self.frames.detach()
-        if (
-            frames.is_meta
-            or type(frames) is not Tensor
-            or geometry.orthonormality_error(frames) <= _OFF_MANIFOLD
-        ):
-            return
-        repair(frames)
-        warnings.warn(_FOREIGN_OPTIMIZER, stacklevel=1)  # one place, so it is shown once
 
     @torch.no_grad()
     def logit_range(self, norm: float | None = None) -> Certificate:

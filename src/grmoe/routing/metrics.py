@@ -6,7 +6,7 @@ Legend: N experts, T tokens (all leading dimensions together), K mean experts pe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ class RoutingMetrics:
 
     Load, CV, smallest load and collapse speak of the tokens an expert *receives*, that is, computes. A dense selection
     computes every expert for every token, so its load is uniform by construction; look at `leading_*` there.
+
+    Identity experts compute nothing. They are in `identity_load` and in the entropy, and in no other figure.
     """
 
     tokens: int
@@ -46,7 +48,7 @@ class RoutingMetrics:
     leading_min_load: float
     """The smallest `leading_load`."""
     gate_load: list[float]
-    """Mean gate probability of each expert. Sums to one."""
+    """Mean gate probability of each expert. Sums to one, less what identity experts have."""
     gate_cv: float
     """Standard deviation over mean of `gate_load`."""
     entropy: float
@@ -55,6 +57,8 @@ class RoutingMetrics:
     """exp(entropy)."""
     effective_experts_inverse: float
     """Mean of 1/Σg²."""
+    identity_load: list[float] = field(default_factory=list)
+    """Share of tokens that choose each identity expert. Their sum is the choices per token that compute nothing."""
     max_overlap: float | None = None
     """Largest ‖UᵢᵀUⱼ‖²_F / k over i ≠ j. None without frames."""
     max_cosine: float | None = None
@@ -101,11 +105,15 @@ def routing_sums(probs: Tensor, weights: Tensor, selected: Tensor, slot_rows: in
     )
 
 
-def summarize(sums: Tensor, num_experts: int) -> RoutingMetrics:
-    """Metrics from a vector of `routing_sums`. Reads it on the host. Without tokens every share is NaN."""
-    values, N = sums.tolist(), num_experts
-    gate, led, received = (values[i * N : (i + 1) * N] for i in range(3))
-    entropy, inverse, tokens, bad = values[3 * N :]
+def summarize(sums: Tensor, num_experts: int, identity_experts: int = 0) -> RoutingMetrics:
+    """Metrics from a vector of `routing_sums`. Reads it on the host. Without tokens every share is NaN.
+
+    identity_experts: how many of the experts, the last ones, compute nothing.
+    """
+    values, all_experts, N = sums.tolist(), num_experts, num_experts - identity_experts
+    gate, led, received = (values[i * all_experts :][:N] for i in range(3))
+    skipped = values[2 * all_experts + N : 3 * all_experts]
+    entropy, inverse, tokens, bad = values[3 * all_experts :]
 
     def per_token(total: float) -> float:
         return total / tokens if tokens else math.nan
@@ -128,6 +136,7 @@ def summarize(sums: Tensor, num_experts: int) -> RoutingMetrics:
         entropy=per_token(entropy),
         effective_experts_entropy=math.exp(per_token(entropy)),
         effective_experts_inverse=per_token(inverse),
+        identity_load=[per_token(v) for v in skipped],
     )
 
 

@@ -36,3 +36,10 @@ class Routing:
     """0-d: the router's own losses, already multiplied by their coefficients."""
     slots: SlotMixing | None = None
     """Soft MoE only: experts compute slots, not tokens."""
+    identity_experts: int = 0
+    """How many of the experts, the last ones, compute nothing."""
+
+    @property
+    def computed(self) -> Tensor:
+        """bool: `selected` without the identity experts, (..., N − identity experts)."""
+        return self.selected[..., : self.selected.shape[-1] - self.identity_experts]

@@ -16,9 +16,9 @@ from grmoe.routing.result import Routing, SlotMixing
 from grmoe.routing.selection import Dense
 
 
-class SoftMoERouter(Router):
-    """Slot logits L = (x/‖x‖)Φ·s. Tokens are mixed into slots by softmax(L) over tokens, and slots back into tokens by
-    softmax(αL) over slots.
+class SlotRouter(Router):
+    """Tokens are mixed into slots by softmax(L) over tokens, and slots back into tokens by softmax(αL) over slots. A
+    subclass gives the slot logits L.
 
     Input (..., T, D): each leading index is one sequence, mixed on its own. The gate of a token is its weight on each
     expert's slots. Like Expert Choice it sees the whole sequence and is not causal.
@@ -37,7 +37,6 @@ class SoftMoERouter(Router):
         *,
         slots: int | None = None,
         max_tokens: int | None = None,
-        generator: torch.Generator | None = None,
         **router: Any,
     ) -> None:
         super().__init__(dim, num_experts, selection=Dense(), **router)
@@ -47,10 +46,10 @@ class SoftMoERouter(Router):
             checks.require(slots is None, f"slots must be None with max_tokens, got {slots!r}")
             self.slots = max(1, checks.positive_int("max_tokens", max_tokens) // num_experts)
         self.follows_length = max_tokens is not None
-        phi = torch.randn(dim, num_experts * self.slots, generator=generator)
-        self.phi = nn.Parameter(phi / phi.norm(dim=0))
-        # ‖x‖ and ‖Φ‖ are one, so logits have size 1/√d: the learned scale starts where they have size one.
-        self.log_scale = nn.Parameter(torch.tensor(float(dim)).log() / 2)
+
+    def slot_logits(self, x: Tensor) -> Tensor:
+        """L (..., T, N·P) for sequences x (..., T, D), with P = `slots_for(T)`; an expert's slots are neighbours."""
+        raise NotImplementedError(f"{type(self).__name__} must define slot_logits()")
 
     def slots_for(self, tokens: int) -> int:
         """P, the slots per expert that a sequence of `tokens` tokens uses."""
@@ -61,7 +60,7 @@ class SoftMoERouter(Router):
 
     def route(self, x: Tensor, token_ids: Tensor | None) -> Routing:
         checks.require(x.ndim >= 2, f"x must have shape (..., tokens, {self.dim}), got {tuple(x.shape)}")
-        logits = self._slot_logits(x)  # (..., T, N·P)
+        logits = self.slot_logits(x)
         finite = torch.isfinite(logits).all(-1, keepdim=True)
         # A NaN token is mixed into no slot; its own weights on the slots stay NaN.
         to_slots = torch.softmax(torch.where(finite, logits, -1e30), dim=-2)
@@ -79,7 +78,20 @@ class SoftMoERouter(Router):
             slots=mixing,
         )
 
-    def _slot_logits(self, x: Tensor) -> Tensor:
+
+class SoftMoERouter(SlotRouter):
+    """Slot logits L = (x/‖x‖)Φ·s, Φ with columns of length one and s a learned scale. See `SlotRouter`."""
+
+    def __init__(
+        self, dim: int, num_experts: int, *, generator: torch.Generator | None = None, **router: Any
+    ) -> None:
+        super().__init__(dim, num_experts, **router)
+        phi = torch.randn(dim, num_experts * self.slots, generator=generator)
+        self.phi = nn.Parameter(phi / phi.norm(dim=0))
+        # ‖x‖ and ‖Φ‖ are one, so logits have size 1/√d: the learned scale starts where they have size one.
+        self.log_scale = nn.Parameter(torch.tensor(float(dim)).log() / 2)
+
+    def slot_logits(self, x: Tensor) -> Tensor:
         unit = x / x.square().sum(-1, keepdim=True).clamp(min=1e-12).sqrt()
         phi: Tensor = self.phi
         if (used := self.slots_for(x.shape[-2])) < self.slots:

@@ -115,12 +115,22 @@ class RoutingConfig:
     """Which experts of a token the balanced prior counts. `computed`: those computed. `candidates`: those of the full
     budget, whatever was drawn. `leading`: the most probable one. `both`: the mean of the last two. `auto`: `candidates`
     with random budgets (`elastic`), else `computed`."""
+    entropy_weight: float = 0.0
+    """Weight of the entropy term: the mean over tokens of (H − `entropy_target`·log N)², summed over layers. It is
+    logged as part of `router_loss`. 0: none."""
+    entropy_target: float = 0.5
+    """The entropy that a token's gate should have, as a share of log N. 0: all of the gate on one expert. 1: every
+    expert alike."""
 
     def __post_init__(self) -> None:
-        for name in ("overlap_weight", "overlap_rho", "prior_rate"):
+        for name in ("overlap_weight", "overlap_rho", "prior_rate", "entropy_weight", "entropy_target"):
             finite(name, getattr(self, name), at_least=0)
         if not isinstance(self.overlap_pairs, str):
             positive_int("overlap_pairs", self.overlap_pairs)
+        require(
+            self.entropy_target <= 1,
+            f"entropy_target must be a share of log N, at most 1, got {self.entropy_target}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +304,11 @@ class TrainConfig:
         why_not = _why_not_elastic(model)
         asked = elastic.unit != "off" and (elastic.on or elastic.full_share > 0 or elastic.distill > 0)
         require(not (why_not and asked), f"elastic.unit must be off, because {why_not}; got {elastic}")
+        require(
+            not self.routing.entropy_weight or model.router != "hash",
+            f"routing.entropy_weight must be 0 with the router 'hash', which learns no gate, "
+            f"got {self.routing.entropy_weight}",
+        )
         if elastic.unit == "auto":
             elastic = replace(elastic, unit="off" if why_not else "token")
         N, pairs = model.num_experts, self.routing.overlap_pairs

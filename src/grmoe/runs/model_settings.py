@@ -26,6 +26,7 @@ _GIVEN_BY_MODEL = {
     "rank": "model.router_rank",
     "selection": "model.selection",
     "alpha": "model.alpha",
+    "identity": "model.identity_experts",
 }
 _NOT_IN_A_FILE = ("self", "dim", "num_experts", "generator")
 

@@ -89,6 +89,8 @@ def why_not_batch(model: GrmoeForCausalLM) -> str:
     A sequence's routing must be independent of the rest of the batch. With a capacity it is not. It must also show near
     ties: where the weights have an α of their own, it does so only if α multiplies all of the gate (`choosing_gate`).
     """
+    if model.config.attention_heads_per_token is not None:
+        return "a batch rounds differently, and heads that nearly tie are not computed again as experts are"
     found = routers(model)
     if any(type(r).select is not Router.select or type(r).route is not Router.route for r in found):
         return f"router {model.config.router!r} routes sequences of a batch together"
@@ -177,7 +179,7 @@ class BatchGenerator:
 
     def _experts(self) -> list[float]:
         """Experts computed for each sequence in the last pass: the sum over its tokens, the mean over layers."""
-        counts_B = torch.stack([r.selected.flatten(1).sum(-1) for r in self.routings]).sum(0)
+        counts_B = torch.stack([r.computed.flatten(1).sum(-1) for r in self.routings]).sum(0)
         return [count / len(self.routings) for count in counts_B.tolist()]
 
     # -- forward passes ----------------------------------------------------------------------------------------

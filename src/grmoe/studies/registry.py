@@ -11,7 +11,7 @@ from grmoe.studies.study import Study
 NAMES = (
     "synthetic", "alpha-sweep", "synthetic-map", "learning-rates", "language-model", "scaling", "dynamics", "post-hoc",
     "budgets", "ablations", "separation", "token-analysis", "depth",
-    "overhead", "scale", "normalizer", "learned-normalizer", "downstream",
+    "overhead", "scale", "normalizer", "learned-normalizer", "downstream", "future",
 )  # fmt: skip
 
 

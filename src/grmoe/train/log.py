@@ -214,13 +214,15 @@ def flat(line: dict[str, Any]) -> dict[str, float]:
 def routing_line(layers: list[RoutingMetrics]) -> dict[str, Any]:
     """Means over MoE layers, the worst of them where the worst matters, and each layer's own numbers.
 
-    Names are those of `RoutingMetrics`: load is of the tokens an expert receives.
+    Names are those of `RoutingMetrics`: load is of the tokens an expert receives. With identity experts there is also
+    `skips_per_token`, the choices per token that compute nothing.
     """
 
     def average(name: str) -> float:
         return sum(getattr(m, name) for m in layers) / len(layers)
 
     overlaps = [m.max_overlap for m in layers if m.max_overlap is not None]
+    skips = [sum(m.identity_load) for m in layers if m.identity_load]
     return {
         "entropy": average("entropy"),
         "load_cv": average("load_cv"),
@@ -231,8 +233,17 @@ def routing_line(layers: list[RoutingMetrics]) -> dict[str, Any]:
         "leading_min_load": min(m.leading_min_load for m in layers),
         "experts_per_token": average("experts_per_token"),
         "max_overlap": max(overlaps) if overlaps else None,
+        **({"skips_per_token": sum(skips) / len(skips)} if skips else {}),
         "layers": [{name: getattr(m, name) for name in _LAYER_FIGURES} for m in layers],
     }
+
+
+def heads_line(blocks: list[RoutingMetrics]) -> dict[str, Any]:
+    """How blocks use their attention heads: means over blocks, and the least used head. Empty without a choice."""
+    if not blocks:
+        return {}
+    heads = {name: sum(getattr(m, name) for m in blocks) / len(blocks) for name in ("entropy", "load_cv")}
+    return {"heads": {**heads, "min_load": min(m.min_load for m in blocks)}}
 
 
 def describe_start(trainer: Trainer, first_step: int) -> str:

@@ -20,7 +20,7 @@ from grmoe.runs.lock import lock_folder
 from grmoe.runs.state import gather, restore
 from grmoe.train.first_frames import frames_from_first_batch
 from grmoe.train.interrupt import Clock, Forecast, Signals
-from grmoe.train.log import Logger, check_loggers, open_logger, routing_line
+from grmoe.train.log import Logger, check_loggers, heads_line, open_logger, routing_line
 from grmoe.train.nonfinite import find_bad_state
 from grmoe.train.passes import flops_per_token
 from grmoe.train.schedule import describe_more_steps, rates
@@ -214,6 +214,7 @@ def _train_line(trainer: Trainer, step: int, result: StepResult, clock: Clock) -
         "memory_gb": _memory_gb(trainer.world.device),
         "seconds_left": (trainer.config.steps - step) * trainer.tokens_per_step / rate,
         **routing,
+        **heads_line(trainer.model.head_metrics()),
     }
 
 

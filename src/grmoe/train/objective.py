@@ -3,7 +3,9 @@
     L = M + β·Σ_layers O,        M = CE + c·Σ_layers R
 
 CE  cross-entropy of the next token, nats per token; of conversations: the mean over what the assistant says
-R   a router's own losses (load balancing, z-loss), with their coefficients; c is the model's `router_aux_loss_coef`
+R   a router's own losses (load balancing, z-loss), with their coefficients; c is the model's `router_aux_loss_coef`.
+    With `routing.entropy_weight` = w > 0 also w·mean over tokens of (H − η·log N)², H the entropy of a token's gate and
+    η = `routing.entropy_target` (`grmoe.routing.entropy`)
 O   Σ_{e≠e'} max(0, ‖U_eᵀU_e'‖²_F − hinge), the overlap penalty (eq:subspace_reg). The hinge is ρ₀·k²/d, a share of the
     overlap of random subspaces, or the paper's ρ₀·k with `routing.overlap_unit=absolute`. β is
     `routing.overlap_weight`, ρ₀ is `routing.overlap_rho`

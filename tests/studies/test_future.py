@@ -1,0 +1,114 @@
+"""The study of what the paper leaves open: verdicts by rule, and models that are pruned once they are trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_models_store import a_run
+
+import grmoe.prune
+from grmoe.model import GrmoeConfig
+from grmoe.prune.certificate import Certified
+from grmoe.studies import future
+from grmoe.studies.model_study import ModelStudy
+from grmoe.studies.models import Job, Store, Trained
+from grmoe.studies.page import Verdict
+from grmoe.studies.study import Place
+
+
+def put(results: Path, losses: dict[str, list[float]]) -> None:
+    for name, each in losses.items():
+        runs = [a_run(seed, loss) for seed, loss in enumerate(each)]
+        data = {"tokens": 1, "vocabulary": 8}
+        about = Trained(recipe=name, label=name, settings=(), config={}, data=data, runs=runs)
+        Store(results).add(future.BASE, about)
+
+
+def verdicts(results: Path) -> dict[str, Verdict]:
+    return {claim.text: claim.verdict for claim in future.STUDY.page(results).claims}
+
+
+def test_an_idea_holds_if_one_variant_does_and_fails_if_none_of_all_does(tmp_path: Path) -> None:
+    entropy = [recipe.name for recipe in future.PARTS["entropy"].recipes]
+    text = "Entropy-aware objectives could improve the subspaces that are learned"
+    put(tmp_path, {"grmoe": [3.0, 3.1, 3.2], entropy[0]: [3.1, 3.2, 3.31]})
+    assert verdicts(tmp_path)[text] is Verdict.OPEN  # the others may still do it
+    put(tmp_path, {name: [3.1, 3.2, 3.31] for name in entropy})
+    assert verdicts(tmp_path)[text] is Verdict.FAILS
+    put(tmp_path, {entropy[-1]: [2.9, 3.0, 3.11]})
+    assert verdicts(tmp_path)[text] is Verdict.HOLDS
+
+
+def test_depths_and_heads_have_their_own_counterparts(tmp_path: Path) -> None:
+    depth, heads = (
+        "The gate could be applied to mixture of depths",
+        "The gate could be applied to attention head selection",
+    )
+    put(tmp_path, {"grmoe": [3.0, 3.1, 3.2], "grmoe-one": [3.3, 3.4, 3.5], "identity-8": [3.2, 3.3, 3.41]})
+    put(tmp_path, {"heads-4": [3.001, 3.103, 3.201]})
+    assert (verdicts(tmp_path)[depth], verdicts(tmp_path)[heads]) == (Verdict.HOLDS, Verdict.HOLDS)
+    put(tmp_path, {"identity-8": [3.4, 3.5, 3.61], "heads-4": [3.1, 3.2, 3.31]})
+    assert (verdicts(tmp_path)[depth], verdicts(tmp_path)[heads]) == (Verdict.FAILS, Verdict.FAILS)
+
+
+def test_the_recipes_switch_on_what_they_name() -> None:
+    """And the Grassmannian Soft MoE differs from Soft MoE in the router alone."""
+    settings = {recipe.name: recipe.settings for recipe in future.ALL}
+    soft, grassmann = set(settings["soft-moe"]), set(settings["grassmann-soft-moe"])
+    assert soft ^ grassmann == {"model.router=soft_moe", "model.router=grassmann_soft_moe"}
+    assert "model.identity_experts=8" in settings[future.HALF.name]
+    assert "alpha.schedule=learned" in settings["alpha-learned"]
+    # Half of the choices compute nothing once the load is even: as many experts as top-1.
+    config = GrmoeConfig(num_experts=8, identity_experts=8)
+    assert (config.num_experts_per_tok or 0) * config.num_experts / config.gate_experts == 1.0
+
+
+def an_outcome(method: str, loss: float) -> Any:
+    return SimpleNamespace(method=method, experts=6, divergence=0.01, texts=[SimpleNamespace(loss=loss)])
+
+
+def test_models_are_pruned_when_they_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Place(results=tmp_path / "results", work=tmp_path / "work", device="cpu")
+    place.results.mkdir()
+    monkeypatch.setattr(ModelStudy, "run", lambda *_: None)
+    asked = []
+
+    def prune(plan: grmoe.prune.Plan) -> Any:
+        asked.append(plan)
+        seed = int(str(plan.model)[-1])
+        losses = {
+            "load drop": 3.2,
+            "certificate drop": 3.1,
+            "fisher drop": 3.3 + seed / 100,
+            "overlap merge": 3.4,
+        }
+        body = SimpleNamespace(
+            ranked=[an_outcome(method, loss) for method, loss in losses.items()],
+            texts=[SimpleNamespace(loss=3.0)],
+            beaten=lambda outcome, kind, text: 7,
+            certificates=(Certified(block=1, bound=5.0, error=0.5, output=2.0),),
+        )
+        return SimpleNamespace(body=body)
+
+    monkeypatch.setattr(grmoe.prune, "run", prune)
+    future.STUDY.run(place, lambda *_: None)
+    assert "not pruned: the model grmoe-0 is not in" in capsys.readouterr().err
+    for seed in range(3):
+        folder = future.run_folder(place.work, Job(future.BASE, future.GRMOE, seed))
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").touch()
+    future.STUDY.run(place, lambda *_: None)
+    assert [plan.experts for plan in asked] == [6, 6, 6]
+    assert future.STUDY.state(place.results).done == 3
+    found = verdicts(place.results)
+    assert found["Certificates guide pruning that preserves quality"] is Verdict.HOLDS
+    assert found["Fisher information guides pruning that preserves quality"] is Verdict.FAILS
+    table = next(t for t in future.STUDY.page(place.results).tables if t.title.startswith("Pruned from"))
+    assert ("certificate drop", "3", "+0.1000 ± 0.0000", "0.0100 ± 0.0000", "21 of 30") in table.rows
+    future.STUDY.run(place, lambda *_: None)
+    assert len(asked) == 3  # each model once
