@@ -1,4 +1,4 @@
-"""Few tokens, as in decoding: kernels of their own, against fp64, the same bits every time, without waiting, in graphs."""
+"""Few tokens, as in decoding: against fp64, the same bits every time, without waiting for the device, in graphs."""
 
 from __future__ import annotations
 
