@@ -155,7 +155,7 @@ class MoE(nn.Module):
         return self._run_experts(x_TD, weights_TN, selected_TN, self.router.max_experts()).view(x.shape)
 
     def _run_experts(self, x_TD: Tensor, weights_TN: Tensor, selected_TN: Tensor, max_experts: int) -> Tensor:
-        backend = pick_backend(self.backend, x_TD, self.experts.hidden)
+        backend = pick_backend(self.backend, x_TD)
         dispatch = Dispatch.build(weights_TN, selected_TN, max_experts, kernels=backend == "triton")
         if self.transport is not None:
             return self.transport(x_TD, dispatch, self.experts, backend)

@@ -39,8 +39,11 @@ def assert_same_list(weights: Tensor, selected: Tensor, most: int) -> None:
 @settings(max_examples=25)
 @given(st.integers(0, 150), st.integers(1, 9), st.integers(0, 10**6), st.booleans(), st.data())
 def test_every_field(T: int, N: int, seed: int, full: bool, data: st.DataObject) -> None:
+    """By one program alone, and by several after a kernel that counts."""
     most = data.draw(st.integers(1, N))
-    assert_same_list(*draw(T, N, most, seed, full), most)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "ALONE", data.draw(st.sampled_from((0, module.ALONE))))
+        assert_same_list(*draw(T, N, most, seed, full), most)
 
 
 @pytest.mark.parametrize("T", [0, 1, 63, 64, 65])

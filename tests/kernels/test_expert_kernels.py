@@ -77,8 +77,20 @@ def compare(activation: Any, T: int, kind: str) -> Results:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_output_and_every_gradient(monkeypatch: pytest.MonkeyPatch, activation: Any, engine: str) -> None:
     monkeypatch.setattr(module, "engines", lambda *_: ENGINES[engine])
+    monkeypatch.setattr(module, "THIN_MEAN", -1)
     ours = compare(activation, 45, "uneven")
     assert not ours["down_proj"][3].any()  # the idle expert
+
+
+def test_tiles_are_thin_where_experts_have_few_rows() -> None:
+    tiles = module.engines(torch.float16, True)
+    for tokens, rows in ((1, 16), (3, 16), (20, 32), (300, 64)):
+        thin = module.thin_engines(tiles, 8 * min(tokens, 10), 8, tokens)
+        assert (thin.up.rows, thin.plain.rows) == (rows, rows)
+        assert thin.up.thin
+        assert thin.grad_weight == tiles.grad_weight
+    assert module.thin_engines(tiles, 49 * 8, 8, 300) == tiles
+    assert not tiles.up.thin
 
 
 @pytest.mark.parametrize("kind", ["uneven", "one", "none"])

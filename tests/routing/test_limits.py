@@ -181,7 +181,7 @@ def test_when_the_kernels_are_tried(
 def test_the_kernel_needs_all_of_its_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
     """One condition at a time: where the kernel runs, tokens of the right width, a known policy, no failure before."""
     x, failed = tokens(3), {"gate": False}
-    monkeypatch.setattr(fused.runtime, "runs_on", lambda x: x.shape[-1] == D)
+    monkeypatch.setattr(fused.runtime, "available", lambda x: x.shape[-1] == D)
     monkeypatch.setattr(fused.runtime, "has_failed", lambda name: failed[name])
     monkeypatch.setattr(fused.runtime, "attempt", lambda name, kernel, otherwise: name)
 

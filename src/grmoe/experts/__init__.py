@@ -14,6 +14,7 @@ from torch import Tensor
 from grmoe import checks
 from grmoe.experts.dispatch import Dispatch
 from grmoe.experts.grouped import grouped_experts
+from grmoe.experts.padding import aligned
 from grmoe.experts.reference import reference_experts
 from grmoe.experts.triton import triton_experts
 from grmoe.experts.weights import ExpertWeights, Weights
@@ -23,26 +24,23 @@ Backend = Callable[[Tensor, Dispatch, Weights], Tensor]
 
 BACKENDS: dict[str, Backend] = {
     "reference": reference_experts,
-    "grouped": grouped_experts,
-    "triton": triton_experts,
+    "grouped": aligned(grouped_experts),
+    "triton": aligned(triton_experts),
 }
 
 
-def pick_backend(name: str, x: Tensor, hidden: int) -> str:
-    """The backend for tokens x and experts of width `hidden`: "auto" is the fastest one that can run them."""
+def pick_backend(name: str, x: Tensor) -> str:
+    """The backend for tokens x: "auto" is the fastest one that can run them."""
     checks.one_of("backend", name, ("auto", *BACKENDS))
-    kernels = runtime.runs_on(x) and hidden * x.element_size() % 16 == 0
+    kernels = runtime.available(x)
     if name == "triton" and not kernels:
         checks.require(runtime.HAS_TRITON, "backend 'triton' needs Triton; install with: pip install triton")
-        rows = f"rows of {x.shape[-1]} and {hidden} {x.dtype} on {x.device}"
-        need = "CUDA (compute capability 8.0 or later), 16 or 32 bit floats and rows of whole 16 bytes"
-        raise ValueError(f"backend 'triton' needs {need}, got {rows}")
+        need = "CUDA (compute capability 8.0 or later) and 16 or 32 bit floats"
+        raise ValueError(f"backend 'triton' needs {need}, got {x.dtype} on {x.device}")
     if name == "auto":
         if kernels and not runtime.INTERPRETED and not runtime.has_failed("experts"):
             return "triton"
-        # grouped_mm has no fp64 kernel and needs rows of whole 16 bytes.
-        aligned = x.shape[-1] * x.element_size() % 16 == 0 and hidden * x.element_size() % 16 == 0
-        return "grouped" if aligned and x.dtype != torch.float64 else "reference"
+        return "reference" if x.dtype == torch.float64 else "grouped"  # grouped_mm has no fp64 kernel
     return name
 
 

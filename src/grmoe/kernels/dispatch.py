@@ -1,7 +1,8 @@
 """The dispatch list (see `grmoe.experts.dispatch`) by two kernels: count, then place. No sort, no atomics.
 
 Tokens are cut into chunks, one per program. The first kernel counts each chunk's assignments to every expert. In the
-second, each program sums the counts before it, which gives its first row of every expert.
+second, each program sums the counts before it, which gives its first row of every expert. Few tokens are one chunk,
+and the second kernel counts by itself.
 
 Legend: T tokens, N experts (padded to a power of two), A rows of the list, M most experts per token, P chunks,
 B tokens of a tile.
@@ -21,6 +22,7 @@ from grmoe.kernels.launch import ceil_div, launch, power_of_2
 from grmoe.kernels.runtime import attempt
 
 CHUNKS = 256  # the most programs, because each reads the counts of all
+ALONE = 256  # tokens that one program handles without the first kernel
 
 
 def token_tile(num_experts: int) -> int:
@@ -28,12 +30,10 @@ def token_tile(num_experts: int) -> int:
     return 128 if num_experts <= 32 else 64
 
 
-@triton.jit(do_not_specialize=["num_tokens", "chunk"])
-def count_kernel(
-    selected_ptr, counts_ptr, num_tokens, chunk, num_experts: tl.constexpr, NP: tl.constexpr, B: tl.constexpr
-):
-    """counts[p, e] = assignments of chunk p to expert e."""
-    program, expert = tl.program_id(0), tl.arange(0, NP)
+@triton.jit
+def _count(selected_ptr, program, num_tokens, chunk, num_experts, NP: tl.constexpr, B: tl.constexpr):
+    """Assignments of a chunk to every expert."""
+    expert = tl.arange(0, NP)
     total_N = tl.zeros((NP,), tl.int32)
     end = tl.minimum(num_tokens, (program + 1) * chunk)
     for start in range(0, chunk, B):
@@ -41,7 +41,17 @@ def count_kernel(
         inside = (token < end)[:, None] & (expert < num_experts)[None, :]
         place = token[:, None].to(tl.int64) * num_experts + expert[None, :]
         total_N += tl.sum(tl.load(selected_ptr + place, mask=inside, other=0).to(tl.int32), axis=0)
-    tl.store(counts_ptr + program * NP + expert, total_N)
+    return total_N
+
+
+@triton.jit(do_not_specialize=["num_tokens", "chunk"])
+def count_kernel(
+    selected_ptr, counts_ptr, num_tokens, chunk, num_experts: tl.constexpr, NP: tl.constexpr, B: tl.constexpr
+):
+    """counts[p, e] = assignments of chunk p to expert e."""
+    program = tl.program_id(0)
+    total_N = _count(selected_ptr, program, num_tokens, chunk, num_experts, NP, B)
+    tl.store(counts_ptr + program * NP + tl.arange(0, NP), total_N)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "chunk", "rows"])
@@ -49,20 +59,28 @@ def place_kernel(
     selected_ptr, weights_ptr, counts_ptr, token_ptr, pair_ptr, offset_ptr, slot_ptr, weight_ptr,
     num_tokens, chunk, rows,
     num_experts: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, NP: tl.constexpr, P: tl.constexpr,
-    B: tl.constexpr, BA: tl.constexpr,
+    B: tl.constexpr, BA: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Writes a chunk's entries of token, pair, slot and weight; program 0 also the offsets."""
+    """Writes a chunk's entries of token, pair, slot and weight; program 0 also the offsets.
+
+    ALONE: this program is the only one and counts by itself.
+    """
     program, expert, chunks = tl.program_id(0), tl.arange(0, NP), tl.arange(0, P)
-    counts_PN = tl.load(
-        counts_ptr + chunks[:, None] * NP + expert[None, :],
-        mask=(chunks < tl.num_programs(0))[:, None] & (expert < NP)[None, :],
-        other=0,
-    )
-    totals_N = tl.sum(counts_PN, axis=0)
+    if ALONE:
+        totals_N = _count(selected_ptr, program, num_tokens, chunk, num_experts, NP, B)
+        before_N = tl.zeros((NP,), tl.int32)
+    else:
+        counts_PN = tl.load(
+            counts_ptr + chunks[:, None] * NP + expert[None, :],
+            mask=(chunks < tl.num_programs(0))[:, None] & (expert < NP)[None, :],
+            other=0,
+        )
+        totals_N = tl.sum(counts_PN, axis=0)
+        before_N = tl.sum(tl.where((chunks < program)[:, None], counts_PN, 0), axis=0)
     offset_N = tl.cumsum(totals_N, axis=0)
     if program == 0:
         tl.store(offset_ptr + expert, offset_N, mask=expert < num_experts)
-    next_N = offset_N - totals_N + tl.sum(tl.where((chunks < program)[:, None], counts_PN, 0), axis=0)
+    next_N = offset_N - totals_N + before_N
     end = tl.minimum(num_tokens, (program + 1) * chunk)
     slots = tl.arange(0, MP)
     for start in range(0, chunk, B):
@@ -123,13 +141,16 @@ def _forward(
         return outputs
     weights, marks = weights.contiguous(), selected.contiguous().view(torch.uint8)
     NP, tile = power_of_2(N), token_tile(N)
-    chunk = ceil_div(ceil_div(T, CHUNKS), tile) * tile
+    alone = T <= ALONE
+    chunk = ceil_div(T if alone else ceil_div(T, CHUNKS), tile) * tile
     programs = ceil_div(T, chunk)
-    counts = torch.empty(programs, NP, dtype=torch.int32, device=selected.device)
-    launch(count_kernel, (programs,), (marks, counts, T, chunk), (N, NP, tile))
+    counts = offset
+    if not alone:
+        counts = torch.empty(programs, NP, dtype=torch.int32, device=selected.device)
+        launch(count_kernel, (programs,), (marks, counts, T, chunk), (N, NP, tile))
     args = (marks, weights, counts, token, pair, offset, slot, weight, T, chunk, T * M)
     MP, P = power_of_2(M), power_of_2(programs)
-    launch(place_kernel, (programs,), args, (N, M, MP, NP, P, tile, 1024))
+    launch(place_kernel, (programs,), args, (N, M, MP, NP, P, tile, 1024, alone))
     return outputs
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import gelu, grouped_mm, silu
 
 from grmoe.kernels import rows
 from grmoe.kernels.grouped_gemm import Tiles, grouped_gemm, weight_gradient
-from grmoe.kernels.launch import dense
+from grmoe.kernels.launch import dense, power_of_2
 from grmoe.kernels.runtime import attempt, is_hopper
 
 
@@ -44,6 +44,23 @@ def engines(dtype: torch.dtype, hopper: bool) -> Engines:
     return Engines(Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 3, flatten=True), grad_weight)
 
 
+# Rows per expert, on average and at most, up to which tiles are thin. A larger share of an expert makes several tiles.
+THIN_MEAN, THIN_ROWS = 48, 64
+
+
+def thin_engines(tiles: Engines, rows: int, num_experts: int, tokens: int) -> Engines:
+    """Tiles of few rows, in many programs, where experts have few rows: `rows` in all, at most `tokens` each."""
+    if rows > THIN_MEAN * num_experts:
+        return tiles
+    height = max(16, min(THIN_ROWS, power_of_2(tokens)))
+    if tiles.up.inner < 64:  # fp32, or little shared memory
+        up, plain = (Tiles(16, 32, 32, 4, t.stages, programs=2) for t in (tiles.up, tiles.plain))
+    else:
+        inner = 128 if height < 64 else 64  # so that two programs fit
+        up, plain = (Tiles(height, columns, inner, 4, 4, programs=2) for columns in (32, 64))
+    return tiles._replace(up=up, plain=plain)
+
+
 def _forward(
     x: Tensor,
     weight: Tensor,
@@ -61,7 +78,7 @@ def _forward(
     inner = torch.empty(len(token) if save else 0, up.shape[1], dtype=x.dtype, device=x.device)
     if len(token) == 0:
         return x.new_zeros(x.shape), inner
-    tiles = engines(x.dtype, is_hopper(x.device))
+    tiles = thin_engines(engines(x.dtype, is_hopper(x.device)), len(token), len(up), len(x))
     kind, keep = 1 if glu else 2, inner if save else None
     hidden = grouped_gemm(x, up, offset, tiles.up, token=token, transposed=True, activation=kind, inner=keep)
     out = grouped_gemm(hidden, down, offset, tiles.plain, transposed=True)

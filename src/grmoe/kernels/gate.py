@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from grmoe.kernels import gate_kernels as kernels
+from grmoe.kernels import thin_gate
 from grmoe.kernels.launch import ceil_div, dense, launch, power_of_2, tiled
 from grmoe.kernels.runtime import (
     DENSE,
@@ -118,18 +119,26 @@ def _forward(
     layer: int,
     elastic: int,
     unit: int,
+    thin: bool,
+    save: bool,
     packed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(logits, probs, weights, selected, 0, ‖x‖², packed); without log_kappa the gate is linear."""
+    """(logits, probs, weights, selected, 0, ‖x‖², packed); without log_kappa the gate is linear.
+
+    thin: few tokens may take the kernels of `thin_gate`, which round differently.
+    save: a backward follows. Only then is `packed` returned; otherwise it is empty.
+    """
     square = log_kappa is not None
     (T, D), N, K = x.shape, len(matrix), _rank(matrix)
     p = plan(x.dtype, N, K, square, is_hopper(x.device))
     logits, probs, weights, selected, zero, norm = outputs = _outputs(x, N, square)
-    if packed is None:
+    thin = thin and not save and T <= thin_gate.MOST_TOKENS
+    if packed is None and not thin:
         packed = pack(matrix, x.dtype, square)
+    kept = x.new_empty(0, D) if packed is None or not save else packed
     if T == 0:
         zero.zero_()
-        return *outputs, packed
+        return *outputs, kept
     x, t = dense(x), p.forward
     pointers = (
         *(prior if log_kappa is None else log_kappa.contiguous(), prior.contiguous()),
@@ -144,6 +153,12 @@ def _forward(
         *(diagonal, posterior, mode, max_experts, renormalize),
         *(alpha.ndim > 0, weight_alpha is not None, bias is not None, elastic, unit),
     )
+
+    if thin:
+        sums = thin_gate.sum_parts(x, matrix.contiguous(), log_kappa, norm)
+        thin_gate.choose(sums, pointers, square, choice)
+        return *outputs, kept
+    assert packed is not None
 
     def plain() -> None:
         tiles = tiled(x, t.tokens, t.width)
@@ -164,7 +179,7 @@ def _forward(
         attempt("gate for Hopper", specialised, plain)
     else:
         plain()
-    return *outputs, packed
+    return *outputs, kept
 
 
 def _outputs(x: Tensor, N: int, square: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -300,9 +315,9 @@ _backward_op = torch.library.custom_op("grmoe::gate_backward", _backward, mutate
 
 
 @_forward_op.register_fake
-def _(x: Tensor, matrix: Tensor, log_kappa: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+def _(x: Tensor, matrix: Tensor, log_kappa: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     N, square = len(matrix), log_kappa is not None
-    columns = plan(x.dtype, N, _rank(matrix), square, is_hopper(x.device)).columns
+    columns = plan(x.dtype, N, _rank(matrix), square, is_hopper(x.device)).columns if rest[-1] else 0
     return *_outputs(x, N, square), x.new_empty(columns, x.shape[1])
 
 
@@ -319,7 +334,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, matrix: Tensor, log_kappa: Tensor | None, prior: Tensor,
                 packed: Tensor | None, *numbers: Any) -> tuple[Tensor, ...]:  # fmt: skip
         # numbers: alpha, weight_alpha, tau, cap, bias, key, first_row, energy_scale, posterior, mode, max_experts,
-        # renormalize, length, layer, elastic, unit
+        # renormalize, length, layer, elastic, unit, thin, save
         # An operator must not return its input, so it packs again, which takes a few microseconds.
         run: Any = _forward_op if torch.compiler.is_compiling() else partial(_forward, packed=packed)
         results = run(x, matrix, log_kappa, prior, *numbers)
@@ -336,7 +351,7 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logits: Any, grad_probs: Any, grad_weights: Any, *_: Any) -> tuple[Any, ...]:
-        nothing = (None,) * 21
+        nothing = (None,) * 23
         if grad_logits is None and grad_probs is None and grad_weights is None:
             return nothing
         run: Any = _backward_op if torch.compiler.is_compiling() else _backward
@@ -374,6 +389,7 @@ def gate(
     layer: int = 0,
     elastic: int = FIXED,
     unit: int = PER_TOKEN,
+    thin: bool = False,
     packed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(logits, probs, weights, selected), each (T, N), and a 0-d zero that auxiliary losses are added to.
@@ -388,12 +404,16 @@ def gate(
     bias: (N,), added to the logits for the choice alone: experts are ranked by softmax(ℓ + bias).
     alpha, weight_alpha, tau, cap: all 0-d. Or one number per sequence, (T / length,); bias (T / length, N). No gradient
     key, first_row, layer, elastic, unit: how budgets are drawn, as in `grmoe.routing.elastic`.
+    thin: few tokens may take other kernels where no gradient is needed (`grmoe.kernels.thin_gate`). Not in training:
+        activation checkpointing runs the forward with and without gradients, and both must give the same bits.
     packed: `pack(matrix, x.dtype, square)`, if the caller knows that the matrix has not changed since.
     """
     if log_kappa is None and not posterior:
         raise ValueError("posterior must be True for a linear gate: its dial multiplies all of its logits")
     numbers = (alpha, weight_alpha, tau, cap, bias, key, first_row, energy_scale, posterior, mode)
-    more = (max_experts, renormalize, length, layer, elastic, unit)
+    learned = (x_TD, matrix, log_kappa, prior_N)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
+    more = (max_experts, renormalize, length, layer, elastic, unit, thin, save)
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _Gate.apply(
         x_TD, matrix, log_kappa, prior_N, packed, *numbers, *more
     )

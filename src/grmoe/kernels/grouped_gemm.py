@@ -32,6 +32,12 @@ class Tiles(NamedTuple):
     stages: int
     group: int = 16  # row tiles that share the columns of B while they are in the cache
     flatten: bool = False  # one pipeline over all tiles of a program
+    programs: int = 1  # per multiprocessor
+
+    @property
+    def thin(self) -> bool:
+        """For experts with few rows: the time is that of reading their weights."""
+        return self.programs > 1
 
 
 @triton.jit
@@ -138,7 +144,7 @@ def grouped_gemm(
     out = torch.empty(A, O, dtype=a.dtype, device=a.device)
     flat = b.view(-1, b.shape[2])
     pointers = (out, out if inner is None else inner, offset if token is None else token, offset)
-    programs = num_programs(a.device)
+    programs = num_programs(a.device) * tiles.programs
 
     def plain() -> None:
         shape = (tiles.columns, tiles.inner) if transposed else (tiles.inner, tiles.columns)
@@ -165,7 +171,7 @@ def grouped_gemm(
         launch(hopper_up.up_kernel, (min(programs, tile_count),), args, constants)
 
     # Without gather and activation, Triton's pipeline is as fast.
-    gathers = token is not None and transposed and activation != 0
+    gathers = token is not None and transposed and activation != 0 and not tiles.thin
     if gathers and a.dtype != torch.float32 and specialises(a.device):
         attempt("first GEMM for Hopper", specialised, plain)
     else:

@@ -45,7 +45,12 @@ def available(x: Tensor) -> bool:
 
 def runs_on(x: Tensor) -> bool:
     """`available`, and rows of whole 16 bytes, which the copy engine needs."""
-    return available(x) and x.shape[-1] * x.element_size() % 16 == 0
+    return available(x) and not missing(x.shape[-1], x)
+
+
+def missing(width: int, x: Tensor) -> int:
+    """Elements of x's precision that a row of this width lacks to whole 16 bytes."""
+    return -width % (16 // x.element_size())
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from grmoe import checks
 from grmoe.kernels import runtime
@@ -51,7 +52,7 @@ _UNITS = {"token": runtime.PER_TOKEN, "sequence": runtime.PER_SEQUENCE}
 def fuses(x: Tensor, selection: Selection, num_experts: int) -> bool:
     """Whether the kernel runs for these tokens, this policy and this many experts."""
     return (
-        runtime.runs_on(x)
+        runtime.available(x)
         and num_experts <= MAX_EXPERTS
         and not runtime.has_failed("gate")
         and type(selection) in _MODES
@@ -62,7 +63,14 @@ def pack_operands(operands: GateOperands, dtype: torch.dtype) -> Tensor:
     """The kernel's copy of the matrix for tokens of this dtype."""
     from grmoe.kernels.gate import pack
 
-    return pack(operands.matrix.detach(), dtype, operands.log_kappa is not None)
+    matrix = operands.matrix.detach()
+    return pack(_wider(matrix, torch.empty(0, dtype=dtype)), dtype, operands.log_kappa is not None)
+
+
+def _wider(matrix: Tensor, like: Tensor) -> Tensor:
+    """Frames (N, D, K) or weights (N, D), with zeros up to rows of whole 16 bytes for tokens like these."""
+    more = runtime.missing(matrix.shape[1], like)
+    return matrix if not more else pad(matrix, (0, 0, 0, more) if matrix.ndim == 3 else (0, more))
 
 
 def try_fused(
@@ -105,7 +113,36 @@ def fused_gate(
     """Gate and selection of tokens x by one kernel."""
     from grmoe.kernels.gate import gate
 
-    policy, N = budget.policy, len(operands.matrix)
+    x_TD = x.reshape(-1, x.shape[-1])
+    more = runtime.missing(x.shape[-1], x)  # zeros change neither products nor lengths
+    results = gate(
+        pad(x_TD, (0, more)) if more else x_TD,
+        _wider(operands.matrix, x),
+        operands.log_kappa,
+        operands.prior_N,
+        energy_scale=operands.energy_scale,
+        posterior=operands.posterior,
+        **_numbers(x, len(operands.matrix), alpha, budget, training),
+        thin=not training,
+        packed=packed,
+    )
+    return _routing(x, results)
+
+
+def fused_choice(
+    scores: Tensor, prior_N: Tensor, posterior: bool, alpha: Tensor, budget: Budget, training: bool = False
+) -> Routing:
+    """Everything after the scores (..., N) by one kernel."""
+    from grmoe.kernels.choose import choose
+
+    N = scores.shape[-1]
+    numbers = _numbers(scores, N, alpha, budget, training)
+    return _routing(scores, choose(scores.reshape(-1, N), prior_N, posterior=posterior, **numbers))
+
+
+def _numbers(x: Tensor, N: int, alpha: Tensor, budget: Budget, training: bool) -> dict[str, Any]:
+    """The dial and the budget of tokens (..., D) or scores (..., N), as the kernels take them."""
+    policy = budget.policy
     checks.require(budget.room <= N, f"k must be at most the number of experts {N}, got {budget.room}")
     weight_alpha = budget.weight_alpha if budget.weighs_apart else None
     tau, cap, bias = budget.tau, budget.cap, budget.bias if budget.biased else None
@@ -126,24 +163,21 @@ def fused_gate(
             "elastic": _RULES[budget.elastic.rule],
             "unit": _UNITS.get(unit, runtime.PER_STEP),
         }
-    *results, zero = gate(
-        x.reshape(-1, x.shape[-1]),
-        operands.matrix,
-        operands.log_kappa,
-        operands.prior_N,
-        alpha,
-        weight_alpha=weight_alpha,
-        tau=tau,
-        cap=cap,
-        bias=bias,
-        energy_scale=operands.energy_scale,
-        posterior=operands.posterior,
-        mode=_MODES[type(policy)],
-        max_experts=budget.room,
-        renormalize=policy.renormalize,
-        length=x.shape[-2] if x.ndim > 2 else max(1, x[..., 0].numel()),
+    return {
+        "alpha": alpha,
+        "weight_alpha": weight_alpha,
+        "tau": tau,
+        "cap": cap,
+        "bias": bias,
+        "mode": _MODES[type(policy)],
+        "max_experts": budget.room,
+        "renormalize": policy.renormalize,
+        "length": x.shape[-2] if x.ndim > 2 else max(1, x[..., 0].numel()),
         **drawn,
-        packed=packed,
-    )
-    logits, probs, weights, selected = (r.view(*x.shape[:-1], N) for r in results)
+    }
+
+
+def _routing(x: Tensor, results: tuple[Tensor, ...]) -> Routing:
+    *found, zero = results
+    logits, probs, weights, selected = (r.view(*x.shape[:-1], r.shape[-1]) for r in found)
     return Routing(logits=logits, probs=probs, selected=selected, weights=weights, aux_loss=zero)
