@@ -13,13 +13,17 @@ pytest.importorskip("triton")
 from grmoe.kernels.choose import _backward_plain, choose_reference, project
 from grmoe.routing import Dense, Mass, Selection, Threshold, TopK
 from grmoe.routing.budget import Budget
-from grmoe.routing.fused import fused_choice
+from grmoe.routing.fused import GateParts, fused_choice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def parts(prior: Tensor, posterior: bool = True) -> GateParts:
+    return GateParts(lambda x: x, prior, posterior)
 
 
 @pytest.mark.parametrize("posterior", [True, False])
@@ -30,7 +34,7 @@ def test_outputs_and_gradients(policy: Selection, posterior: bool) -> None:
     scores, prior, alpha = 2 * draw(3, 7, 5), 0.5 * draw(5, seed=1), torch.tensor(1.3)
     budget = Budget(policy, 5)
     leaves = [t.clone().requires_grad_() for t in (scores, prior)]
-    found = fused_choice(leaves[0], leaves[1], posterior, alpha, budget)
+    found = fused_choice(leaves[0], parts(leaves[1], posterior), alpha, budget)
     wide = [t.double().requires_grad_() for t in (scores, prior)]
     logits, probs, weights = choose_reference(
         wide[0], wide[1], alpha.double(), found.selected, posterior, policy.renormalize
@@ -59,7 +63,7 @@ def test_numbers_per_sequence_and_the_weights_own_alpha() -> None:
     budget.set_weight_alpha(1.0)
     budget.tau = torch.tensor([0.3, 0.6, 0.9]).view(3, 1, 1)
     with torch.no_grad():
-        found = fused_choice(scores, prior, True, alpha, budget)
+        found = fused_choice(scores, parts(prior), alpha, budget)
     chosen = budget.select(torch.softmax(alpha * (scores + prior), -1), False)
     assert torch.equal(found.selected, chosen)
     probs = torch.softmax(scores + prior, -1)

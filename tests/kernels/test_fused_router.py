@@ -269,10 +269,6 @@ class OwnSelect(SoftmaxRouter):
 
 
 WITHOUT: list[Any] = [
-    ("grassmann", {"amortizer": "affinity"}),
-    ("grassmann", {"amortizer": "matrix"}),
-    ("grassmann", {"linear": True}),
-    ("grassmann", {"scaling": "raw"}),
     ("grassmann", {"selection": Odd()}),
     ("softmax", {"noise": 0.1}),
     *[(name, {}) for name in ROUTERS if name not in ("grassmann", "softmax")],
@@ -332,11 +328,13 @@ def test_unsupported_dtypes_take_the_torch_path(dtype: torch.dtype, calls: list[
     assert calls == []
 
 
-def test_odd_widths_take_the_torch_path(calls: list[str]) -> None:
-    router = GrassmannRouter(18, N, K)  # 72 bytes: not whole 16
+@pytest.mark.parametrize("training", [True, False])
+def test_odd_widths_take_the_kernel(training: bool, calls: list[str]) -> None:
+    router, x = GrassmannRouter(18, N, K).train(training), torch.randn(9, 18)  # 72 bytes: not whole 16
+    plain = by_torch(router)
     router.backend = "triton"
-    assert router(torch.randn(9, 18)).probs.shape == (9, N)
-    assert calls == []
+    assert_same_routing(router(x), plain(x))
+    assert calls.count("_forward") == 1
 
 
 def test_auto_does_not_take_the_interpreter(calls: list[str]) -> None:

@@ -40,7 +40,9 @@ def tokens(*shape: int) -> Tensor:
 
 def both(router: Router, x: Tensor) -> tuple[Routing, Routing]:
     """By the kernel, and by PyTorch in fp64."""
-    fused = try_fused(x, router.gate_operands, router.alpha_value, router.budget, router.training, None)
+    fused = try_fused(
+        x, router.gate_operands, router.gate_parts, router.alpha_value, router.budget, router.training, None
+    )
     assert fused is not None
     return fused, copy.deepcopy(router).double().route(x.double(), None)
 
@@ -97,10 +99,14 @@ def test_one_number_per_sequence(kind: str, selection: Any) -> None:
 def test_numbers_per_sequence_leave_gradients_to_torch() -> None:
     router, x = make("grassmann", selection=TopK(2)), tokens(B, S)
     router.alpha_value = torch.ones(B, 1, 1)
-    assert try_fused(x, router.gate_operands, router.alpha_value, router.budget, True, None) is None
+    assert (
+        try_fused(x, router.gate_operands, router.gate_parts, router.alpha_value, router.budget, True, None)
+        is None
+    )
     with torch.no_grad():
         flat = x.reshape(-1, D)  # no sequences to tell apart
-        assert try_fused(flat, router.gate_operands, router.alpha_value, router.budget, True, None) is None
+        gate = (router.gate_operands, router.gate_parts)
+        assert try_fused(flat, *gate, router.alpha_value, router.budget, True, None) is None
 
 
 @pytest.mark.parametrize("unit", ["token", "sequence", "layer", "step"])
@@ -152,7 +158,8 @@ def test_gradients_at_the_weights_alpha(kind: str) -> None:
     exact = copy.deepcopy(router).double()
     for one, given in ((router, x), (exact, x.double())):
         leaf = given.clone().requires_grad_()
-        fused = try_fused(leaf, one.gate_operands, one.alpha_value, one.budget, True, None)
+        gate = (one.gate_operands, one.gate_parts)
+        fused = try_fused(leaf, *gate, one.alpha_value, one.budget, True, None)
         routing = one.route(leaf, None) if fused is None else fused
         assert (fused is None) == (one is exact)
         (routing.weights * upstream.to(leaf.dtype)).sum().backward()

@@ -200,15 +200,17 @@ def test_the_kernel_needs_all_of_its_conditions(monkeypatch: pytest.MonkeyPatch)
         packed.append(x)
         return x
 
-    assert try_fused(x, lambda: operands, one, dense, False, None) == "gate"
+    assert try_fused(x, lambda: operands, lambda: None, one, dense, False, None) == "gate"
     assert packed == []
-    assert try_fused(x, lambda: operands, one, dense, False, pack) == "gate"
+    assert try_fused(x, lambda: operands, lambda: None, one, dense, False, pack) == "gate"
     assert len(packed) == 1
-    assert try_fused(x, lambda: None, one, dense, False, pack) is None
-    assert try_fused(x, lambda: operands, one.expand(3), dense, False, pack) is None  # no sequences
-    assert try_fused(x, lambda: operands, one, Budget(Own(), N), False, pack) is None
+    assert try_fused(x, lambda: None, lambda: None, one, dense, False, pack) is None
+    assert (
+        try_fused(x, lambda: operands, lambda: None, one.expand(3), dense, False, pack) is None
+    )  # no sequences
+    assert try_fused(x, lambda: operands, lambda: None, one, Budget(Own(), N), False, pack) is None
     wide = GateOperands(torch.zeros(N, D, dtype=F64), torch.zeros(N))
-    assert try_fused(x, lambda: wide, one, dense, False, pack) is None
+    assert try_fused(x, lambda: wide, lambda: None, one, dense, False, pack) is None
     failed["gate"] = True
     assert not fuses(x, Dense(), N)
     assert len(packed) == 1

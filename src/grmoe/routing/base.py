@@ -22,7 +22,7 @@ from grmoe.kernels.runtime import INTERPRETED
 from grmoe.routing.budget import Budget
 from grmoe.routing.counting import LoadCounter
 from grmoe.routing.entropy import EntropyTerm
-from grmoe.routing.fused import GateOperands, try_fused
+from grmoe.routing.fused import GateOperands, GateParts, try_fused
 from grmoe.routing.metrics import RoutingMetrics
 from grmoe.routing.packed import PackedCopy
 from grmoe.routing.prior import next_log_prior
@@ -102,6 +102,10 @@ class Router(nn.Module):
         """The gate as the fused kernel computes it; None where the kernel cannot."""
         return None
 
+    def gate_parts(self) -> GateParts | None:
+        """The gate by several kernels, where `gate_operands` is None; None where there are none."""
+        return None
+
     def select(self, probs: Tensor) -> Tensor:
         """Mask (..., N) of the experts computed."""
         return self.budget.select(probs, self.training)
@@ -141,7 +145,8 @@ class Router(nn.Module):
         routing: Routing | None = None
         if kernels and self._fusable:
             pack = None if self.training else self._packed.get
-            routing = try_fused(x, self._scaled_operands, self.alpha_value, self.budget, self.training, pack)
+            gate = (self._scaled_operands, self._scaled_parts)
+            routing = try_fused(x, *gate, self.alpha_value, self.budget, self.training, pack)
         if routing is None:
             routing = self.route(x if x.dtype == torch.float64 else x.float(), token_ids)
         routing.identity_experts = self.identity_experts
@@ -186,6 +191,14 @@ class Router(nn.Module):
         if operands.log_kappa is None:
             return replace(operands, matrix=alpha * operands.matrix, prior_N=prior_N)
         return replace(operands, log_kappa=operands.log_kappa + self.log_alpha, prior_N=prior_N)
+
+    def _scaled_parts(self) -> GateParts | None:
+        """`gate_parts` times a learned α."""
+        parts = self.gate_parts()
+        if parts is None or self.log_alpha is None:
+            return parts
+        alpha, scores = self.log_alpha.exp(), parts.scores
+        return replace(parts, scores=lambda x: alpha * scores(x), prior_N=alpha * parts.prior_N)
 
     def learn_alpha(self) -> None:
         """Make α a parameter, `log_alpha`, that starts at the present α. `alpha_value` becomes one, a factor on it."""

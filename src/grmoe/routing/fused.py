@@ -1,7 +1,8 @@
 """Gate and selection as one kernel, where one exists.
 
-It covers gates that are a linear map or squared projections, with any selection policy of this package, on tensors the
-kernels run on (`grmoe.kernels.runtime`). Everything else goes through `Router.route`.
+One kernel covers gates that are a linear map or squared projections, with any selection policy of this package, on
+tensors the kernels run on (`grmoe.kernels.runtime`). Other gates of such parts take several kernels (`GateParts`).
+Everything else goes through `Router.route`.
 
 Legend: T tokens, D model width, N experts, K rank.
 """
@@ -41,6 +42,17 @@ class GateOperands:
     """The dial multiplies the prior too."""
 
 
+@dataclass(frozen=True)
+class GateParts:
+    """A gate that takes several kernels: its scores from some of them, the choice from another."""
+
+    scores: Callable[[Tensor], Tensor]
+    """From tokens (..., D) in any precision to scores (..., N) in fp32, without dial and prior."""
+    prior_N: Tensor
+    posterior: bool = True
+    """The dial multiplies the prior too."""
+
+
 # Exact types, because a subclass may select differently.
 _MODES: dict[type, int] = {
     Dense: runtime.DENSE, TopK: runtime.LARGEST, Mass: runtime.LARGEST, Threshold: runtime.ABOVE
@@ -76,24 +88,36 @@ def _wider(matrix: Tensor, like: Tensor) -> Tensor:
 def try_fused(
     x: Tensor,
     operands_of: Callable[[], GateOperands | None],
+    parts_of: Callable[[], GateParts | None],
     alpha: Tensor,
     budget: Budget,
     training: bool,
     pack: Callable[[GateOperands, Tensor], Tensor | None] | None,
 ) -> Routing | None:
-    """`fused_gate`, or None where that is not possible. pack: returns a packed copy that is kept between calls."""
+    """Gate and selection by kernels, or None where that is not possible.
+
+    operands_of, parts_of: the gate for one kernel, or else for several.
+    pack: returns a packed copy that is kept between calls.
+    """
     if not fuses(x, budget.policy, budget.num_experts):
         return None
     # Numbers per sequence: for sequences (B, S, D), and without gradients.
     if _by_row(alpha, budget) and (x.ndim != 3 or torch.is_grad_enabled()):
         return None
     operands = operands_of()
-    # A router in fp64 computes in fp64, whatever the tokens are.
-    if operands is None or operands.matrix.dtype == torch.float64:
+    if operands is not None:
+        # A router in fp64 computes in fp64, whatever the tokens are.
+        if operands.matrix.dtype == torch.float64:
+            return None
+        packed = None if pack is None else pack(operands, x)
+        return runtime.attempt(
+            "gate", lambda: fused_gate(x, operands, alpha, budget, training, packed), lambda: None
+        )
+    parts = parts_of()
+    if parts is None or parts.prior_N.dtype == torch.float64:
         return None
-    packed = None if pack is None else pack(operands, x)
     return runtime.attempt(
-        "gate", lambda: fused_gate(x, operands, alpha, budget, training, packed), lambda: None
+        "gate", lambda: fused_choice(parts.scores(x), parts, alpha, budget, training), lambda: None
     )
 
 
@@ -130,14 +154,15 @@ def fused_gate(
 
 
 def fused_choice(
-    scores: Tensor, prior_N: Tensor, posterior: bool, alpha: Tensor, budget: Budget, training: bool = False
+    scores: Tensor, parts: GateParts, alpha: Tensor, budget: Budget, training: bool = False
 ) -> Routing:
     """Everything after the scores (..., N) by one kernel."""
     from grmoe.kernels.choose import choose
 
     N = scores.shape[-1]
     numbers = _numbers(scores, N, alpha, budget, training)
-    return _routing(scores, choose(scores.reshape(-1, N), prior_N, posterior=posterior, **numbers))
+    results = choose(scores.reshape(-1, N), parts.prior_N, posterior=parts.posterior, **numbers)
+    return _routing(scores, results)
 
 
 def _numbers(x: Tensor, N: int, alpha: Tensor, budget: Budget, training: bool) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from grmoe.bingham import log_kummer, log_normalizer
 from grmoe.certificates import Certificate, logit_range_bound
 from grmoe.routing.amortizer import AMORTIZERS, AmortizerKind, amortize, build_amortizer
 from grmoe.routing.frames import FrameRouter
-from grmoe.routing.fused import GateOperands
+from grmoe.routing.fused import MAX_EXPERTS, GateOperands, GateParts
 
 # Floor of ‖x‖²: energies of shorter tokens fade to zero. A zero token (padding) routes by the prior alone.
 ZERO_TOKEN = 1e-12
@@ -36,7 +37,7 @@ class GrassmannRouter(FrameRouter):
     kappa: initial concentration, κ > 0. Values between 1 and 2 learn best under "rank" scaling.
     scaling: the constant c of the energy c·‖Uᵀx‖²/‖x‖². "rank": c = d/k, so that random frames have mean energy one.
         "unit": c = 1; the gate is then nearly uniform. "rms": c = d; the gate is then nearly one-hot.
-        "raw": the paper's own ‖Uᵀx‖², not divided by ‖x‖²; longer tokens get sharper gates. It has no fused kernel.
+        "raw": the paper's own ‖Uᵀx‖², not divided by ‖x‖²; longer tokens get sharper gates.
     prior: "balanced" learns log p(z=e) from the load. "uniform" is p(z=e) = 1/N and subtracts each expert's log
         normaliser. "paper" is p(z=e) ∝ Z(κ_e), which cancels the normaliser and favours high κ. "raw" scaling excludes
         "uniform": there the normaliser Z(κ_e‖x‖²) depends on the token.
@@ -99,12 +100,16 @@ class GrassmannRouter(FrameRouter):
             self.amortizer_net = build_amortizer(amortizer, dim, num_experts, amortizer_hidden)
         self.mu = nn.Parameter(torch.zeros(num_experts, dim)) if linear else None
 
-    def energies(self, x: Tensor, weight_NK: Tensor | None = None) -> Tensor:
+    def energies(self, x: Tensor, weight_NK: Tensor | None = None, *, kernels: bool = False) -> Tensor:
         """c·‖U_eᵀx‖²/‖x‖² for every expert, (..., N); ‖U_eᵀx‖² under "raw". Columns weighted by `weight_NK` when given.
 
-        Computed as one GEMM x·[U₁…U_N], squares, and sums per expert.
+        Computed as one GEMM x·[U₁…U_N], squares, and sums per expert. kernels: by the fused gate's, in fp32.
         """
         N, D, K = self.frames.shape
+        if kernels:
+            log_weight = self.frames.new_zeros(N) if weight_NK is None else weight_NK.log()
+            energies = self._project(x, self.frames, log_weight, self.energy_scale)
+            return energies * _squared_norm(x) if self.scaling == "raw" else energies
         flat_D_NK = self.frames.permute(1, 0, 2).reshape(D, N * K).to(x.dtype)
         squares_NK = (x @ flat_D_NK).square().unflatten(-1, (N, K))
         if weight_NK is not None:
@@ -112,29 +117,53 @@ class GrassmannRouter(FrameRouter):
         energies = squares_NK.sum(-1)
         return energies if self.scaling == "raw" else self.energy_scale * energies / _squared_norm(x)
 
-    def amortized(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def amortized(self, x: Tensor, *, kernels: bool = False) -> tuple[Tensor, Tensor]:
         """(κ_e a_e, h_e κ_e a_e) of eq:amortized, (..., N) each; the same twice without an amortiser."""
-        kappa = self.kappa.to(x.dtype)
-        plain = self.energies(x, kappa) if kappa.ndim == 2 else kappa * (energies := self.energies(x))
+        kappa = self.kappa if kernels else self.kappa.to(x.dtype)
+        if kappa.ndim == 2:
+            plain = self.energies(x, kappa, kernels=kernels)
+        else:
+            energies = self.energies(x, kernels=kernels)
+            plain = kappa * energies
         if self.amortizer is None:
             return plain, plain
-        features = x
+        first, *rest = self.amortizer_net
+        assert isinstance(first, nn.Linear)
         if self.amortizer == "affinity":
-            features = energies if kappa.ndim == 1 else self.energies(x)
-        network_out = self.amortizer_net(features.to(self.frames.dtype))
-        return plain, amortize(self.amortizer, network_out, plain)
+            features = energies if kappa.ndim == 1 else self.energies(x, kernels=kernels)
+            hidden = first(features.to(self.frames.dtype))
+        elif kernels and len(first.weight) <= MAX_EXPERTS:
+            hidden = self._project(x, first.weight) + first.bias
+        else:
+            hidden = first(x.to(self.frames.dtype))
+        for layer in rest:
+            hidden = layer(hidden)
+        return plain, amortize(self.amortizer, hidden, plain)
 
-    def scores(self, x: Tensor) -> Tensor:
-        """The log-likelihood of each expert without its normaliser: h κ a [+ μᵀx̂], (..., N)."""
-        _, scores = self.amortized(x)
+    def scores(self, x: Tensor, *, kernels: bool = False) -> Tensor:
+        """The log-likelihood of each expert without its normaliser: h κ a [+ μᵀx̂], (..., N).
+
+        kernels: products by the fused gate's kernels, which read tokens of 16 bits as they are; then fp32.
+        """
+        _, scores = self.amortized(x, kernels=kernels)
         if self.mu is None:
             return scores
-        linear = x @ self.mu.to(x.dtype).T
+        linear = self._project(x, self.mu) if kernels else x @ self.mu.to(x.dtype).T
         if self.scaling == "raw":
             return scores + linear
         norm2 = _squared_norm(x)
         # At x = 0 the direction is undefined and the gradient of x/‖x‖ unbounded: padding gets no linear term.
         return scores + torch.where(norm2 > ZERO_TOKEN, self.token_norm * linear / norm2.sqrt(), 0.0)
+
+    def _project(
+        self, x: Tensor, matrix: Tensor, log_weight: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor:
+        """`grmoe.kernels.choose.project` for tokens (..., D)."""
+        from grmoe.kernels.choose import project
+
+        x_TD = x.reshape(-1, x.shape[-1])
+        found = project(x_TD, matrix, log_weight, scale, thin=not self.training)
+        return found.view(*x.shape[:-1], len(matrix))
 
     def log_prior_correction(self) -> Tensor:
         """log p(z=e) − log Z_e up to a constant, (N,): zero for "paper", where the two cancel.
@@ -146,12 +175,16 @@ class GrassmannRouter(FrameRouter):
         return self.log_prior if self.prior == "balanced" else torch.zeros_like(self.log_prior)
 
     def gate_operands(self) -> GateOperands | None:
-        # The kernel divides by ‖x‖², and knows neither amortiser nor linear term.
+        # One kernel divides by ‖x‖², and knows neither amortiser nor linear term: see `gate_parts`.
         if self.amortizer is not None or self.mu is not None or self.scaling == "raw":
             return None
         prior_N = self.log_prior_correction()
         posterior = self.dial == "posterior"
         return GateOperands(self.frames, prior_N, self.log_kappa, self.energy_scale, posterior)
+
+    def gate_parts(self) -> GateParts | None:
+        scores = partial(self.scores, kernels=True)
+        return GateParts(scores, self.log_prior_correction(), self.dial == "posterior")
 
     def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
         scores, prior = self.scores(x), self.log_prior_correction().to(x.dtype)
@@ -247,6 +280,10 @@ class GrassmannRouter(FrameRouter):
 
 
 def _squared_norm(x: Tensor) -> Tensor:
+    """In fp32 at least. 16-bit tokens are read once, without a wider copy."""
+    if x.dtype in (torch.bfloat16, torch.float16):
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return norm.square().clamp(min=ZERO_TOKEN)
     return x.square().sum(-1, keepdim=True).clamp(min=ZERO_TOKEN)
 
 
