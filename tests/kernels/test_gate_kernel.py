@@ -12,7 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from grmoe.kernels.gate import gate, plan
+from grmoe.kernels.gate import gate
+from grmoe.kernels.gate_tiles import plan
 from grmoe.routing import Dense, GrassmannRouter, Mass, Router, Selection, SoftmaxRouter, Threshold, TopK
 from grmoe.routing.fused import fused_gate, pack_operands
 

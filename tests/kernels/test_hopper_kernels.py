@@ -21,8 +21,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from grmoe.kernels import gate as gate_module
+from grmoe.kernels import gate_tiles, runtime
 from grmoe.kernels import grouped_gemm as gemm_module
-from grmoe.kernels import runtime
 from grmoe.kernels.gate import gate
 from grmoe.kernels.grouped_gemm import Tiles, grouped_gemm
 
@@ -86,7 +86,7 @@ def test_where_gluon_has_changed_triton_does_the_work(
     name: str, module: Any, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide = gate_module.WIDE
-    monkeypatch.setattr(gate_module, "plan", lambda *_: gate_module.Plan(16, 512, wide, wide, wide, "ieee"))
+    monkeypatch.setattr(gate_module, "plan", lambda *_: gate_tiles.Plan(16, 512, wide, wide, wide, "ieee"))
     want = run()
     monkeypatch.setattr(module, "specialises", lambda _: True)
     monkeypatch.setitem(sys.modules, "grmoe.kernels.hopper", None)  # its import fails

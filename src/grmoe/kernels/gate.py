@@ -10,8 +10,8 @@ Legend: T tokens, D model width, N experts, K rank, C packed columns (see `gate_
 
 from __future__ import annotations
 
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,68 +19,16 @@ from torch.autograd.function import once_differentiable
 
 from grmoe.kernels import gate_kernels as kernels
 from grmoe.kernels import thin_gate
-from grmoe.kernels.launch import ceil_div, dense, launch, power_of_2, tiled
+from grmoe.kernels.gate_tiles import WIDE, plan
+from grmoe.kernels.launch import ceil_div, dense, launch, tiled
 from grmoe.kernels.runtime import (
     DENSE,
     FIXED,
-    INTERPRETED,
     PER_TOKEN,
     attempt,
     is_hopper,
     specialises,
 )
-
-
-class Tiles(NamedTuple):
-    """Tile sizes of one kernel: tokens, packed columns, width; warps and pipeline stages."""
-
-    tokens: int
-    columns: int
-    width: int
-    warps: int
-    stages: int
-    at_once: bool = False  # all three column tiles in one pass
-
-
-class Plan(NamedTuple):
-    """Sizes that follow from the shapes."""
-
-    experts: int  # padded
-    columns: int  # padded
-    forward: Tiles
-    backward: Tiles
-    input_gradient: Tiles
-    precision: str
-
-
-# For bf16 and fp16, measured on Hopper (docs/results/kernel-tuning.md): many columns, few, exactly three tiles.
-WIDE = Tiles(128, 256, 64, 8, 4)
-NARROW = Tiles(128, 128, 64, 8, 4)
-ONE_PASS = Tiles(128, 128, 64, 8, 3, at_once=True)
-LINEAR = Tiles(64, 16, 128, 4, 4)
-
-
-@cache
-def plan(dtype: torch.dtype, num_experts: int, rank: int, square: bool, hopper: bool) -> Plan:
-    """The same for every batch of a router: nothing is tuned at run time, so equal inputs give equal bits."""
-    NP = max(power_of_2(num_experts), 2 if square else 16)
-    precision, gradient = "ieee", Tiles(128, 64, 256, 8, 3)
-    if dtype == torch.float32:
-        precision = "ieee" if INTERPRETED else "tf32x3"  # three tf32 products, as exact as fp32
-        forward, gradient = Tiles(64, max(NP, 64), 32, 8, 2), Tiles(64, 32, 64, 8, 2)
-    elif not hopper:  # small enough for any multiprocessor
-        forward, gradient = Tiles(64, max(NP, 64), 32, 4, 2), Tiles(64, 32, 128, 4, 2)
-    elif rank * NP == 3 * ONE_PASS.columns:
-        forward = ONE_PASS
-    elif rank * NP >= 2 * WIDE.columns or NARROW.columns < NP:
-        forward = WIDE
-    else:
-        forward = NARROW
-    if not square:
-        forward = LINEAR._replace(columns=NP)
-    backward = forward._replace(stages=min(forward.stages, 3))
-    C = ceil_div(rank * NP, forward.columns) * forward.columns
-    return Plan(NP, C, forward, backward, gradient, precision)
 
 
 def _rank(matrix: Tensor) -> int:
