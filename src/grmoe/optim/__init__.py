@@ -3,7 +3,9 @@
 from grmoe.optim.grassmann_adam import GrassmannAdam, Manifold
 from grmoe.optim.model_optimizer import ModelOptimizer
 from grmoe.optim.parameters import ParameterSplit, optimizer_groups, split_parameters
+from grmoe.optim.projected import ProjectedAdam
 
 __all__ = [
-    "GrassmannAdam", "Manifold", "ModelOptimizer", "ParameterSplit", "optimizer_groups", "split_parameters",
+    "GrassmannAdam", "Manifold", "ModelOptimizer", "ParameterSplit", "ProjectedAdam", "optimizer_groups",
+    "split_parameters",
 ]  # fmt: skip

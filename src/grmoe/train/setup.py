@@ -15,7 +15,7 @@ from grmoe.checks import require
 from grmoe.data import TokenDataset
 from grmoe.hardware import peak_flops
 from grmoe.model import Cost, GrmoeConfig, GrmoeForCausalLM, count
-from grmoe.optim import GrassmannAdam, optimizer_groups
+from grmoe.optim import GrassmannAdam, ProjectedAdam, optimizer_groups
 from grmoe.parallel.build import build_model
 from grmoe.parallel.shard import split_by_mesh
 from grmoe.parallel.world import World
@@ -163,16 +163,18 @@ def assemble_trainer(
 
 def build_optimizers(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     """AdamW for weights and κ, `GrassmannAdam` for subspaces, each with its own learning rates."""
-    groups, frames = optimizer_groups(
-        model, config.lr, config.weight_decay, config.frames_lr, config.kappa_lr
-    )
+    projected = config.frames_method == "projected"
+    frames_lr = config.lr if projected and config.frames_lr is None else config.frames_lr
+    groups, frames = optimizer_groups(model, config.lr, config.weight_decay, frames_lr, config.kappa_lr)
     fused = all(p.device.type == "cuda" for group in groups for p in group["params"])
     betas = (config.betas[0], config.betas[1])
     optimizers: list[Optimizer] = [
         AdamW(split_by_mesh(groups), lr=config.lr, betas=betas, eps=config.eps, fused=fused)
     ]
     if frames:
-        optimizers.append(GrassmannAdam(frames))
+        optimizers.append(
+            ProjectedAdam(frames, config.lr, betas, config.eps) if projected else GrassmannAdam(frames)
+        )
     remember_peaks(optimizers)
     return optimizers
 
