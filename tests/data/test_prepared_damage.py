@@ -67,6 +67,8 @@ def test_train_refuses_a_damaged_shard_in_one_line(
         [
             "train",
             f"data.path={copy}",
+            "data.sequence_length=16",
+            "data.batch_size=2",
             f"out={tmp_path / 'run'}",
             "model.preset=tiny",
             "device=cpu",

@@ -22,7 +22,7 @@ from grmoe.cli import app
 SMALLER = {
     "prepare": ["--tokenizer", "bpe:300", "--sequence-length", "32"],
     "train": [
-        "steps=12", "data.sequence_length=32", "data.batch_size=8", "log.every=4", "model.num_hidden_layers=2",
+        "steps=14", "data.sequence_length=32", "data.batch_size=8", "log.every=4", "model.num_hidden_layers=2",
         "model.hidden_size=32", "model.intermediate_size=64", "model.moe_intermediate_size=32", "model.router_rank=4",
     ],
     "dial": ["--tokens", "256"],
@@ -53,6 +53,8 @@ def test_the_path_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         done = CliRunner().invoke(app, [*command, *SMALLER[command[0]]])
         assert done.exit_code == 0, done.output
         assert "Traceback" not in done.output
+        # After its first steps, a CPU says how long it will take.
+        assert (" s per step, about 0:" in done.output) == (command[0] == "train")
     page = next(Path("runs/first").rglob("*.html")).read_text(encoding="utf-8")
     chosen = json.loads(Path("runs/first/dial/model/config.json").read_text(encoding="utf-8"))
     assert chosen["budget"] is not None
@@ -63,11 +65,14 @@ def test_the_path_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         server.wait_for("/v1")
         [url] = re.findall(r"http://127\.0\.0\.1:\d+", said.read_text())[:1]
         fewest, most = (chosen["budget_curve"][i]["experts_per_token"] for i in (0, -1))
+        computed = []
         for budget in (fewest, most):
-            body = {"prompt": "red fox", "max_tokens": 4, "budget": budget}
+            body = {"prompt": "red fox", "max_tokens": 4, "temperature": 0, "budget": budget}
             answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
             assert answer.status_code == 200, answer.text
             assert answer.json()["usage"]["completion_tokens"] == 4
+            computed.append(answer.json()["usage"]["experts_per_token"])
+        assert computed[0] < computed[1]  # a model trained with the defaults has its dial
         assert server.process.pid is not None
         os.kill(server.process.pid, signal.SIGTERM)
         assert server.wait() == 0

@@ -6,6 +6,7 @@ Its working folder holds `first` and `second`, two copies of one exported model,
 from __future__ import annotations
 
 import builtins
+import os
 import re
 import sys
 import warnings
@@ -29,7 +30,8 @@ IDS = EXPECTED["ids"]
 
 
 def refuse_to_answer(question: str = "") -> str:
-    raise AssertionError(f"transformers asks: {question}")
+    print("transformers asks:", question, file=sys.stderr, flush=True)
+    os._exit(3)  # an exception here would be taken for the answer "no"
 
 
 builtins.input = refuse_to_answer

@@ -651,6 +651,20 @@ def test_nothing_reaches_over_the_edge(
     assert (outside, crossed) == (0, 0)
 
 
+def test_tables_fit_a_phone(both: tuple[Path, str], page: Path, show: Callable[[Path], Page]) -> None:
+    """Before, three of six were wider than the screen. Their last columns had to be scrolled into view."""
+    for path in (page, both[0]):
+        shown = show(path)
+        shown.size(375)
+        shown.settle()
+        shown.js("document.querySelectorAll('details').forEach((d) => (d.open = true))")
+        widths = shown.js(
+            "return [...document.querySelectorAll('.scroll')].map((s) => [s.scrollWidth, s.clientWidth])"
+        )
+        assert len(widths) > 5
+        assert all(table <= place for table, place in widths), widths
+
+
 def test_it_opens_at_once_and_asks_for_nothing(both: tuple[Path, str], show: Callable[[Path], Page]) -> None:
     page = show(both[0])
     took = []

@@ -302,6 +302,22 @@ def test_the_markup_is_in_order(both: tuple[Path, str]) -> None:
     assert "maximum-scale" not in viewport
 
 
+def test_the_words_of_the_page_are_explained(page: Path) -> None:
+    """A reader who does not know them finds them under the glossary's link, in order."""
+    html = page.read_text(encoding="utf-8")
+    assert '<a href="#glossary">' in html
+    words = re.findall(
+        r"<dt>(.+?)</dt><dd>(.+?)</dd>", html[html.index('<section id="glossary">') :], re.DOTALL
+    )
+    names = [name.lower() for name, _ in words]
+    assert names == ["α", *sorted(names[1:])]
+    assert all(20 < len(meaning) < 250 for _, meaning in words)
+    wanted = "bits per byte, block, budget, certificate, entropy of the gate, expert, frontier, gate, load cv, overlap"
+    assert {*wanted.split(", "), "α", "perplexity"} <= set(names)
+    rules = {family["name"].lower() for family in data_of(page)["runs"][0]["dial"]["families"]}
+    assert {"top-k", "gate × norm"} <= rules & set(names)
+
+
 def test_the_first_screen_stays_text() -> None:
     """Sentences and commands are in the markup itself, where a tag would be a tag."""
     bad = "<img src=x onerror=alert(1)>"

@@ -62,6 +62,7 @@ COMMANDS = {
     "prune": [],
     "report": [],
     "train": [],
+    "train --from": [],
 }
 
 
@@ -69,8 +70,11 @@ COMMANDS = {
 def test_no_command_runs_what_lies_in_a_run(command: str, run: Path, tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     copy = crafted(run, tmp_path, mark)
-    arguments = ["--resume", f"out={copy}"] if command == "train" else [str(copy), *COMMANDS[command]]
-    result = CliRunner().invoke(app, [command, *arguments])
+    arguments = {
+        "train": ["train", "--resume", f"out={copy}"],
+        "train --from": ["train", "--from", str(copy), f"out={tmp_path / 'tuned'}"],
+    }
+    result = CliRunner().invoke(app, arguments.get(command) or [command, str(copy), *COMMANDS[command]])
     assert not mark.exists()
     assert isinstance(result.exception, SystemExit | None), result.exception
     said = " ".join(result.output.split())

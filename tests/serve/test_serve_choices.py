@@ -163,6 +163,14 @@ def test_logprobs_of_a_chat(client: httpx.Client) -> None:
     assert plain["choices"][0]["logprobs"] is None
 
 
+def test_no_alternatives_are_still_logprobs(client: httpx.Client) -> None:
+    """`logprobs: 0` was taken for "none": the answer came without them, and without a word."""
+    [choice] = ask(client, prompt="abc", max_tokens=3, logprobs=0, **GREEDY)["choices"]
+    assert len(choice["logprobs"]["token_logprobs"]) == 3
+    [choice] = ask(client, prompt="abc", max_tokens=3, **GREEDY)["choices"]
+    assert choice["logprobs"] is None
+
+
 @pytest.mark.parametrize("first", ["añ€𝄞b", "plain", ""])
 def test_text_offsets(first: str) -> None:
     """Where each token begins in the text, also if a character has several tokens; piece by piece or at once."""
