@@ -63,7 +63,7 @@ def log_likelihood(tokens: list[int], context: int) -> tuple[float, bool]:
 def test_log_likelihoods_are_those_of_the_model(address: str, folder: Path, more: dict[str, int]) -> None:
     """Also of text that is longer than the context, without a context, and of the model's own greedy answer."""
     model = make_model(budget_curve=CURVE)
-    own = TOKENIZER.decode(offline(model, TOKENIZER("import").input_ids, 1.0, 4, budget=BUDGET))
+    own = TOKENIZER.decode(offline(model, TOKENIZER("import").input_ids, 1.0, 3, budget=BUDGET))
     asked = [("ab", " cd"), ("x" * 200, "yz"), ("", "word"), ("import", own), ("grüße", " 東京")]
     found = connect(address, folder, **more).loglikelihood(instances("loglikelihood", *asked))
     for (context, continuation), (value, greedy) in zip(asked, found, strict=True):
