@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,18 @@ from typing import Any
 INK = "#22303c"
 GREY = "#9aa5b1"
 COLORS = ("#1b6ca8", "#d1495b", "#e07a1f", "#3a8f5c", "#7a5195", GREY)
+
+
+def readable_range(values: Collection[float], needed: Collection[float]) -> tuple[float, float]:
+    """The values that a scale shows, so that a few far above do not flatten the rest.
+
+    low is the smallest value, q their third quartile or the largest `needed` value. Shown are all values up to
+    low + 2·(q − low): three quarters of them fill at least half of the scale. What is above belongs on the upper edge.
+    """
+    ordered = sorted({*values, *needed})
+    low, quartile = ordered[0], ordered[math.ceil(0.75 * len(ordered)) - 1]
+    limit = low + 2 * (max(quartile, *needed) - low)
+    return low, max(v for v in ordered if v <= limit)
 
 
 @contextmanager

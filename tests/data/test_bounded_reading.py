@@ -53,19 +53,58 @@ def xz(data: bytes) -> bytes:
     return lzma.compress(data, preset=0)
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
+def zstd(data: bytes, **options: Any) -> bytes:
+    zstandard = pytest.importorskip("zstandard", reason="pip install 'grmoe[data]'")
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, **options)
+    writer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    return bytes(writer.compress(data) + writer.flush())
+
+
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes, ".gz": lambda data: gzip.compress(data, 1), ".xz": xz, ".zst": zstd,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", PACK)
 def test_a_row_or_file_that_is_too_long_is_skipped_and_never_in_memory(tmp_path: Path, suffix: str) -> None:
-    pack: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": lambda d: gzip.compress(d, 1), ".xz": xz}
-    bomb = b"a" * 24 * 2**20
-    (tmp_path / f"rows.jsonl{suffix}").write_bytes(pack[suffix](GOOD + b'{"text": "' + bomb + b'"}\n' + GOOD))
-    (tmp_path / f"file.txt{suffix}").write_bytes(pack[suffix](bomb))
-    with at_most(12):
+    words = b"".join(b"%x " % (i * 2654435761 % 2**32) for i in range(1_300_000))  # compresses like text
+    packed = PACK[suffix](GOOD + b'{"text": "' + words + b'"}\n' + GOOD)
+    assert len(words) > 11e6
+    for name in ("rows.jsonl", "file.txt"):
+        (tmp_path / f"{name}{suffix}").write_bytes(packed)
+    del words, packed
+    with at_most(9):
         rows = rows_of(tmp_path / f"rows.jsonl{suffix}")
         file = rows_of(tmp_path / f"file.txt{suffix}")
     assert [type(row) for row in rows] == [Document, Skipped, Document]
     sentence = f"rows.jsonl{suffix}, row 2: too long (more than 65,536 bytes; see --max-document-mb)"
     assert rows[1] == Skipped("too long", sentence)
     assert [type(row) for row in file] == [Skipped]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+def test_a_small_file_that_unpacks_to_gigabytes_is_given_up(tmp_path: Path, suffix: str) -> None:
+    """Before, it was unpacked to its end: minutes for a file of 130 kB."""
+    path = tmp_path / f"rows.jsonl{suffix}"
+    path.write_bytes(PACK[suffix](GOOD + b'{"text": "' + b"a" * 2**25 + b'"}\n' + GOOD))
+    with at_most(40):
+        first, last = rows_of(path)
+    assert isinstance(first, Document)
+    size = path.stat().st_size
+    limit = 4 * LIMIT + 100 * size
+    assert limit < 2**24
+    sentence = (
+        f"such rows unpack from {size:,} bytes to more than {limit:,}; the rest of the file is not read"
+    )
+    assert last == Skipped("too long", f"rows.jsonl{suffix}, row 2: too long ({sentence})")
+
+
+def test_a_zst_file_that_asks_for_too_much_memory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.zst").write_bytes(zstd(b"text " * 100, window_log=28))
+    with pytest.raises(
+        ValueError, match=r"a.txt.zst is .*: it needs more than 128 MiB to unpack \(zstd --long\)"
+    ):
+        rows_of(tmp_path / "a.txt.zst")
 
 
 def test_an_xz_file_that_asks_for_too_much_memory_is_refused(

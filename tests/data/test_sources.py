@@ -107,6 +107,7 @@ def test_text_files_folders_and_patterns(tmp_path: Path) -> None:
         ("README.md", r"must end in .txt, .jsonl"),
         ("empty", "holds no file that can be read"),
         ("hf:", "names no dataset"),
+        ("hf:empty", "hf:empty is on this machine; give it without hf:"),
     ],
 )
 def test_sources_that_are_none(

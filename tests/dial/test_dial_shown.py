@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grmoe.dial import figure, tables
 from grmoe.dial.beside import BudgetRow
@@ -20,7 +23,7 @@ from grmoe.dial.meter import Family
 from grmoe.dial.results import AlphaRow, Calibration, DialResults, PointResult, Result
 from grmoe.dial.speed import Speed
 from grmoe.dial.target import Target
-from grmoe.pictures import COLORS, INK
+from grmoe.pictures import COLORS, INK, readable_range
 from grmoe.probe.losses import Increase
 
 
@@ -115,7 +118,7 @@ def test_the_left_panel_has_every_point_and_three_families(axes: tuple[Any, Any]
     left, _ = axes
     assert left.get_title() == "Perplexity against experts per token (lines: frontiers)"
     assert (left.get_xlabel(), left.get_ylabel()) == ("experts per token", "perplexity, calibration text")
-    uniform, per_layer, *families, ring = left.lines
+    uniform, per_layer, *families, ring, _arrow = left.lines
     *families, k_per_layer, by_norm = families
     assert [curve(k_per_layer), curve(by_norm)] == [pairs(RULES[:1]), pairs(RULES[2:])]
     assert [line.get_linewidth() > 0 for line in (k_per_layer, by_norm)] == [False, True]
@@ -142,7 +145,7 @@ def test_the_right_panel_has_the_points_that_were_timed_with_their_intervals(axe
     _, right = axes
     assert right.get_title() == "The same against measured prefill, CPU, eager (bars: middle 80 %)"
     assert right.get_xlabel() == "tokens/s"
-    *lines, ring = right.lines
+    *lines, ring, _arrow = right.lines
     timed = [UNIFORM[0], UNIFORM[2], PER_LAYER[0], PER_LAYER[1], UNIFORM[2], *TOP_K, RULES[0], RULES[2]]
     wanted = []
     for p in timed:
@@ -156,14 +159,40 @@ def test_the_right_panel_has_the_points_that_were_timed_with_their_intervals(axe
 
 
 def test_one_bad_point_does_not_flatten_the_picture(axes: tuple[Any, Any]) -> None:
-    # The uniform frontier and the chosen point span 10 to 20. Shown is what lies up to 10 + 1.5·10: 23, not 40.
-    # Top-k's 9.5 is below the range by less than its margin of 8 %.
-    assert figure._range(body()) == (10.0, 23.0)
-    for ax in axes:
-        assert ax.get_ylim() == pytest.approx((10 - 0.08 * 13, 23 + 0.12 * 13))
+    # Three quarters of the settings span 9.5 to 20. Shown is what lies up to 9.5 + 2·10.5: 23, not 40.
+    assert figure._range(body()) == (9.5, 23.0)
+    for ax, x in zip(axes, (1.0, 40e3), strict=True):
+        assert ax.get_ylim() == pytest.approx((9.5 - 0.08 * 13.5, 23 + 0.12 * 13.5))
+        (label,) = ax.texts
+        assert (label.get_text(), label.xy) == ("40", (x, 1))
+        (arrow,) = [line for line in ax.lines if line.get_marker() == "^" and line.get_color() == INK]
+        assert curve(arrow) == ([x], [1])
     assert figure._range(body(chosen=shown(1.3, 8.0))) == (8.0, 23.0)
-    edge = replace(TOP_K[0], perplexity=25.0)
-    assert figure._range(body(points=[edge, *POINTS[1:]])) == (10.0, 25.0)
+    edge = replace(TOP_K[0], perplexity=30.0)
+    assert figure._range(body(points=[edge, *POINTS[1:]])) == (9.5, 30.0)
+    # The chosen setting is always shown, and so is a far point of the frontier if it is the chosen one.
+    assert figure._range(body(chosen=shown(1.0, 40.0)))[1] == 40.0
+
+
+@given(
+    close=st.lists(st.floats(1, 2), min_size=3, max_size=20),
+    far=st.lists(st.floats(1e3, 1e6), max_size=1),
+    needed=st.floats(1, 2),
+)
+def test_a_readable_range_holds_all_but_far_values(
+    close: list[float], far: list[float], needed: float
+) -> None:
+    low, high = readable_range([*close, *far], [needed])
+    inside = {*close, needed}
+    assert low == min(inside)
+    shown = [v for v in {*inside, *far} if v <= high]
+    assert needed in shown
+    assert len(shown) >= 0.75 * len({*inside, *far})
+    # What is shown reaches at most twice as far up as the third quartile, or as what must be shown.
+    ordered = sorted({*inside, *far})
+    reach = max(needed, ordered[math.ceil(0.75 * len(ordered)) - 1]) - low
+    assert high - low <= 2 * reach * (1 + 1e-9)
+    assert all(v - low > 2 * reach * (1 - 1e-9) for v in {*inside, *far} if v > high)
 
 
 def test_the_limit_asked_for_and_other_models_are_in_the_picture(
@@ -186,7 +215,7 @@ def test_the_limit_asked_for_and_other_models_are_in_the_picture(
     assert curve(lines["own, by budget"]) == ([2.0, 1.0], [11.0, 12.0])
     assert curve(lines["other, by budget"]) == ([2.0], [5.0])
     assert lines["own, by budget"].get_color() == INK
-    assert [t.get_text() for t in kept[0].texts] == ["+50 %"]
+    assert [t.get_text() for t in kept[0].texts] == ["+50 %", "40"]
     kept.clear()
     figure.draw(result(budgets=rows[:2]), tmp_path / "pareto.png")  # nothing to compare with
     assert not [line for line in kept[0].lines if "by budget" in line.get_label()]

@@ -547,13 +547,34 @@ def test_gates_do_not_tell_what_expert_choice_computes(
     assert "computed" not in shown.point_at(shown.all(".tok")[2])
 
 
-def test_a_picture_of_frontiers_holds_all_of_them(page: Path, show: Callable[[Path], Page]) -> None:
-    low, high = show(page).js(
-        "const of = (line, ...values) => ({line, points: values.map((perplexity) => ({perplexity}))});"
-        "return perplexityRange([of(true, 73, 74), of(true, 90, 91), of(false, 92, 500)], [{perplexity: 73.5}])"
+@pytest.mark.parametrize("width", [1200, 390])
+def test_a_far_setting_is_marked_and_does_not_flatten_the_picture(
+    page: Path, tmp_path: Path, show: Callable[[Path], Page], width: int
+) -> None:
+    """A point at the end of the frontier, ten times the range above the rest: an arrow on the edge, with its number."""
+    (run,) = data_of(page)["runs"]
+    dial = run["dial"]
+    far = dial["families"][0]["points"][0]
+    values = [p["perplexity"] for i, p in enumerate(dial["points"]) if i != far]
+    dial["points"][far] |= {"perplexity": max(values) + 10 * (max(values) - min(values)), "name": "far"}
+    path = tmp_path / "far.html"
+    path.write_text(render([page_content(run)]), encoding="utf-8")
+    shown = show(path)
+    shown.size(width)
+    shown.settle()
+    (arrow,) = shown.all("#rules .point.above")
+    number_shown = f"{dial['points'][far]['perplexity']:.1f}"
+    assert arrow.text == f"{number_shown}, above the scale"
+    assert f"Above the picture: {number_shown}." in shown.one("#rules .plot svg").get_attribute("aria-label")
+    assert "far" in shown.point_at(shown.one("#rules .point.above .mark"))
+    # The label is inside the picture, and the other settings take up most of its height.
+    boxes = shown.js(
+        "return ['svg', '.point.above text', '.point:not(.above) .mark'].map((s) => "
+        "[...document.querySelectorAll('#rules .plot ' + s)].map((n) => n.getBoundingClientRect().toJSON()))"
     )
-    assert 70 < low < 73
-    assert 92 < high < 100  # a top-1 at 500 is left out
+    (svg, *_), (label,), marks = boxes
+    assert svg["left"] <= label["left"] < label["right"] <= svg["right"]
+    assert max(m["bottom"] for m in marks) - min(m["top"] for m in marks) > 0.5 * svg["height"]
 
 
 def colour(text: str) -> np.ndarray[Any, Any]:

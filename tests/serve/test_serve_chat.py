@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from small_model import make_tokenizer
+from small_model import make_tokenizer, options
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from grmoe import chat_worker
 from grmoe.serve.chat import ChatTemplate
 from grmoe.serve.errors import Invalid
+from grmoe.serve.server import make_service
 
 # It is slow, large or wrong if the first message says so. (Constants are computed when a template is compiled.)
 CRAFTED = """{%- set do = messages[0].content -%}
@@ -78,8 +80,7 @@ def test_the_sandbox_is_that_of_transformers() -> None:
 
 def test_a_template_that_does_not_end_is_ended() -> None:
     """A loop, an operation of C code that cannot be interrupted, one that takes all memory. The next chat is right."""
-    template = ChatTemplate(CRAFTED, {}, timeout=0.5)
-    template.timeout = 30.0  # seconds of the template, not of the start of its process
+    template = ChatTemplate(CRAFTED, {}, timeout=30.0, seconds=0.5)
     start = time.monotonic()
     loop, after, power, memory, long, echo, end = rendered(
         template, "loop", "fine", "power", "memory", "long", "echo", "fine"
@@ -131,3 +132,9 @@ def test_closing_ends_a_template() -> None:
     [error] = asyncio.run(close(asyncio.sleep))
     assert isinstance(error, Invalid)
     assert error.status == 503
+
+
+def test_the_limit_of_a_template_is_an_option(folder: Path) -> None:
+    service = make_service(options(folder, template_timeout=0.25))
+    assert service.template is not None
+    assert (service.template.seconds, service.template.timeout) == (0.25, 60)

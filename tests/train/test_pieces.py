@@ -197,11 +197,14 @@ def test_micro_batches_add_up() -> None:
             router_loss=torch.tensor(2.0),
             divergence=None,
         )
-        whole, logged = whole + model_loss(output) / 4, logged + torch.stack(loss_parts(output, 4))
+        whole, logged = (
+            whole + model_loss(output.loss, output, 0.0) / 4,
+            logged + torch.stack(loss_parts(output, 4)),
+        )
     assert whole.item() == pytest.approx(2.0 * (1 + 2 + 3 + 4) / 4)
     assert logged.tolist() == pytest.approx([1.0, 2.0, 0.0])
     compared = SimpleNamespace(**{**vars(output), "divergence": 0.5 * weight})
-    assert model_loss(compared, 0.3).item() == pytest.approx(8.0 / 2 + 0.3 * 1.0)
+    assert model_loss(compared.loss, compared, 0.3).item() == pytest.approx(8.0 / 2 + 0.3 * 1.0)
     assert [p.item() for p in loss_parts(compared, 2)] == [0.5, 1.0, 0.5]
     assert not loss_parts(compared, 2).divergence.requires_grad
     off: Any = SimpleNamespace(overlap_weight=0.0)

@@ -97,8 +97,8 @@ def _types(analysis: Analysis, path: Path) -> None:
     with picture(path, 10.5, L * height) as figure:
         for row, layer in zip(figure.subplots(L, 2, squeeze=False), analysis.layers, strict=True):
             panels = (
-                (layer.of_expert, f"layer {layer.layer}: types of an expert's tokens, % of the row", 1.0),
-                (layer.of_type, f"layer {layer.layer}: experts of a type's tokens, % of the column", largest),
+                (layer.of_expert, f"block {layer.layer}: types of an expert's tokens, % of the row", 1.0),
+                (layer.of_type, f"block {layer.layer}: experts of a type's tokens, % of the column", largest),
             )
             for ax, (table, title, top) in zip(row, panels, strict=True):
                 _heat(ax, table, title, top)
@@ -117,7 +117,7 @@ def _entropy(analysis: Analysis, path: Path) -> None:
     with picture(path, 9.5, 4) as figure:
         ax = figure.subplots()
         for color, layer in zip(_colors(len(analysis.layers)), analysis.layers, strict=True):
-            label = f"layer {layer.layer} (mean {layer.entropy:.2f})"
+            label = f"block {layer.layer} (mean {layer.entropy:.2f})"
             ax.plot(places, _array(layer.type_entropy), "o-", color=color, lw=1.2, ms=5, label=label)
         uniform = math.log(analysis.experts)
         ax.axhline(uniform, color=INK, lw=0.8, ls=":")
@@ -137,7 +137,7 @@ def _kappa(analysis: Analysis, path: Path) -> None:
         for color, layer in zip(_colors(len(analysis.layers)), analysis.layers, strict=True):
             enough = np.array(layer.expert_tokens) >= analysis.least_tokens
             kappa, spread = _array(layer.kappa), _array(layer.expert_type_entropy)
-            label = f"layer {layer.layer}: {correlation_text(layer.kappa_correlation)}"
+            label = f"block {layer.layer}: {correlation_text(layer.kappa_correlation)}"
             ax.scatter(kappa[enough], spread[enough], color=color, s=34, label=label)
             for expert in np.flatnonzero(enough) if few else ():
                 at = (kappa[expert], spread[expert])
@@ -165,7 +165,7 @@ def _domains(analysis: Analysis, path: Path) -> None:
     top = max(float(np.nanmax(table)) for table in tables)
     with _grid(path, len(tables), width, 0.3 * len(present) + 1.4, columns=3) as (_, axes):
         for ax, layer, table in zip(axes, analysis.layers, tables, strict=True):
-            _heat(ax, table, f"layer {layer.layer}: experts of a domain's tokens, % of the row", top)
+            _heat(ax, table, f"block {layer.layer}: experts of a domain's tokens, % of the row", top)
             ax.set_yticks(range(len(present)), [analysis.domains[i] for i in present])
             ax.set_xlabel("expert")
             if N <= _MAX_LABELLED:
@@ -184,11 +184,11 @@ def _overlap(analysis: Analysis, path: Path) -> None:
             geometry = layer.geometry
             assert geometry is not None
             if geometry.kind == "overlap":
-                title = f"layer {layer.layer}: overlap ‖UᵢᵀUⱼ‖²/k (random: {geometry.random:.3f})"
+                title = f"block {layer.layer}: overlap ‖UᵢᵀUⱼ‖²/k (random: {geometry.random:.3f})"
                 top = max(top, geometry.random)
                 image = _heat(ax, gram, title, top)
             else:
-                image = _heat(ax, gram, f"layer {layer.layer}: cosine of gate rows")
+                image = _heat(ax, gram, f"block {layer.layer}: cosine of gate rows")
                 image.set(cmap="RdBu_r", clim=(-top, top))
             if geometry.angle_min is not None and few:
                 for (i, j), angle in np.ndenumerate(np.degrees(_array(geometry.angle_min))):
@@ -223,7 +223,7 @@ def _training(analysis: Analysis, path: Path) -> None:
             for expert, color in enumerate(_colors(lines.shape[1])):
                 ax.plot(training.steps, lines[:, expert], color=color, lw=1, label=str(expert))
             ax.axhline(lines.mean(), color=INK, lw=0.8, ls=":")  # the fair share
-            ax.set_title(f"layer {layer.layer}: load of each expert over training", fontsize=9)
+            ax.set_title(f"block {layer.layer}: load of each expert over training", fontsize=9)
             ax.set(xlabel="step", ylim=(0, 1.05 * top))
         if analysis.experts <= 16:
             axes[0].legend(title="expert", frameon=False, fontsize=7, title_fontsize=7, ncols=2)

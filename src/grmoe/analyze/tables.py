@@ -59,7 +59,7 @@ def save(result: Result, out: Path) -> dict[str, Path]:
 
 def _layer_table(analysis: Analysis) -> Table:
     """One row per layer."""
-    headings = ["layer", "α", "H", "load min–max", "leading min–max", "experts per token", "κ min–max"]
+    headings = ["block", "α", "H", "load min–max", "leading min–max", "experts per token", "κ min–max"]
     headings += ["I(expert; type)", "shuffled", "by token", "p by token", "r(κ, type entropy)"]
     table = Table("Layers", headings)
     for layer in analysis.layers:
@@ -82,7 +82,7 @@ def _type_table(analysis: Analysis, layers: Sequence[Layer]) -> Table:
     """One row per type: its tokens, and for each layer the entropy of the gate and the expert that leads most."""
     headings = ["type", "tokens", "share"]
     for layer in layers:
-        headings += [f"H, layer {layer.layer}", f"most by, layer {layer.layer}"]
+        headings += [f"H, block {layer.layer}", f"most by, block {layer.layer}"]
     table = Table("Token types", headings)
     for k, (name, n) in enumerate(zip(analysis.types, analysis.type_tokens, strict=True)):
         cells = [name, f"{n:,}", f"{n / analysis.tokens:.1%}"]
@@ -145,7 +145,7 @@ def _amortizer_table(analysis: Analysis, layers: Sequence[Layer]) -> Table:
 def _expert_table(analysis: Analysis, layer: Layer) -> Table:
     """One row per expert: κ, loads, the types of the tokens it leads and their entropy."""
     headings = ["expert", "κ", "load", "leading", "gate", "tokens led", *analysis.types, "type entropy"]
-    table = Table(f"Layer {layer.layer}", headings)
+    table = Table(f"Block {layer.layer}", headings)
     for expert, of_expert in enumerate(layer.of_expert):
         table.add(
             str(expert),

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -153,7 +154,7 @@ def contenders(
         model = preset(shape.preset)
         model_config = config.model_config(model.vocab_size, 0)
         # A step takes its batch as an argument, so no data is read.
-        nothing = cast(Any, None)
+        nothing = cast(Any, SimpleNamespace(masked=False))
         world = World(0, 1, 0, device, None)
         trainer = assemble_trainer(config, world, model_config, shape.length, nothing, nothing)
         torch.manual_seed(SEED)

@@ -16,9 +16,9 @@ def prepare(
     source: Annotated[
         list[str] | None,
         typer.Argument(
-            help="A folder, a file or a quoted pattern of .txt, .jsonl or .parquet files (.txt and .jsonl also as "
-            ".gz, .xz, .zst). hf:OWNER/NAME or hf:OWNER/NAME:CONFIG streams from the Hugging Face hub. python-stdlib "
-            "is the source code of Python's standard library and needs no download.",
+            help="A folder, a file or a quoted pattern of .txt, .jsonl, .parquet or .arrow files (.txt and .jsonl also "
+            "as .gz, .xz, .zst). hf:OWNER/NAME or hf:OWNER/NAME:CONFIG streams from the Hugging Face hub. "
+            "python-stdlib is the source code of Python's standard library and needs no download.",
             show_default="python-stdlib",
         ),
     ] = None,
@@ -89,9 +89,10 @@ def prepare(
 ) -> None:
     """Turn text into token files to train on.
 
-    A row is a document: a line of .jsonl, a row of .parquet, a whole .txt file. Each document is tokenised, closed by
-    the end-of-text token, and written to files that training maps into memory. Whole documents are held out for
-    validation. A document stays on its side when you add others. Of a single file, or of a few, the end is held out.
+    A row is a document: a line of .jsonl, a row of .parquet or .arrow, a whole .txt file. Each document is tokenised,
+    closed by the end-of-text token, and written to files that training maps into memory. Whole documents are held out
+    for validation. A document stays on its side when you add others. Of a single file, or of a few, the end is held
+    out.
     The files of a folder are one domain, and each folder in it is another. Rows without text, invalid JSON, text that
     is not UTF-8 and documents that are too long are skipped, counted and named.
 

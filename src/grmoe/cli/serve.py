@@ -75,6 +75,9 @@ def serve(
     timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds per request, time in the queue included.")
     ] = Options.timeout,
+    template_timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that the chat template may take for one chat.")
+    ] = Options.template_timeout,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests have after SIGTERM.")
     ] = Options.grace,
@@ -129,8 +132,8 @@ def serve(
             folder=folder, name=name, host=host, port=port, alpha=alpha, budget=budget,
             alpha_range=parse_range(alpha_range), dtype=dtype, together=together, concurrency=concurrency,
             queue=queue, max_new_tokens=max_new_tokens, max_prompt=max_prompt, max_choices=max_choices,
-            max_body=max_body, timeout=timeout, grace=grace, connections=connections,
-            header_timeout=header_timeout, allowed_hosts=tuple(allow_host or ()),
+            max_body=max_body, timeout=timeout, template_timeout=template_timeout, grace=grace,
+            connections=connections, header_timeout=header_timeout, allowed_hosts=tuple(allow_host or ()),
             allowed_origins=tuple(allow_origin or ()), api_key=api_key or None,
         )  # fmt: skip
         run(options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import lzma
+import math
 import zlib
 from collections.abc import Iterator
 from typing import IO, Any
@@ -14,9 +15,7 @@ from grmoe.data.sources import optional
 BUFFER = 2**20
 _XZ_MEMORY = 2**28  # bytes: `xz -9` needs 65 MB, but a file may ask for 4 GB
 _ZSTD_WINDOW = 2**27  # bytes: what `zstd` itself accepts without --long
-_ZSTD_INPUT = (
-    2**12
-)  # bytes: a block of four bytes unpacks to 128 KiB, so this becomes at most 128 MiB at once
+_ZSTD_INPUT = 2**10  # bytes: a block of four bytes unpacks to 128 KiB, so this becomes at most 32 MiB at once
 DAMAGE = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile)  # what a damaged file raises
 
 
@@ -32,14 +31,23 @@ def decompress(raw: IO[bytes], name: str) -> IO[bytes]:
     return raw
 
 
-def read_lines(stream: IO[bytes], limit: int) -> Iterator[bytes | None]:
-    """The lines of a stream. None stands for a line of more than `limit` bytes, which is never in memory as a whole."""
+class TooMuch(Exception):
+    """The lines that are too long unpack to more than anyone waits for."""
+
+
+def read_lines(stream: IO[bytes], limit: int, patience: float = math.inf) -> Iterator[bytes | None]:
+    """The lines of a stream. None stands for a line of more than `limit` bytes, which is never in memory as a whole.
+
+    patience: bytes of such lines. Raises `TooMuch` if they have more.
+    """
     while line := stream.readline(limit + 1):
         if len(line) <= limit or (len(line) == limit + 1 and line.endswith(b"\n")):
             yield line
             continue
         while not line.endswith(b"\n") and (line := stream.readline(BUFFER)):
-            pass
+            patience -= len(line)
+            if patience < 0:
+                raise TooMuch
         yield None
 
 
@@ -81,7 +89,7 @@ class _Zstd(io.RawIOBase):
 
     def __init__(self, raw: IO[bytes]) -> None:
         self.zstandard = optional("zstandard")
-        self.raw, self.ready = raw, b""
+        self.raw, self.ready = raw, memoryview(b"")
         self.frame: Any = None  # the frame that is being read
 
     def readable(self) -> bool:
@@ -94,7 +102,7 @@ class _Zstd(io.RawIOBase):
                 if self.frame is not None:
                     raise EOFError("it ends inside a compressed frame")
                 return 0
-            self.ready = self._decompress(compressed)
+            self.ready = memoryview(self._decompress(compressed))
         count = min(len(buffer), len(self.ready))
         buffer[:count], self.ready = self.ready[:count], self.ready[count:]
         return count
@@ -108,7 +116,10 @@ class _Zstd(io.RawIOBase):
             try:
                 parts.append(self.frame.decompress(compressed))
             except self.zstandard.ZstdError as error:
-                raise EOFError(str(error)) from error
+                if "too much memory" in str(error):
+                    mebibytes = _ZSTD_WINDOW >> 20
+                    raise EOFError(f"it needs more than {mebibytes} MiB to unpack (zstd --long)") from error
+                raise EOFError(str(error).removeprefix("zstd decompressor error: ")) from error
             if not self.frame.eof:
                 break
             compressed, self.frame = self.frame.unused_data, None

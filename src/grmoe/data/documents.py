@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from grmoe.data.columns import Row, column_rows
 from grmoe.data.conversations import conversation_text
 from grmoe.data.cutting import cut_tail
-from grmoe.data.decompression import DAMAGE, decompress, read_lines
+from grmoe.data.decompression import DAMAGE, TooMuch, decompress, read_lines
+from grmoe.data.problems import BAD_JSON, BINARY, EMPTY, NO_TEXT, NOT_UTF8, TOO_LONG, Bad, not_utf8, too_long
 from grmoe.data.sources import Unit, is_compressed, optional
 from grmoe.data.splitting import Split
 
-EMPTY, NO_TEXT, BAD_JSON = "empty", "no text", "invalid JSON"
-NOT_UTF8, BINARY, TOO_LONG = "not UTF-8", "binary", "too long"
 MAX_DOCUMENT = 64 * 2**20  # bytes
-_PARQUET_BATCH = 64 * 2**20  # bytes, about
+_MUCH = 4  # documents of the longest kind: what too long rows of a compressed file may always unpack to
+_RATIO = 100  # and this many times the file, which is more than text does
 _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
@@ -50,13 +52,6 @@ class Skipped(NamedTuple):
     """File, row, reason and what is wrong there."""
 
 
-class _Bad(NamedTuple):
-    """Why a row is not a document, before it is known which row it is."""
-
-    reason: str
-    detail: str = ""
-
-
 _Content = tuple[str, str, bytes]  # text, domain, UTF-8
 
 
@@ -84,7 +79,7 @@ class Reader:
             first = start.row if number == start.unit else 0
             for row, content, consumed in self._rows(number, first):
                 at = Position(number, row)
-                if isinstance(content, _Bad):
+                if isinstance(content, Bad):
                     yield self.skip(at, *content)
                     continue
                 for document in self._parts(unit, at, content, consumed):
@@ -113,14 +108,18 @@ class Reader:
             if piece.strip():
                 yield Document(at._replace(part=part), piece, domain, len(piece.encode()), split, consumed)
 
-    def _rows(self, number: int, first: int) -> Iterator[tuple[int, _Content | _Bad, int]]:
+    def _rows(self, number: int, first: int) -> Iterator[tuple[int, _Content | Bad, int]]:
         """(row, content or a reason, bytes of the unit read so far) from row `first` on."""
         unit = self.units[number]
-        if unit.kind in ("parquet", "hub"):
-            rows = _parquet_rows if unit.kind == "parquet" else _hub_rows
-            fields = (self.text_field, self.domain_field)
-            for row, fields_of_row, consumed in rows(unit, self.revisions[number], first, fields):
-                yield row, self._document(unit, fields_of_row), consumed
+        if unit.kind in ("parquet", "arrow", "hub"):
+            names = (self.text_field, self.domain_field)
+            rows = (
+                _hub_rows(unit, self.revisions[number], first, names)
+                if unit.kind == "hub"
+                else column_rows(unit, first, names, self.max_document)
+            )
+            for row, fields, consumed in rows:
+                yield row, fields if isinstance(fields, Bad) else self._document(unit, fields), consumed
             return
         row = 0
         try:
@@ -129,100 +128,72 @@ class Reader:
                     if first == 0:
                         yield 0, self._decode(unit, stream.read(self.max_document + 1)), unit.size
                     return
-                for line in read_lines(stream, self.max_document):
+                for line in read_lines(stream, self.max_document, self._patience(unit)):
                     content = line.removeprefix(_BOM) if line and row == 0 else line
                     if row >= first and (content is None or content.strip()):  # a blank line is not a row
                         yield row, self._parse(unit, content), raw.tell()
                     row += 1
+        except TooMuch:
+            if row >= first:
+                words = f"such rows unpack from {unit.size:,} bytes to more than {self._patience(unit):,}"
+                yield row, Bad(TOO_LONG, f"{words}; the rest of the file is not read"), unit.size
         except DAMAGE as error:
             raise ValueError(f"{unit.location} is damaged after row {row}: {error}") from error
 
-    def _decode(self, unit: Unit, raw: bytes) -> _Content | _Bad:
+    def _patience(self, unit: Unit) -> float:
+        """Bytes of too long rows to read on through, to the rows after them. A small file may unpack to terabytes."""
+        return _MUCH * self.max_document + _RATIO * unit.size if is_compressed(unit) else math.inf
+
+    def _decode(self, unit: Unit, raw: bytes) -> _Content | Bad:
         """A .txt file."""
         if self.chat:
-            return _Bad(NO_TEXT, "conversations are read from .jsonl and .parquet")
+            return Bad(NO_TEXT, "conversations are read from .jsonl and .parquet")
         if len(raw) > self.max_document:
-            return self._too_long(0 if is_compressed(unit) else unit.size)
+            return too_long(self.max_document, 0 if is_compressed(unit) else unit.size)
         content = raw.removeprefix(_BOM)
         if raw.startswith(_UTF16):
-            return _Bad(NOT_UTF8, "it begins like UTF-16")
+            return Bad(NOT_UTF8, "it begins like UTF-16")
         try:
             text = content.decode()
         except UnicodeDecodeError as error:
-            return _not_utf8(error, len(raw) - len(content))
+            return not_utf8(error, len(raw) - len(content))
         if (zero := raw.find(0)) != -1:
-            return _Bad(BINARY, f"a zero byte at position {zero:,}")
-        return (text, unit.domain, content) if text.strip() else _Bad(EMPTY if not content else NO_TEXT)
+            return Bad(BINARY, f"a zero byte at position {zero:,}")
+        return (text, unit.domain, content) if text.strip() else Bad(EMPTY if not content else NO_TEXT)
 
-    def _too_long(self, size: int = 0) -> _Bad:
-        """size: bytes, if they are known."""
-        if size:
-            return _Bad(TOO_LONG, f"{size:,} bytes; --max-document-mb {-(-size // 2**20)} reads it")
-        return _Bad(TOO_LONG, f"more than {self.max_document:,} bytes; see --max-document-mb")
-
-    def _parse(self, unit: Unit, line: bytes | None) -> _Content | _Bad:
+    def _parse(self, unit: Unit, line: bytes | None) -> _Content | Bad:
         if line is None:
-            return self._too_long()
+            return too_long(self.max_document)
         try:
             fields = json.loads(line.decode())
         except UnicodeDecodeError as error:
-            return _not_utf8(error)
+            return not_utf8(error)
         except json.JSONDecodeError as error:
-            return _Bad(BAD_JSON, f"{error.msg} at position {error.pos:,}")
+            return Bad(BAD_JSON, f"{error.msg} at position {error.pos:,}")
         except (ValueError, RecursionError):  # a number of thousands of digits, or nested too deeply
-            return _Bad(BAD_JSON)
+            return Bad(BAD_JSON)
         return self._document(unit, fields)
 
-    def _document(self, unit: Unit, fields: Any) -> _Content | _Bad:
+    def _document(self, unit: Unit, fields: Any) -> _Content | Bad:
         if not isinstance(fields, dict):
-            return _Bad(NO_TEXT, "not an object")
+            return Bad(NO_TEXT, "not an object")
         text, domain = fields.get(self.text_field), fields.get(self.domain_field)
         if self.chat:
             text = conversation_text(text)
         if not isinstance(text, str) or not text.strip():
             missing = self.text_field not in fields
             wrong = "is missing" if missing else "holds no conversation" if self.chat else "holds no text"
-            return _Bad(NO_TEXT, f"field {self.text_field!r} {wrong}")
+            return Bad(NO_TEXT, f"field {self.text_field!r} {wrong}")
         name = unit.domain if domain is None or domain == "" else str(domain)
         try:
             name.encode()
             raw = text.encode()
         except UnicodeEncodeError:  # JSON can write it, UTF-8 cannot
-            return _Bad(NOT_UTF8, "half of a surrogate pair")
-        return (text, name, raw) if len(raw) <= self.max_document else self._too_long()
+            return Bad(NOT_UTF8, "half of a surrogate pair")
+        return (text, name, raw) if len(raw) <= self.max_document else too_long(self.max_document)
 
 
-def _not_utf8(error: UnicodeDecodeError, before: int = 0) -> _Bad:
-    place = error.start + before
-    return _Bad(NOT_UTF8, f"byte 0x{error.object[error.start]:02x} at position {place:,}")
-
-
-Rows = Iterator[tuple[int, dict[str, Any], int]]
-
-
-def _parquet_rows(unit: Unit, revision: str | None, first: int, fields: tuple[str, str]) -> Rows:
-    parquet, arrow = optional("pyarrow.parquet"), optional("pyarrow")
-    try:
-        file = parquet.ParquetFile(unit.location)
-        text_field = fields[0]
-        if text_field not in file.schema_arrow.names:
-            names = ", ".join(file.schema_arrow.names)
-            raise ValueError(f"{unit.location} has no column {text_field!r}; its columns are {names}")
-        columns = [name for name in fields if name in file.schema_arrow.names]
-        total, row = file.metadata.num_rows, 0
-        groups = (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups))
-        rows = _PARQUET_BATCH * total // max(1, sum(group.total_byte_size for group in groups))
-        for batch in file.iter_batches(batch_size=min(1024, max(1, rows)), columns=columns):
-            if row + batch.num_rows > first:
-                for offset, values in enumerate(batch.to_pylist()):
-                    if row + offset >= first:
-                        yield row + offset, values, unit.size * (row + offset + 1) // total
-            row += batch.num_rows
-    except arrow.ArrowInvalid as error:
-        raise ValueError(f"{unit.location} is damaged: {error}") from error
-
-
-def _hub_rows(unit: Unit, revision: str | None, first: int, fields: tuple[str, str]) -> Rows:
+def _hub_rows(unit: Unit, revision: str | None, first: int, fields: tuple[str, str]) -> Iterator[Row]:
     datasets = optional("datasets")
     name, _, config = unit.location.partition(":")
     stream = datasets.load_dataset(name, config or None, split="train", streaming=True, revision=revision)

@@ -22,8 +22,8 @@ from grmoe.extras import install_line
 
 STDLIB = "python-stdlib"
 _HUB = "hf:"
-Kind = Literal["text", "jsonl", "parquet"]
-KINDS: dict[str, Kind] = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
+Kind = Literal["text", "jsonl", "parquet", "arrow"]
+KINDS: dict[str, Kind] = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 _COMPRESSIONS = (".gz", ".xz", ".zst")
 _READABLE = f"{', '.join(KINDS)} (the first two also with {', '.join(_COMPRESSIONS)})"
 
@@ -75,7 +75,7 @@ def find_units(sources: Sequence[str | Path], held_out: bool = False) -> list[Un
     # Raise now if a package is missing, and not when the first file that needs it is read.
     if any(unit.location.lower().endswith(".zst") for unit in units):
         optional("zstandard")
-    if any(unit.kind == "parquet" for unit in units):
+    if any(unit.kind in ("parquet", "arrow") for unit in units):
         optional("pyarrow")
     if any(unit.kind == "hub" for unit in units):
         optional("datasets")
@@ -88,10 +88,11 @@ def _find(source: str, held_out: bool) -> list[Unit]:
     if source.startswith(_HUB):
         name = source.removeprefix(_HUB)
         require(bool(name), f"source {source!r} names no dataset; example: hf:Skylion007/openwebtext")
+        require(not Path(name).exists(), f"source {source} is on this machine; give it without {_HUB}")
         return [Unit(source, name, "hub", name.split(":")[0].split("/")[-1], held_out, 0)]
     path = Path(source)
     if path.is_dir():
-        files = (p for p in path.rglob("*") if p.is_file() and _kind_of(p))
+        files = (p for p in path.rglob("*") if p.is_file() and _kind_of(p) and not p.match("cache-*.arrow"))
         found = [p for p in files if not _hidden(p.relative_to(path))]
         require(bool(found), f"source {source} holds no file that can be read: {_READABLE}")
         return _files(path, found, held_out)
@@ -111,7 +112,7 @@ def _kind_of(path: Path) -> Kind | None:
     if suffix not in _COMPRESSIONS:
         return KINDS.get(suffix)
     inner = KINDS.get(Path(path.stem).suffix.lower())
-    return None if inner == "parquet" else inner  # parquet compresses its own columns
+    return inner if inner in ("text", "jsonl") else None  # the others compress their own columns
 
 
 def is_compressed(unit: Unit) -> bool:

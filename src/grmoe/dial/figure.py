@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from grmoe.dial.beside import BudgetRow
-from grmoe.dial.results import DialResults, Result
-from grmoe.pictures import COLORS, GREY, INK, two_panels
+from grmoe.dial.results import DialResults, PointResult, Result
+from grmoe.pictures import COLORS, GREY, INK, readable_range, two_panels
 
 FIGURE = "pareto.png"
 MARKS = "os^vP"
@@ -27,24 +27,42 @@ def draw(result: Result, path: Path) -> Path:
         right.set_title(f"The same against measured prefill, {machine}, {how} (bars: middle 80 %)")
         right.set_xlabel("tokens/s")
         low, high = _range(body)
+        room = high - low or 1.0
         for ax in (left, right):
-            ax.set_ylim(low - 0.08 * (high - low), high + 0.12 * (high - low))
+            ax.set_ylim(low - 0.08 * room, high + 0.12 * room)
+        above = [p for p in _drawn(body) if p.perplexity > high]
+        _mark_above(left, {(p.experts_per_token, p.perplexity) for p in above})
+        _mark_above(right, {(p.speed.tokens_per_second, p.perplexity) for p in above if p.speed is not None})
         left.legend(frameon=False, ncols=2 if body.budgets else 1, fontsize=8)
     return path
 
 
 def _range(body: DialResults) -> tuple[float, float]:
-    """Perplexities to show. A top-1 that is far worse than the rest must not flatten the picture.
+    """Perplexities to show: the settings drawn, except those far above the rest, and the models compared.
 
     The limit asked for is shown too: beside it, differences within noise look as small as they are.
     """
-    uniform, *others = body.families.values()
-    reached = [p.perplexity for p in (*uniform, body.chosen)]
-    low, high = min(reached), max(reached)
-    more = [p.perplexity for points in others for p in points]
+    needed = [body.trained.perplexity, body.chosen.perplexity]
+    low, high = readable_range([p.perplexity for p in _drawn(body)], needed)
     compared = [row.perplexity for row in body.budgets]
-    high = max(p for p in (*reached, *more) if p <= low + 1.5 * (high - low))
-    return min(low, high, *compared), max(low, high, *compared, _limit(body) or high)
+    return min(low, *compared, high), max(high, *compared, _limit(body) or high)
+
+
+def _drawn(body: DialResults) -> list[PointResult]:
+    return [p for points in body.families.values() for p in points]
+
+
+def _mark_above(ax: Any, points: set[tuple[float, float]]) -> None:
+    """Settings above the scale: an arrow on the upper edge, with the perplexity."""
+    edge = ax.get_xaxis_transform()  # x in data, y in shares of the panel
+    middle = sum(ax.get_xlim()) / 2
+    for row, (x, y) in enumerate(sorted(points)):
+        ax.plot(x, 1, "^", color=INK, ms=5, transform=edge, clip_on=False)
+        side = 8 if x < middle else -8
+        ax.annotate(
+            f"{y:.4g}", (x, 1), xycoords=edge, xytext=(side, -4 - 10 * row), textcoords="offset points",
+            fontsize=8, ha="left" if side > 0 else "right", va="center",
+        )  # fmt: skip
 
 
 def _experts(ax: Any, body: DialResults) -> None:
@@ -63,8 +81,9 @@ def _experts(ax: Any, body: DialResults) -> None:
     if limit := _limit(body):
         ax.axhline(limit, color=GREY, lw=0.8, ls=":")
         ax.annotate(
-            f"+{100 * body.target.value:g} %", (0, limit), xycoords=("axes fraction", "data"), color=GREY
-        )
+            f"+{100 * body.target.value:g} %", (1, limit), xycoords=("axes fraction", "data"), color=GREY,
+            ha="right", va="bottom",
+        )  # fmt: skip
     _ring(ax, body.chosen.experts_per_token, body.chosen.perplexity)
 
 

@@ -136,7 +136,8 @@ class GrmoeConfig(PreTrainedConfig):
     others are computed and multiplied by zero: this saves no time. Default: all heads, without a gate."""
 
     moe_every: int = 2
-    """Every n-th block has experts: 1 all of them, 2 the even ones counted from one, as in the paper."""
+    """Every n-th block has experts: 1 all of them, 2 blocks 1, 3, 5, … counted from 0 (the paper's
+    "even layers" count from 1)."""
     num_experts: int = 8
     """N, experts per MoE layer."""
     num_experts_per_tok: int | None = None

@@ -165,7 +165,7 @@ def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
     """The table that `grmoe info` prints."""
     H, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     layers = config.moe_layers
-    first = ", ".join(str(i + 1) for i in layers[:3]) + (", …" if len(layers) > 3 else "")
+    first = ", ".join(map(str, layers[:3])) + (", …" if len(layers) > 3 else "")
     shared = f" + {config.shared_experts} shared" if config.shared_experts else ""
     rank = f", rank {config.router_rank}" if config.router == "grassmann" else ""
     tied = "tied" if config.tie_word_embeddings else "input and output"
@@ -176,7 +176,7 @@ def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
         attention += f", {config.attention_heads_per_token} per token (all are computed)"
     table.add("blocks", f"{config.num_hidden_layers} × {H}, {attention}")
     table.add("dense feed-forward", f"{config.intermediate_size}, {config.activation}")
-    table.add("MoE layers", f"{len(layers)} (blocks {first})")
+    table.add("MoE layers", f"{len(layers)} (blocks {first}, from 0)")
     identity = f" + {config.identity_experts} identity" if config.identity_experts else ""
     experts = f"{config.num_experts} of width {config.moe_intermediate_size}{shared}{identity}"
     table.add("experts", f"{experts}, {_selection(config, cost)}")

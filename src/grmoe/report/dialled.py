@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from grmoe.pictures import readable_range
+
 Row = Mapping[str, Any]
 
 # Rules that have a frontier of their own, with the flag of its points. All other rules have `on_rule_frontier`.
@@ -24,13 +26,16 @@ _KEPT = ("target", "asked", "calibration", "checks", "budget", "budgets")
 def dial_facts(body: Row) -> dict[str, Any]:
     """What the page needs of the body of results.json."""
     points = body["points"]
+    drawn = families(points)
+    named = [body[name]["perplexity"] for name in ("trained", "chosen")]
     return {
         **{key: body.get(key) for key in _KEPT},
         "points": [_some(p, _POINT) for p in points],
         "families": [
             {"name": name, "points": [i for i, p in enumerate(points) if p in found]}
-            for name, found in families(points).items()
+            for name, found in drawn.items()
         ],
+        "scale": readable_range([p["perplexity"] for those in drawn.values() for p in those], named),
         "trained": _some(body["trained"], _DETAIL),
         "chosen": _some(body["chosen"], _DETAIL),
         "table": [_some(row, _DETAIL) for row in body["table"]],

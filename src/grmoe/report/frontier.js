@@ -43,25 +43,35 @@ function pointTip(point, name) {
   ].filter(has);
 }
 
-// All of the frontiers, and points not far above. A top-1 that is much worse would flatten the picture: it is left out.
-function perplexityRange(series, chosen) {
-  const frontiers = series.filter((s) => s.line).flatMap((s) => s.points);
-  const reached = [...frontiers, ...chosen].map((p) => p.perplexity);
-  const low = Math.min(...reached), high = Math.max(...reached);
-  const others = series.flatMap((s) => s.points.map((p) => p.perplexity));
-  return padded([...reached, ...others.filter((v) => v <= low + 1.5 * (high - low))], 0.08);
+// Settings far above the scale of a picture: an arrow on its upper edge, the perplexity beside it where there is room.
+function markAbove(pane, points) {
+  let taken = -Infinity; // up to here there is a label
+  for (const { x, color, perplexity, content } of [...points].sort((a, b) => a.x - b.x)) {
+    const middle = pane.X(x), words = `${fixed(perplexity, 1)}, above the scale`, room = 2 * HALF_LETTER * words.length + 16;
+    const left = middle + room > pane.right ? middle - room : middle;
+    const node = svg(
+      "g",
+      { class: "point above" },
+      svg("circle", { cx: middle, cy: pane.top, r: 9, fill: "transparent" }),
+      markAt("arrow", middle, pane.top, color, 4.4),
+      left >= taken ? svg("text", { class: "tick", x: left + (left < middle ? 0 : 8), y: pane.top + 4 }, words) : null,
+    );
+    if (left >= taken) taken = left + room;
+    pane.g.append(explain(node, content));
+  }
 }
 
 // series: [{name, color, mark, dash, points, line}]. named: points with a mark of their own, {chosen, trained}.
-// The figure's `point(p)` moves the mark of the slider.
-function pareto(caption, series, named, speed, height = 300) {
+// scale: the perplexities to show. The figure's `point(p)` moves the mark of the slider.
+function pareto(caption, series, named, scale, speed, height = 300) {
   const of = (point) => (speed ? point.speed && point.speed.tokens_per_second : point.experts_per_token);
   const marked = Object.entries(named).filter(([, p]) => p);
   let here = null, move = () => {};
   const draw = (width) => {
-    const [low, high] = perplexityRange(series, marked.map(([, p]) => p));
-    const visible = (p) => has(of(p)) && p.perplexity <= high;
-    const xs = [...series.flatMap((s) => s.points), ...marked.map(([, p]) => p)].filter(visible).map(of);
+    const [low, high] = padded(scale, 0.08);
+    const placed = (p) => has(of(p)), visible = (p) => placed(p) && p.perplexity <= high;
+    const all = [...series.flatMap((s) => s.points), ...marked.map(([, p]) => p)].filter(placed);
+    const xs = all.map(of), above = new Set(all.filter((p) => !visible(p)).map((p) => p.perplexity));
     if (!xs.length) return el("p", { class: "note" }, "Nothing was timed.");
     const x = {
       domain: padded(xs),
@@ -72,17 +82,18 @@ function pareto(caption, series, named, speed, height = 300) {
       x,
       y: { domain: [low, high], label: "perplexity" },
       height,
-      label: `${caption}. ${series.map((s) => `${s.name}: ${s.points.length} settings`).join(", ")}.`,
+      label: `${caption}. ${series.map((s) => `${s.name}: ${s.points.length} settings`).join(", ")}.` +
+        (above.size ? ` Above the picture: ${[...above].map((v) => fixed(v, 1)).join(", ")}.` : ""),
       paint(pane) {
         // Points of several series coincide. The first is drawn on top, the others are visible around it.
         for (
           const { name, color, mark: kind, dash, points, line: joined, r, hollow } of [...series].reverse()
         ) {
-          const shown = points.filter(visible);
           if (joined && !speed) {
-            stairs(pane, shown.map((p) => [of(p), p.perplexity]), color, { "stroke-dasharray": dash });
+            const steps = points.map((p) => [of(p), Math.min(p.perplexity, high)]);
+            stairs(pane, steps, color, { "stroke-dasharray": dash });
           }
-          for (const p of shown) {
+          for (const p of points.filter(visible)) {
             if (speed) {
               line(
                 pane,
@@ -94,6 +105,15 @@ function pareto(caption, series, named, speed, height = 300) {
             mark(pane, kind, of(p), p.perplexity, color, () => pointTip(p, name), r, hollow);
           }
         }
+        const outside = new Map(); // the same setting may be part of several series
+        for (const { name, color, points } of series) {
+          for (const p of points.filter((p) => placed(p) && !visible(p))) {
+            if (!outside.has(p)) {
+              outside.set(p, { x: of(p), color, perplexity: p.perplexity, content: () => pointTip(p, name) });
+            }
+          }
+        }
+        markAbove(pane, outside.values());
         for (const [kind, p] of marked) if (visible(p)) ring(pane, of(p), p.perplexity, kind);
         const needle = svg("g", { class: "needle" }, svg("line", { y1: pane.top, y2: pane.bottom }), svg("circle", { r: 5 }));
         pane.g.append(needle);
@@ -135,7 +155,7 @@ function drawRules(section, runs, state) {
       section.hidden = !run.dial;
       if (!run.dial) return;
       const { chosen, trained } = run.dial, series = seriesOf(run.dial);
-      picture = pareto("All settings on a frontier, lower is better", series, { chosen, trained }, false, 340);
+      picture = pareto("All settings on a frontier, lower is better", series, { chosen, trained }, run.dial.scale, false, 340);
       section.querySelector(".body").replaceChildren(picture, legendOf(series));
     }
     if (run.dial) picture.point(measuredAt(run.slider, state));
@@ -173,6 +193,7 @@ function together(measured) {
     points: frontierOf(run.dial),
     line: true,
   }));
+  const scale = measured.flatMap(({ run }) => run.dial.scale);
   const named = Object.fromEntries(measured.map(({ run, i }) => [`chosen ${i}`, run.dial.chosen]));
   return [
     el("h3", {}, "All models, one α per layer allowed"),
@@ -180,8 +201,8 @@ function together(measured) {
     el(
       "div",
       { class: "grid2" },
-      pareto("All models against experts per token", series, named, false),
-      pareto("All models against measured speed", series, named, true),
+      pareto("All models against experts per token", series, named, scale, false),
+      pareto("All models against measured speed", series, named, scale, true),
     ),
   ];
 }
@@ -207,7 +228,7 @@ function frontierDetail(run, named) {
     el(
       "div",
       { class: "grid2" },
-      pareto("Perplexity against measured speed (bars: middle 80 %)", series, { chosen, trained }, true),
+      pareto("Perplexity against measured speed (bars: middle 80 %)", series, { chosen, trained }, dial.scale, true),
       alphaTable(dial),
     ),
     certificates(dial),

@@ -121,6 +121,7 @@ function markAt(kind, x, y, color, r, attributes = {}) {
   const corners = {
     triangle: [[0, -1.2], [1.1, 0.8], [-1.1, 0.8]],
     diamond: [[0, -1.3], [1.3, 0], [0, 1.3], [-1.3, 0]],
+    arrow: [[0, -1.6], [1.3, 0], [0.4, 0], [0.4, 1.6], [-0.4, 1.6], [-0.4, 0], [-1.3, 0]],
   }[kind];
   if (!corners) return svg("circle", { cx: x, cy: y, r, ...own });
   return svg("polygon", {

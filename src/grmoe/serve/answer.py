@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,15 @@ class _Choice:
     tokens: list[int] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     reason: str = ""
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.scores += piece.scores
+
+
+def _error(event: Failed) -> bytes:
+    return to_json(error_body(event.message, event.status))
 
 
 @dataclass(kw_only=True)
@@ -73,27 +82,27 @@ class Answer:
             pass
         self.events.put_nowait((0, _GONE))
 
-    async def _whole(self, send: Send) -> tuple[int, str]:
-        choices, left = self._choices(), len(self.jobs)
-        status, outcome, body = 200, "", b""
+    async def _arriving(self) -> AsyncIterator[tuple[int, Event]]:
+        """(index, event) until every choice has finished or the request failed. Its failure is the last event."""
+        left = len(self.jobs)
         while left:
             index, event = await self.events.get()
-            choice = choices[index]
             if event is _GONE:
-                return 499, "gone"
+                raise ConnectionError(_GONE.message)
+            yield index, event
             if isinstance(event, Failed):
-                status, outcome, body = (
-                    event.status,
-                    "failed",
-                    to_json(error_body(event.message, event.status)),
-                )
-                break
-            if isinstance(event, Piece):
-                choice.text += event.text
-                choice.tokens += event.tokens
-                choice.scores += event.scores
+                return
+            left -= isinstance(event, Finished)
+
+    async def _whole(self, send: Send) -> tuple[int, str]:
+        choices, status, outcome, body = self._choices(), 200, "", b""
+        async for index, event in self._arriving():
+            if isinstance(event, Failed):
+                status, outcome, body = event.status, "failed", _error(event)
+            elif isinstance(event, Finished):
+                choices[index].reason = event.reason
             else:
-                choice.reason, left = event.reason, left - 1
+                choices[index].add(event)
         if not body:
             # In a thread, because a million scores take a while to write.
             body = await asyncio.to_thread(self._whole_body, choices)
@@ -112,31 +121,24 @@ class Answer:
         return to_json({**self.head, "object": kind, "choices": found, "usage": self._usage()})
 
     async def _stream(self, send: Send) -> tuple[int, str]:
-        choices, left, outcome = self._choices(), len(self.jobs), ""
+        choices, outcome = self._choices(), ""
         await self._start(send, 200, b"text/event-stream")
         if self.chat:
             begin = {"delta": {"role": "assistant", "content": ""}}
             for index, choice in enumerate(choices):
                 await self._chunk(send, [self._choice(index, choice, begin, None)])
-        while left:
-            index, event = await self.events.get()
-            choice = choices[index]
-            if event is _GONE:
-                return 499, "gone"
+        async for index, event in self._arriving():
             if isinstance(event, Failed):
-                await self._event(send, to_json(error_body(event.message, event.status)))
                 outcome = "failed"
-                break
-            if isinstance(event, Finished):
-                left -= 1
+                await self._event(send, _error(event))
+            elif isinstance(event, Finished):
                 outcome = outcome or event.reason
                 last: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
-                await self._chunk(send, [self._choice(index, choice, last, event.reason)])
+                await self._chunk(send, [self._choice(index, choices[index], last, event.reason)])
             elif event.text or event.scores or self.request.return_token_ids:
                 delta = {"delta": {"content": event.text}} if self.chat else {"text": event.text}
-                await self._chunk(
-                    send, [self._choice(index, choice, delta, None, event.tokens, event.scores)]
-                )
+                new = self._choice(index, choices[index], delta, None, event.tokens, event.scores)
+                await self._chunk(send, [new])
         if outcome != "failed":
             if self.request.wants_usage:
                 await self._chunk(send, [], usage=self._usage())

@@ -14,20 +14,20 @@ from typing import Any
 from grmoe.chat_worker import launch
 from grmoe.serve.errors import Invalid
 
-SECONDS = 5.0
-"""Most that a template may take for one chat."""
 _MAX_LINE = 1 << 26  # bytes: MAX_TEXT of the worker as JSON
 
 
 class ChatTemplate:
     """Renders chats one after another. A template that takes too long costs its process, and the next chat a new one.
 
-    timeout: seconds per chat, with the time it waits for others.
+    timeout: seconds per chat, with the time it waits for others. seconds: the most that the template may take of them.
     """
 
-    def __init__(self, template: str, variables: dict[str, str], timeout: float) -> None:
+    def __init__(
+        self, template: str, variables: dict[str, str], timeout: float, seconds: float = 5.0
+    ) -> None:
         self.setup = {"template": template, "variables": variables}
-        self.timeout, self.seconds = timeout, min(timeout, SECONDS)
+        self.timeout, self.seconds = timeout, min(timeout, seconds)
         self.process: Process | None = None
         self.closed = False
         self._ended: list[Process] = []  # killed, not yet waited for

@@ -46,6 +46,8 @@ class Options:
     """Bytes per request."""
     timeout: float = 120.0
     """Seconds per request, from its last byte to the last byte of the answer, time in the queue included."""
+    template_timeout: float = 5.0
+    """Seconds that the chat template may take for one chat. Usual templates take a thousandth of a second."""
     grace: float = 10.0
     """Seconds that running requests have after SIGTERM."""
     connections: int = 1024

@@ -69,7 +69,8 @@ def _chat_template(tokenizer: Any, options: Options) -> ChatTemplate | None:
     if not tokenizer.chat_template:
         return None
     # A tokenizer can have several templates; this is the one that transformers takes.
-    return ChatTemplate(tokenizer.get_chat_template(), tokenizer.special_tokens_map, options.timeout)
+    template, variables = tokenizer.get_chat_template(), tokenizer.special_tokens_map
+    return ChatTemplate(template, variables, options.timeout, options.template_timeout)
 
 
 def bind(host: str, port: int) -> socket.socket:

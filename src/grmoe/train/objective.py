@@ -2,7 +2,8 @@
 
     L = M + β·Σ_layers O,        M = CE + c·Σ_layers R
 
-CE  cross-entropy of the next token, nats per token; of conversations: the mean over what the assistant says
+CE  cross-entropy of the next token, nats per token; of conversations: the mean over all that the assistant says in a
+    step, whatever its micro-batches and processes are
 R   a router's own losses (load balancing, z-loss), with their coefficients; c is the model's `router_aux_loss_coef`.
     With `routing.entropy_weight` = w > 0 also w·mean over tokens of (H − η·log N)², H the entropy of a token's gate and
     η = `routing.entropy_target` (`grmoe.routing.entropy`)
@@ -26,7 +27,7 @@ Legend: B sequences, S tokens of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from grmoe.head import IGNORED
 from grmoe.model import GrmoeForCausalLM
+from grmoe.parallel.world import World, total
 from grmoe.runs.config import RoutingConfig
 
 
@@ -56,18 +58,37 @@ def overlap_term(model: GrmoeForCausalLM, config: RoutingConfig) -> Tensor:
     return model.overlap_penalty(config.overlap_rho, relative=relative, num_pairs=num_pairs)
 
 
-def model_loss(output: Any, distill: float = 0.0) -> Tensor:
-    """M of the model's output. If it was compared with the full budget: what its pass adds to L, ½·M + δ·KL."""
+def target_weights(micro_batches: Sequence[Tensor], world: World) -> list[Tensor]:
+    """w of each micro-batch: its targets, divided by the mean over all micro-batches of all processes.
+
+    The mean of w·CE over micro-batches and processes is then the mean over all targets. A negative token is no target.
+    """
+    targets_M = torch.stack([(rows_BS[:, 1:] >= 0).sum() for rows_BS in micro_batches])
+    number = total(world, targets_M.sum()).clamp(min=1)
+    return list((targets_M.double() * (len(micro_batches) * world.size) / number).unbind())
+
+
+def weighted_loss(output: Any, weight: Tensor | None, coefficient: float) -> Tensor:
+    """w·CE + c·ΣR of the model's output: M, with a weight for its targets. None: 1."""
     loss: Tensor = output.loss
+    if weight is None:
+        return loss
+    weight = weight.to(loss.dtype)
+    return weight * loss + (1 - weight) * coefficient * output.aux_loss
+
+
+def model_loss(loss: Tensor, output: Any, distill: float) -> Tensor:
+    """M. If the output was compared with the full budget: what its pass adds to L, ½·M + δ·KL."""
     return loss if output.divergence is None else loss / 2 + distill * output.divergence
 
 
-def loss_parts(output: Any, count: int) -> LossParts:
+def loss_parts(output: Any, count: int, weight: Tensor | None = None) -> LossParts:
     """The part of one of `count` micro-batches in what is logged."""
-    divergence = output.divergence
+    divergence, language = output.divergence, output.cross_entropy
     if divergence is None:
-        divergence = torch.zeros_like(output.cross_entropy)
-    parts = (output.cross_entropy, output.router_loss, divergence.detach())
+        divergence = torch.zeros_like(language)
+    language = language if weight is None else weight.to(language.dtype) * language
+    parts = (language, output.router_loss, divergence.detach())
     return LossParts(*(part / count for part in parts))
 
 

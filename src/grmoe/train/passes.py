@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grmoe.routing import FULL, set_alpha, set_draw, step_key, uncounted
 from grmoe.runs.config import TrainConfig
-from grmoe.train.objective import LossParts, loss_parts, model_loss
+from grmoe.train.objective import LossParts, loss_parts, model_loss, target_weights, weighted_loss
 from grmoe.train.schedule import alphas_at
 from grmoe.train.setup import Trainer
 
@@ -34,8 +34,10 @@ def forward_passes(
     key = _key(config, step)
     distills = computes_twice(config, step)
     micro_batches = batch_BS.split(trainer.micro_rows)
-    count = len(micro_batches)
-    for number, rows_BS in enumerate(micro_batches):
+    count, coefficient = len(micro_batches), model.config.router_aux_loss_coef
+    # Without context all micro-batches have as many targets, and nothing is weighted.
+    weights = target_weights(micro_batches, world) if trainer.data.masked else [None] * count
+    for number, (rows_BS, weight) in enumerate(zip(micro_batches, weights, strict=True)):
         first_row = world.rank * trainer.rows + number * trainer.micro_rows
         teacher = None
         if distills:
@@ -43,12 +45,12 @@ def forward_passes(
             with uncounted(model):
                 full = trainer.run(forward, rows_BS, return_hidden=True)
             teacher = full.last_hidden_state
-            yield full.loss / (2 * count), None, False
+            yield weighted_loss(full, weight, coefficient) / (2 * count), None, False
         if config.elastic.on:
             set_draw(model, key, first_row)
         output = trainer.run(forward, rows_BS, **({"teacher": teacher} if distills else {}))
-        loss = model_loss(output, config.elastic.distill) / count
-        yield loss, loss_parts(output, count), number == count - 1
+        loss = model_loss(weighted_loss(output, weight, coefficient), output, config.elastic.distill)
+        yield loss / count, loss_parts(output, count, weight), number == count - 1
 
 
 def computes_twice(config: TrainConfig, step: int) -> bool:
