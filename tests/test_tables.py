@@ -79,6 +79,16 @@ def test_columns_are_aligned_left_right_and_left() -> None:
     assert "│ x       │  12 GB │ a longer note │" in printed(table)
 
 
+def test_a_narrow_terminal_breaks_headings_between_words_and_not_the_title() -> None:
+    headings = ["domain", "validation tokens", "relative throughput", "entropy within"]
+    table = Table("A title that is longer than what is below it", headings)
+    table.add("a name of several words", "1", "2.00 (1.50 to 2.50)", "0.50 to 1.25")
+    shown = printed(table, 58)
+    assert shown.startswith("A title that is longer than what is below it\n")
+    assert all(word in shown for heading in headings for word in heading.split())
+    assert max(map(len, shown.splitlines())) <= 58
+
+
 def test_sections_are_lines_in_the_terminal() -> None:
     table = Table("", ["", ""])
     table.end_section()  # before any row there is nothing to end

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from grmoe import terminal
 from grmoe.tables import Table
-from grmoe.terminal import Steps, note, say, say_all, say_written, show_progress, silent
+from grmoe.terminal import Steps, note, say, say_all, say_written, show_progress, silent, wrapped
 
 
 def test_lines_keep_their_brackets_and_their_length(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,6 +31,14 @@ def test_tables_and_lines_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert out.startswith("before [x]\n")
     assert out.index("value") < out.index("after")
+
+
+def test_long_lines_of_a_terminal_break_between_words() -> None:
+    """Before, the terminal broke them anywhere: "87.8" and "12" on the next line."""
+    assert wrapped("Asked:  perplexity at most 1 %", 80) == "Asked:  perplexity at most 1 %"
+    assert wrapped("Asked:  perplexity at most 1 %", 22) == "Asked:  perplexity at\n        most 1 %"
+    assert wrapped("    load: CV 0.100", 12) == "    load: CV\n    0.100"
+    assert wrapped(f"see {'x' * 30} there", 12) == f"see\n{'x' * 30}\nthere"
 
 
 def test_without_a_terminal_each_stage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table as RichTable
+from rich.text import Text
 
 
 class Table:
@@ -39,17 +41,20 @@ class Table:
         if self.sections[-1]:
             self.sections.append([])
 
-    def __rich__(self) -> RichTable:
-        show_header = any(self.headings)
-        table = RichTable(title=escape(self.title) or None, title_justify="left", show_header=show_header)
+    def __rich__(self) -> Group:
+        table = RichTable(show_header=any(self.headings))
         for place, heading in enumerate(self.headings, 1):
             left = place <= self.left or (self.notes and place == len(self.headings))
-            table.add_column(escape(heading), justify="left" if left else "right")
+            longest = max(
+                map(len, heading.split()), default=0
+            )  # a narrow terminal breaks between words, not in one
+            table.add_column(escape(heading), justify="left" if left else "right", min_width=longest)
         for section in self.sections:
             for row in section:
                 table.add_row(*map(escape, row))
             table.add_section()
-        return table
+        # Not the title of rich's table, which is as narrow as the table.
+        return Group(Text(self.title, style="table.title"), table) if self.title else Group(table)
 
     def markdown(self) -> str:
         """A GitHub table without the title. Cells keep their text: `|` is escaped."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,12 +78,21 @@ def say(text: str) -> None:
 
 
 def say_all(parts: Iterable[object]) -> None:
-    """Print what a room's `show` yields: tables and lines."""
+    """Print what a room's `show` yields: tables and lines. On a terminal, long lines break between words."""
     for part in parts:
         if isinstance(part, str):
-            say(part)
+            say(wrapped(part, console.width) if console.is_terminal else part)
         else:
             console.print(part)
+
+
+def wrapped(line: str, width: int) -> str:
+    """A line broken between words. What follows is indented as its text is: behind spaces, or behind "Name: "."""
+    indent = re.match(r"(\w+:)? *", line)
+    assert indent is not None
+    return textwrap.fill(
+        line, width, subsequent_indent=" " * indent.end(), break_long_words=False, break_on_hyphens=False
+    )
 
 
 def say_written(**places: Path) -> None:

@@ -26,7 +26,7 @@ def test_table_skipped_rows_and_the_next_command(corpus: Path, tmp_path: Path) -
     out = tmp_path / "out"
     code, output = run(corpus, "--out", out, "--tokenizer", "bpe:300", "--validation", 0.1)
     assert code == 0
-    for word in ("prose", "code", "maths", "bytes/token", "2 rows skipped (invalid JSON 1, no text 1)"):
+    for word in ("prose", "code", "maths", "bytes per token", "2 rows skipped (invalid JSON 1, no text 1)"):
         assert word in output
     assert f"Tokens: {out}" in output.replace("\n", "")
     before = folder_bytes(out)

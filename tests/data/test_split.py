@@ -75,7 +75,8 @@ def test_a_lone_file_or_a_few_are_split_at_their_ends(tmp_path: Path, files: int
     out = tmp_path / "out"
     code, output = command(*sources, "--out", out, "--tokenizer", "bpe:300", "--sequence-length", LENGTH)
     assert code == 0, output
-    assert re.search(r"Validation: [\d,]+ tokens, the last \d+\.\d% of each document", output)
+    which = "the document." if files == 1 else "each document, because"
+    assert re.search(rf"Validation: [\d,]+ tokens, the last \d+\.\d% of {which}", output)
     assert f"data.path={out} data.sequence_length={LENGTH}" in output
     check_later_commands(out, LENGTH)
     train, held_out = decoded(out, "train"), decoded(out, "validation")

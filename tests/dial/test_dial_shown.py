@@ -254,13 +254,17 @@ def test_the_tables_of_the_terminal() -> None:
     assert isinstance(frontiers, tables.Table)
     assert isinstance(alphas, tables.Table)
     assert isinstance(certificates, tables.Table)
-    # One section per family. The point without a speed is left out. The arrow marks the chosen setting.
+    # One section per family: the best settings, the chosen and the trained one. The arrow marks the chosen one.
     names = [[row[0] for row in section] for section in frontiers.sections if section]
-    each = "one α per layer allowed"
-    rules = [["k per layer"], ["gate × norm"]]
-    assert names == [["one α for all"] * 2, [each, f"{each} ←", each], ["top-k"] * 2, *rules]
-    assert frontiers.rows[0][1:] == ("uniform 1.2", "1.200", "20.000", "+0.00 %", "2.00 (1.50 to 2.50)", "")
+    assert names == [["one α per layer allowed ←"], ["top-k"], ["k per layer"]]
+    speed = "2.00 (1.50 to 2.50)"
+    assert frontiers.rows[0][1:] == ("per layer 1.5", "1.500", "12.000", "+0.00 %", speed, "")
     assert [row[0] for row in frontiers.rows if row[-1] == "*"] == ["k per layer"]
+    # A setting of two families is shown once, and one without a speed is left out.
+    points = [replace(p, best=True) for p in POINTS]
+    twice = tables._worth_showing(body(points=points, trained=points[-1]))
+    assert [p.name for p in twice["one α for all"]] == ["uniform 1.2", "uniform 1.9"]
+    assert [p.name for p in twice["one α per layer allowed"]] == ["per layer 1.1", "per layer 1.5"]
     assert (frontiers.left, alphas.left, certificates.left) == (2, 1, 1)
     assert alphas.title == "One α for all layers, mass 0.37, cap 2"
     assert alphas.rows == [

@@ -105,7 +105,7 @@ def test_context_only_moves_attention() -> None:
         ({"selection": "mass", "num_experts_per_tok": 4}, "mass 0.9, at most 4"),
         ({"selection": "dense"}, "all of them"),
         ({"router": "switch"}, "its own choice"),
-        ({}, "2 (blocks 1, 3, from 0)"),  # as the dial, the report and `model.layers` count them
+        ({}, "2 (blocks 1, 3, counted from 0)"),  # as the dial, the report and `model.layers` count them
     ],
 )
 def test_description(changes: dict[str, object], text: str) -> None:

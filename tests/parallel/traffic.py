@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -86,7 +87,7 @@ def step(world: World, name: str, changes: dict[str, Any], plan: Plan) -> Step:
     trainer = Trainer(
         config=config,
         world=world,
-        data=cast(Any, None),
+        data=cast(Any, SimpleNamespace(masked=False)),
         validation=cast(Any, None),
         model=model,
         forward=model,

@@ -562,18 +562,19 @@ def test_a_far_setting_is_marked_and_does_not_flatten_the_picture(
     shown = show(path)
     shown.size(width)
     shown.settle()
-    (arrow,) = shown.all("#rules .point.above")
+    assert len(shown.all("#rules .point.above")) == 1
+    (label,) = shown.all("#rules text.above")
     number_shown = f"{dial['points'][far]['perplexity']:.1f}"
-    assert arrow.text == f"{number_shown}, above the scale"
+    assert label.text == f"{number_shown}: above the scale"
     assert f"Above the picture: {number_shown}." in shown.one("#rules .plot svg").get_attribute("aria-label")
     assert "far" in shown.point_at(shown.one("#rules .point.above .mark"))
     # The label is inside the picture, and the other settings take up most of its height.
     boxes = shown.js(
-        "return ['svg', '.point.above text', '.point:not(.above) .mark'].map((s) => "
+        "return ['svg', 'text.above', '.point:not(.above) .mark'].map((s) => "
         "[...document.querySelectorAll('#rules .plot ' + s)].map((n) => n.getBoundingClientRect().toJSON()))"
     )
-    (svg, *_), (label,), marks = boxes
-    assert svg["left"] <= label["left"] < label["right"] <= svg["right"]
+    (svg, *_), (words,), marks = boxes
+    assert svg["left"] <= words["left"] < words["right"] <= svg["right"]
     assert max(m["bottom"] for m in marks) - min(m["top"] for m in marks) > 0.5 * svg["height"]
 
 

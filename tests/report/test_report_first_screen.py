@@ -196,6 +196,16 @@ def test_next_commands_are_ones_that_the_program_takes(exported: bool, slider: d
             assert context.params["budget"] in (1.3894, ("1.3894",), ["1.3894"])
 
 
+def test_a_model_that_the_dial_saved_is_served_as_it_is() -> None:
+    """Before, the page said to export the run again."""
+    slider = STOPS | {"chosen": {"experts_per_token": 1.5}}
+    steps = next_steps("runs/a b", False, ROUTED, slider, None, Path("runs/a b/dial/model"))
+    served = [step for step in steps if "serve" in step.command]
+    assert [(s.text, s.command) for s in served] == [
+        ("Serve it at the chosen budget", "grmoe serve 'runs/a b/dial/model'")
+    ]
+
+
 def test_commands_of_the_page_have_the_real_path(page: Path, run: Path) -> None:
     html = page.read_text(encoding="utf-8")
     commands = [re.sub("<.*?>", "", c) for c in re.findall(r"<code>(grmoe .*?)</code></li>", html)]

@@ -40,6 +40,9 @@ def refused(*arguments: str) -> str:
 def test_what_is_not_served(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("out: x\n")
     assert "grmoe export" in refused(str(tmp_path), "--port", "0")
+    (tmp_path / "dial" / "model").mkdir(parents=True)
+    (tmp_path / "dial" / "model" / "config.json").write_text("{}")
+    assert f"grmoe serve {tmp_path}/dial/model" in refused(str(tmp_path), "--port", "0")
     assert "model.safetensors" in refused(str(tmp_path / "nothing"), "--port", "0")
     assert "alpha must be between 0.5 and 5, got 7" in refused(str(folder), "--alpha", "7", "--port", "0")
     for text in ("5", "5:1", "a:b", "1:inf", "1:nan", "0:1:2"):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -186,7 +187,7 @@ def build(
     ).resolved()
     vocabulary = preset(shape.preset).vocab_size if text is None else text.vocab_size
     model_config = config.model_config(vocabulary, 0 if text is None else text.end_of_text)
-    nothing = cast(Any, None)  # a step takes its batch as an argument
+    nothing = cast(Any, SimpleNamespace(masked=False))  # a step takes its batch as an argument
     world = World(0, 1, 0, device, None)
     trainer = assemble_trainer(config, world, model_config, shape.length, nothing, nothing)
     if size == BF16:

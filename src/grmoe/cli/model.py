@@ -42,6 +42,7 @@ def export(
         kind = dtypes[checks.one_of("dtype", dtype, tuple(dtypes))]
         used = write(run, folder, checkpoint, alpha, kind, budget)
         say_written(**{f"Model of step {used.step}": folder})
+        say(f"Next: grmoe serve {folder}")
 
 
 def generate(

@@ -59,6 +59,8 @@ def _validation(index: dict[str, Any]) -> str:
         advice = "prepare it again with --overwrite and without --validation"
         return f"Validation: nothing is held out, and `grmoe train` needs some text: {advice}."
     if tail := by.get("tail"):
+        if index["splits"]["train"]["documents"] == 1:
+            return f"Validation: {tokens:,} tokens, the last {tail:.1%} of the document."
         part = f"the last {tail:.1%} of each document"
         return f"Validation: {tokens:,} tokens, {part}, because there are few documents or long ones."
     share = by.get("share", 0.0)
@@ -80,7 +82,7 @@ def domains(index: dict[str, Any]) -> Table:
     """Documents, bytes, tokens and bytes per token of each domain, in both splits. Many small ones are summed up."""
     train, validation = index["splits"]["train"], index["splits"]["validation"]
     title = f"{index['tokenizer']['name']}, {index['tokenizer']['vocab_size']:,} tokens"
-    counts = ["documents", "bytes", "tokens", "bytes/token", "validation documents", "validation tokens"]
+    counts = ["documents", "bytes", "tokens", "bytes per token", "validation tokens"]
     table = Table(title, ["domain", *counts])
     rows = {
         name: [Tally(**split["domains"].get(name, {})) for split in (train, validation)]
@@ -97,13 +99,14 @@ def domains(index: dict[str, Any]) -> Table:
             others[1] += tallies[1]
     if rest:
         table.add(rest, *_cells(*others))
-    table.end_section()
-    table.add("all", *_cells(*(Tally(s["documents"], s["bytes"], s["tokens"]) for s in (train, validation))))
+    if len(rows) > 1:
+        table.end_section()
+        whole = (Tally(s["documents"], s["bytes"], s["tokens"]) for s in (train, validation))
+        table.add("all", *_cells(*whole))
     return table
 
 
 def _cells(train: Tally, validation: Tally) -> list[str]:
     size, tokens = train.bytes + validation.bytes, train.tokens + validation.tokens
     counts = [train.documents, train.bytes, train.tokens]
-    held_out = [validation.documents, validation.tokens]
-    return [*(f"{n:,}" for n in counts), f"{size / max(1, tokens):.2f}", *(f"{n:,}" for n in held_out)]
+    return [*(f"{n:,}" for n in counts), f"{size / max(1, tokens):.2f}", f"{validation.tokens:,}"]

@@ -21,12 +21,21 @@ def show(result: Result) -> Iterator[Table | str]:
     """What the terminal shows: the choice in a few lines, the tables behind it, and last perplexity by budget."""
     body = result.body
     yield from _summary(body)
-    timed = {name: [p for p in points if p.speed] for name, points in body.families.items()}
-    yield _frontier_table(timed, body.chosen)
+    yield _frontier_table(_worth_showing(body), body.chosen)
     yield _alpha_table(body)
     yield _certificate_table(body)
     if body.budgets:
         yield budget_table(body.budgets)  # last, where the eye is when the command ends
+
+
+def _worth_showing(body: DialResults) -> dict[str, list[PointResult]]:
+    """The settings that no other beats, the chosen one and the trained one, each once. results.json has all of them."""
+    left = [p for p in body.points if p.speed and (p.best or p in (body.chosen, body.trained))]
+    found = {}
+    for name, points in body.families.items():
+        found[name] = [p for p in points if p in left]
+        left = [p for p in left if p not in points]
+    return found
 
 
 def _summary(body: DialResults) -> Iterator[str]:
@@ -91,10 +100,10 @@ def _frontier_table(families: Mapping[str, Sequence[PointResult]], chosen: Point
         "experts per token",
         "perplexity",
         "increase",
-        "relative throughput",
+        "relative speed",
         "best",
     ]
-    title = "Frontiers on the calibration text (best: no rule has as few experts and a lower loss)"
+    title = "Settings on the calibration text (best: none has as few experts and a lower loss; ← chosen)"
     table = Table(title, headings, left=2)
     for name, points in families.items():
         for p in points:
@@ -130,7 +139,7 @@ def _alpha_table(body: DialResults) -> Table:
     """The paper's table: what α does, at the chosen τ and cap."""
     setting = body.table[0].setting
     tau, cap = setting["selection_tau"], setting["num_experts_per_tok"]
-    headings = ["α", "exp(H)", "1/Σg²", "experts per token", "perplexity", "relative throughput", "tokens/s"]
+    headings = ["α", "exp(H)", "1/Σg²", "experts per token", "perplexity", "relative speed", "tokens/s"]
     table = Table(f"One α for all layers, mass {tau:g}, cap {cap}", headings)
     rows: list[tuple[str, PointResult]] = [(f"{row.alpha:g}", row) for row in body.table]
     for name, p in [("as trained", body.trained), *rows, ("chosen", body.chosen)]:
@@ -150,7 +159,7 @@ def _certificate_table(body: DialResults) -> Table:
     """What is proved about the chosen setting, layer by layer."""
     tokens = body.certificates[0].tokens
     title = f"Certificates of the chosen setting against all experts at the same α, {tokens:,} tokens"
-    headings = ["block", "dropped mass", "at most", "entropy within", "entropy", "‖ŷ‖", "error", "bound"]
+    headings = ["block", "dropped mass", "most", "entropy within", "entropy", "‖ŷ‖", "error", "bound"]
     table = Table(title, [*headings, "bound / error"])
     for c in body.certificates:
         table.add(

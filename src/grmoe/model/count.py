@@ -176,7 +176,7 @@ def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
         attention += f", {config.attention_heads_per_token} per token (all are computed)"
     table.add("blocks", f"{config.num_hidden_layers} × {H}, {attention}")
     table.add("dense feed-forward", f"{config.intermediate_size}, {config.activation}")
-    table.add("MoE layers", f"{len(layers)} (blocks {first}, from 0)")
+    table.add("MoE layers", f"{len(layers)} (blocks {first}, counted from 0)")
     identity = f" + {config.identity_experts} identity" if config.identity_experts else ""
     experts = f"{config.num_experts} of width {config.moe_intermediate_size}{shared}{identity}"
     table.add("experts", f"{experts}, {_selection(config, cost)}")
@@ -196,7 +196,7 @@ def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
     table.add("  routed experts", f"{short(cost.experts)} ({cost.experts / cost.total:.1%})")
     table.add("  routers", f"{short(cost.router)} ({cost.router_share:.2%})")
     table.add("  embeddings", f"{short(cost.embedding)} ({cost.embedding_share:.1%})")
-    table.add("weights in bf16", f"{cost.weight_bytes / 1e9:.3g} GB, routers in fp32")
+    table.add("weights in bf16", f"{short(cost.weight_bytes)}B, routers in fp32")
     table.end_section()
     table.add("FLOPs per token, forward", f"{short(cost.forward_flops)} {at}")
     training = f"{short(cost.train_flops)} {at}; 6N: {short(cost.train_flops_6n)}"

@@ -17,7 +17,7 @@ from grmoe.report.sample import sample_gates
 from grmoe.report.story import NextStep, next_steps, what_it_is, what_the_dial_found
 from grmoe.report.writing import prompt_ids, three_budgets, write_samples
 from grmoe.runs.checkpoint import CheckpointError
-from grmoe.runs.folder import CONFIG
+from grmoe.runs.folder import CONFIG, dialled_model
 from grmoe.runs.open import LoadedModel, open_model
 from grmoe.runs.results import (
     Results,
@@ -121,7 +121,8 @@ def collect(folder: Path, name: str, plan: Plan, progress: Progress = silent) ->
     content.story = list(what_it_is(content.model, content.training))
     content.found = list(what_the_dial_found(content.dial, content.slider))
     prompt = None if content.writing is None else content.writing["prompt"]
-    content.next = next_steps(content.path, content.exported, content.model, content.slider, prompt)
+    written = None if content.dial is None else dialled_model(folder)
+    content.next = next_steps(content.path, content.exported, content.model, content.slider, prompt, written)
     return content
 
 

@@ -43,21 +43,29 @@ function pointTip(point, name) {
   ].filter(has);
 }
 
-// Settings far above the scale of a picture: an arrow on its upper edge, the perplexity beside it where there is room.
+const ABOVE_LABEL = 170; // pixels of a label
+
+// Settings far above the scale of a picture: arrows on its upper edge. Those that are close share a label.
 function markAbove(pane, points) {
-  let taken = -Infinity; // up to here there is a label
-  for (const { x, color, perplexity, content } of [...points].sort((a, b) => a.x - b.x)) {
-    const middle = pane.X(x), words = `${fixed(perplexity, 1)}, above the scale`, room = 2 * HALF_LETTER * words.length + 16;
-    const left = middle + room > pane.right ? middle - room : middle;
-    const node = svg(
+  const groups = [];
+  for (const p of [...points].sort((a, b) => a.x - b.x)) {
+    const place = pane.X(p.x), last = groups.at(-1);
+    const arrow = svg(
       "g",
       { class: "point above" },
-      svg("circle", { cx: middle, cy: pane.top, r: 9, fill: "transparent" }),
-      markAt("arrow", middle, pane.top, color, 4.4),
-      left >= taken ? svg("text", { class: "tick", x: left + (left < middle ? 0 : 8), y: pane.top + 4 }, words) : null,
+      svg("circle", { cx: place, cy: pane.top, r: 9, fill: "transparent" }),
+      markAt("arrow", place, pane.top, p.color, 4.4),
     );
-    if (left >= taken) taken = left + room;
-    pane.g.append(explain(node, content));
+    pane.g.append(explain(arrow, p.content));
+    if (last && place < last.right + ABOVE_LABEL) last.right = place, last.values.push(p.perplexity);
+    else groups.push({ left: place, right: place, values: [p.perplexity] });
+  }
+  for (const { left, right, values } of groups) {
+    const words = `${values.map((v) => fixed(v, 1)).join(", ")}: above the scale`;
+    const fits = right + 10 + 2 * HALF_LETTER * words.length <= pane.right;
+    pane.g.append(
+      svg("text", { class: "tick above", x: fits ? right + 8 : left - 8, y: pane.top - 6, "text-anchor": fits ? "start" : "end" }, words),
+    );
   }
 }
 

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grmoe.model.count import short
@@ -96,11 +97,17 @@ def _finite(value: float | None) -> bool:
 
 
 def next_steps(
-    path: str, exported: bool, model: Facts | None, dialled: Facts | None, prompt: str | None
+    path: str,
+    exported: bool,
+    model: Facts | None,
+    dialled: Facts | None,
+    prompt: str | None,
+    written: Path | None = None,
 ) -> list[NextStep]:
     """The commands that follow from what is there, the most useful first. They work as they are, unless they name FILE.
 
-    dialled: `slider_stops`. prompt: a text of the kind the model knows. Its first words go into the command.
+    dialled: `slider_stops`. prompt: a text of the kind the model knows. Its first words go into the command. written:
+    the folder of the model that `grmoe dial --write` saved; it has the chosen budget.
     """
     if model is None:
         return []
@@ -114,7 +121,9 @@ def next_steps(
         dial = f"grmoe dial {folder}" + (" --text FILE" if exported else "")
         steps.append(NextStep("Find out how few experts it needs (some minutes)", dial))
     steps.append(NextStep(f"Let it write{named}", f"grmoe generate {folder} --prompt {words}{budget}"))
-    if exported:
+    if written is not None:
+        steps.append(NextStep(f"Serve it{named}", f"grmoe serve {shlex.quote(str(written))}"))
+    elif exported:
         steps.append(NextStep(f"Serve it{named}", f"grmoe serve {folder}{budget}"))
     else:
         out = shlex.quote(f"{path.rstrip('/')}/model")

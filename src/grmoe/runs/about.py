@@ -15,6 +15,7 @@ from grmoe.runs.folder import (
     CONFIG,
     ENVIRONMENT,
     checkpoints_of,
+    dialled_model,
     read_log,
     saved_config,
     tokenizer_of,
@@ -62,13 +63,13 @@ def _about_run(folder: Path) -> tuple[GrmoeConfig, Table, str]:
     if not (folder / "dial").is_dir() and model.router not in OWN_CHOICE:
         table.add("dial", "not turned yet")
     budget = _add_measurements(table, folder, None if best is None else best.step)
-    place = folder / "dial" / "model"
+    place = dialled_model(folder)
     if step < config.steps:
         following = f"grmoe train out={folder} --resume"
-    elif (place / "config.json").is_file():
+    elif place is not None:
         following = f"grmoe serve {place}"
     elif budget is not None:
-        following = f"grmoe export {folder} --budget {budget:g} --out {place}"
+        following = f"grmoe export {folder} --budget {budget:g} --out {folder / 'dial' / 'model'}"
     elif model.router in OWN_CHOICE:
         following = f"grmoe export {folder}"
     else:

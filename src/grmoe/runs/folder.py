@@ -279,3 +279,9 @@ def _revision() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.strip() + ("+" if changes.strip() else "")
+
+
+def dialled_model(run: Path) -> Path | None:
+    """The model that `grmoe dial --write` saved in a run's folder; None if there is none."""
+    place = run / "dial" / "model"
+    return place if (place / "config.json").is_file() else None

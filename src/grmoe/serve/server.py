@@ -16,7 +16,7 @@ import torch
 import uvicorn
 
 from grmoe.checks import require
-from grmoe.runs.folder import CONFIG
+from grmoe.runs.folder import CONFIG, dialled_model
 from grmoe.runs.open import open_model
 from grmoe.serve.app import build, log, show_alphas
 from grmoe.serve.batching import BatchGenerator, why_not_batch
@@ -40,10 +40,11 @@ def serve(options: Options) -> None:
 def make_service(options: Options) -> Service:
     """Load the model and put it behind an engine, which is not started yet."""
     folder = options.folder
-    require(
-        not (folder / CONFIG).is_file(),
-        f"{folder} is a run; export it first: grmoe export {folder} --out MODEL && grmoe serve MODEL",
-    )
+    if (folder / CONFIG).is_file():
+        written = dialled_model(folder)
+        export = f"export it first: grmoe export {folder} --out MODEL && grmoe serve MODEL"
+        serve = f"serve the model that was dialled: grmoe serve {written}"
+        raise ValueError(f"{folder} is a run; {serve if written else export}")
     # Only safetensors: a pickled file can run code.
     require(
         any(folder.glob("*.safetensors")),

@@ -291,11 +291,16 @@ def describe_load(line: dict[str, Any]) -> str:
 
 def _describe_validation(line: dict[str, Any]) -> str:
     domains = describe_domains(line["domains"])
-    return f"validation loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f} ({domains})"
+    return f"validation loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f}{domains}"
 
 
 def describe_domains(losses: dict[str, float]) -> str:
-    """The perplexity of the largest domains, and how many others there are. The largest comes first in `losses`."""
+    """In parentheses: the perplexity of the largest domains, and how many others there are. Empty for a single domain.
+
+    The largest comes first in `losses`.
+    """
+    if len(losses) < 2:
+        return ""
     shown, others = largest(list(losses), _MOST_DOMAINS)
     each = [f"{shortened(name)} {math.exp(min(losses[name], 700)):.2f}" for name in shown]
-    return ", ".join([*each, others] if others else each)
+    return f" ({', '.join([*each, others] if others else each)})"

@@ -52,7 +52,7 @@ def show(summary: Summary) -> Iterator[str]:
         yield f"{folder} had already reached its last step."
     if summary.perplexity is not None:
         each = describe_domains(summary.domains)
-        yield f"Validation perplexity {summary.perplexity:.2f} ({each}); unigram model {summary.unigram:.1f}"
+        yield f"Validation perplexity {summary.perplexity:.2f}{each}; unigram model {summary.unigram:.1f}"
     if not summary.has_log:
         yield f"{folder / LOG} has no lines to draw."
 
