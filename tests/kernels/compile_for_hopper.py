@@ -114,7 +114,6 @@ def up(glu: bool, save: bool, K: int = 768) -> str:
 
 if __name__ == "__main__":
     said = {
-        "gate 16": gate(16, False),
         "gate 32, diagonal": gate(32, True),
         "gate 16, drawn budgets, numbers per sequence": gate(16, False, elastic=1, per_row=True),
         "up, SwiGLU": up(True, True),
