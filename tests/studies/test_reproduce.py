@@ -44,11 +44,14 @@ def test_pages_are_made_from_results_byte_for_byte() -> None:
 def test_pages_and_figures_that_are_no_longer_made_are_removed(tmp_path: Path) -> None:
     study = find_study("normalizer")
     written = write_pages([study], tmp_path / "none", tmp_path)
-    (written["Pages"] / "old.md").touch()
+    page = (written["Pages"] / "normalizer.md").read_text()
+    (written["Pages"] / "old.md").write_text(page)
     (written["Figures"] / "old.png").touch()
+    (written["Pages"] / "mine.md").write_text("# My notes")
+    (written["Figures"] / "notes").mkdir()
     write_pages([study], tmp_path / "none", tmp_path)
-    assert sorted(p.name for p in written["Pages"].iterdir()) == ["index.md", "normalizer.md"]
-    assert list(written["Figures"].iterdir()) == []
+    assert sorted(p.name for p in written["Pages"].iterdir()) == ["index.md", "mine.md", "normalizer.md"]
+    assert [p.name for p in written["Figures"].iterdir()] == ["notes"]
 
 
 def test_every_figure_draws(tmp_path: Path) -> None:

@@ -95,13 +95,20 @@ def write_pages(studies: Sequence[Study], results: Path, docs: Path) -> dict[str
     for folder, made in ((written["Pages"], set(texts)), (written["Figures"], set(figures))):
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.iterdir():
-            if old.name not in made:
+            if old.name not in made and _is_ours(old):
                 old.unlink()
     for name, text in texts.items():
         write_file(written["Pages"] / name, text.encode())
     for name, figure in figures.items():
         figure.draw(written["Figures"] / name)
     return written
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file was made here: a page says so in its first line, and the folder of figures has no other pictures."""
+    if path.suffix == ".md":
+        return path.read_text(encoding="utf-8").startswith(_GENERATED)
+    return path.suffix == ".png"
 
 
 def status_table(studies: Sequence[Study], results: Path) -> Table:
