@@ -105,7 +105,7 @@ def write_pages(studies: Sequence[Study], results: Path, docs: Path) -> dict[str
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file was made here: a page says so in its first line, and the folder of figures has no other pictures."""
+    """Whether a file was made here. A page says so in its first line; pictures in the folder of figures all are."""
     if path.suffix == ".md":
         return path.read_text(encoding="utf-8").startswith(_GENERATED)
     return path.suffix == ".png"
