@@ -221,5 +221,7 @@ def test_a_study_runs_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [plan.out.name for plan in asked] == ["synthetic", "synthetic-map", "synthetic"]
     assert [len(plan.methods) for plan in asked] == [len(METHODS), 3, 3]
     assert {(plan.at_once, plan.until, plan.config.device) for plan in asked} == {(3, 5.0, "cpu")}
+    STUDY.run(replace(place, only=("hash", "grmoe")), silent)  # before, --only was not heard
+    assert [method.key for method in asked[-1].methods] == ["hash", "grmoe"]
     assert oracle.read(tmp_path / "synthetic") == [oracle.OracleRow(4, 0.9, None)]
     assert STUDY.state(tmp_path).done == 1

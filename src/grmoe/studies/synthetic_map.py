@@ -20,6 +20,7 @@ class MapStudy:
     """GrMoE and the softmax gate over overlap and noise."""
 
     name, title, where = "synthetic-map", "The synthetic task over overlap and noise", "Experimental Setup"
+    parts = heatmap.METHODS
 
     def plan(self, results: Path) -> Plan:
         return heatmap.map_plan(results / FOLDER)
