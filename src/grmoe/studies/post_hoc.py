@@ -144,7 +144,7 @@ def write(store: Store) -> Page:
             "say which experts to leave out; the paper names none. Here it is the fewest experts that hold 90 % of the "
             "probability.",
             "Effective experts are 1/Σg², which is what the paper's column follows. Throughput is that of a prefill, "
-            "in every row relative to the model trained dense, at α = 1 with that rule. The paper has it relative to "
+            "in every row relative to the model trained dense, at α = 1 with that rule. The paper's is relative to "
             "α = 1, and for softmax to top-2.",
         ],
     )
