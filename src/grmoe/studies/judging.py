@@ -5,7 +5,7 @@ A difference counts if its 95 % interval over at least three seeds excludes zero
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from grmoe.studies.intervals import out_of
 from grmoe.studies.models.summary import Mean
@@ -14,18 +14,26 @@ from grmoe.studies.page import Verdict
 MIN_SEEDS = 3
 
 
+def decide(found: Mean | None, holds: Callable[[Mean], bool]) -> Verdict:
+    """By a rule; open with too few seeds."""
+    if found is None or found.seeds < MIN_SEEDS:
+        return Verdict.OPEN
+    return Verdict.HOLDS if holds(found) else Verdict.FAILS
+
+
 def below(difference: Mean | None) -> Verdict:
     """Of "ours is lower": holds if the whole interval is below zero."""
-    if difference is None or difference.seeds < MIN_SEEDS:
-        return Verdict.OPEN
-    return Verdict.HOLDS if difference.high < 0 else Verdict.FAILS
+    return decide(difference, lambda found: found.high < 0)
+
+
+def above(difference: Mean | None) -> Verdict:
+    """Of "ours is higher": holds if the whole interval is above zero."""
+    return decide(difference, lambda found: found.low > 0)
 
 
 def not_above(difference: Mean | None, margin: float = 0.0) -> Verdict:
     """Of "ours is no worse, up to a margin": the mean decides. An interval may be wider than the margin."""
-    if difference is None or difference.seeds < MIN_SEEDS:
-        return Verdict.OPEN
-    return Verdict.HOLDS if difference.value <= margin else Verdict.FAILS
+    return decide(difference, lambda found: found.value <= margin)
 
 
 def in_doubt(difference: Mean | None) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grmoe.pictures import COLORS, two_panels
-from grmoe.studies.judging import MIN_SEEDS, all_of, below, in_doubt, never, show_count
+from grmoe.studies.judging import MIN_SEEDS, all_of, below, decide, in_doubt, never, show_count
 from grmoe.studies.model_study import Group, ModelStudy, runs_of
 from grmoe.studies.models.recipes import RECIPES, Recipe, small
 from grmoe.studies.models.store import Run, Store
@@ -119,9 +119,7 @@ def write(store: Store) -> Page:
 
 def _not_beaten(gap: Mean | None) -> Verdict:
     """Of "no baseline is better": fails if the whole interval of loss minus the baseline's is above zero."""
-    if gap is None or gap.seeds < MIN_SEEDS:
-        return Verdict.OPEN
-    return Verdict.FAILS if gap.low > 0 else Verdict.HOLDS
+    return decide(gap, lambda found: found.low <= 0)
 
 
 def _draw(models: dict[str, list[Run]], path: Path) -> None:
