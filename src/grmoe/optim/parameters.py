@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 
-
 class ParameterSplit(NamedTuple):
     """A model's trainable parameters, grouped by the optimiser they need. Each parameter appears once."""
 
@@ -61,7 +60,12 @@ def optimizer_groups(
     groups: list[dict[str, Any]] = [
         {"kind": "weights", "params": matrices, "weight_decay": weight_decay, "lr": lr},
         {"kind": "weights", "params": vectors, "weight_decay": 0.0, "lr": lr},
-        {"kind": "kappa", "params": split.kappa, "weight_decay": 0.0, "lr": lr if kappa_lr is None else kappa_lr},
+        {
+            "kind": "kappa",
+            "params": split.kappa,
+            "weight_decay": 0.0,
+            "lr": lr if kappa_lr is None else kappa_lr,
+        },
     ]
     frames = [{"kind": "frames", **group, "lr": frames_lr} for group in split.frame_groups]
     for group in frames:
