@@ -333,3 +333,13 @@ def test_power_a_wrong_operand_is_seen(what: str) -> None:
         assert_close(ours, exact, 2e-5)
     with pytest.raises(AssertionError):
         assert_close(grads, exact_grads, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_of_a_linear_gate_fit(dtype: torch.dtype) -> None:
+    """A stage holds tokens and rows of the matrix; a multiprocessor of a Hopper has 227 KB."""
+    for experts in range(2, 257):
+        for tiles in plan(dtype, experts, 1, False, True)[2:4]:
+            stage = (tiles.tokens + tiles.columns) * tiles.width * dtype.itemsize
+            assert tiles.columns >= experts
+            assert stage * tiles.stages <= 227 * 1024

@@ -16,7 +16,7 @@ from grmoe.experts import ExpertWeights
 from grmoe.geometry import orthonormality_error
 from grmoe.kernels.runtime import INTERPRETED
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM, GrmoeModel
-from grmoe.model.modeling_grmoe import GrmoeDecoderLayer, GrmoeMoE
+from grmoe.model.modeling_grmoe import GrmoeDecoderLayer, GrmoeMoE, residual_loss
 
 Build = Callable[..., GrmoeForCausalLM]
 
@@ -332,6 +332,25 @@ def test_an_embedding_multiplier_is_larger_embeddings(build: Build, ids: torch.T
     torch.testing.assert_close(scaled(inputs_embeds=embeds).logits, plain(ids).logits)
     with pytest.raises(ValueError, match="embedding_multiplier must be a finite number > 0, got -1"):
         build(embedding_multiplier=-1)
+
+
+def test_the_penalty_on_the_residual_stream(build: Build, ids: torch.Tensor) -> None:
+    """0.5 · mean (log mean square)² of what enters the norm before each MoE layer, in training alone."""
+    model = build(residual_loss_coef=0.5).train()
+    entered: list[torch.Tensor] = []
+    for layer in (model.model.layers[i] for i in model.config.moe_layers):
+        layer.post_attention_layernorm.register_forward_pre_hook(lambda _, args: entered.append(args[0]))
+    loss = model(ids, labels=ids).router_loss
+    squares = [x.detach().double().square().mean(-1) for x in entered]
+    expected = 0.5 * sum(float((square.log() ** 2).mean()) for square in squares)
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    assert expected > 0.1
+    assert model.eval()(ids, labels=ids, output_router_logits=True).aux_loss == 0
+    ones = torch.randn(2, 3, 8).sign()
+    assert residual_loss(ones) == 0
+    torch.testing.assert_close(residual_loss(5 * ones), residual_loss(ones / 5))
+    with pytest.raises(ValueError, match="residual_loss_coef must be a finite number >= 0, got -1"):
+        build(residual_loss_coef=-1)
 
 
 def test_tied_embeddings_are_one_tensor(build: Build) -> None:

@@ -651,3 +651,15 @@ def test_frames_that_a_foreign_optimiser_moved_are_retracted() -> None:
     loaded = router.frames.detach().clone()
     router.eval().train()
     assert torch.equal(router.frames, loaded)
+
+
+def test_the_first_concentration_follows_the_rank() -> None:
+    """Energies of random subspaces differ by about √(2/k): with κ = √k/2, logits differ by 1/√2 at every rank."""
+    torch.manual_seed(0)
+    x = torch.randn(4000, 256)
+    for rank in (4, 16, 64):
+        router = GrassmannRouter(256, 8, rank)
+        assert float(router.kappa[0]) == pytest.approx(rank**0.5 / 2)
+        spread = float(router(x).logits.std())
+        assert 0.55 < spread < 0.75
+    assert float(GrassmannRouter(32, 4, 16, scaling="unit").kappa[0]) == pytest.approx(1.5)

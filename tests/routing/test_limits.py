@@ -90,7 +90,7 @@ def test_the_defaults_of_every_router() -> None:
     assert defaults(GrassmannSoftMoERouter) == {"slot_rank": 1, "kappa": 1.5, "generator": None}
     assert defaults(VMFRouter) == {"kappa": None, "generator": None}
     assert defaults(GrassmannRouter) == {
-        "concentration": "scalar", "kappa": 1.5, "scaling": "rank", "prior": "balanced", "amortizer": None,
+        "concentration": "scalar", "kappa": None, "scaling": "rank", "prior": "balanced", "amortizer": None,
         "amortizer_hidden": 64, "linear": False, "dial": "posterior", "init": "haar", "generator": None,
     }  # fmt: skip
     assert defaults(grassmann_logits_reference) == {"alpha": 1.0, "scale": 1.0, "h_TN": None}

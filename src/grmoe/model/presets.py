@@ -15,6 +15,13 @@ from grmoe.model.saved import read_config
 
 _GPT2 = {"vocab_size": 50257, "bos_token_id": 50256, "eos_token_id": 50256, "max_position_embeddings": 1024}
 
+
+def _stream(width: int) -> dict[str, Any]:
+    """The residual stream starts at the scale of what the blocks add to it, and stays near it. Measured for our own
+    sizes (docs/results/budgets.md)."""
+    return {"embedding_multiplier": round(width**0.5, 1), "residual_loss_coef": 0.01}
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     # For a laptop: trains visibly in a minute on two cores.
     "tiny": {
@@ -29,7 +36,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "router_rank": 16,
         "max_position_embeddings": 512,
         "tie_word_embeddings": True,
-        "embedding_multiplier": 11.3,  # about √d
+        **_stream(128),
     },
     # For minutes on one GPU: large enough to show differences between routers.
     "small": {
@@ -43,7 +50,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "router_rank": 64,
         "hidden_act": "gelu",
         "tie_word_embeddings": True,
-        "embedding_multiplier": 22.6,
+        **_stream(512),
     },
     # The paper, appendix "Extended Experimental Details". It states two-layer feed-forwards. It does not say whether
     # embeddings are tied; they are in GPT-2, which has this tokenizer and shape.

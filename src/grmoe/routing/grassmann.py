@@ -34,7 +34,8 @@ class GrassmannRouter(FrameRouter):
     dim, num_experts, rank: d, N and k. The paper suggests k near d/N.
     concentration: "scalar" learns one κ_e per expert and depends only on the subspaces (Grassmann geometry).
         "diagonal" learns λ_e1…λ_ek along the frame's columns (Stiefel geometry).
-    kappa: initial concentration, κ > 0. Values between 1 and 2 learn best under "rank" scaling.
+    kappa: initial concentration, κ > 0. The default is √k/2 under "rank" scaling. There energies of random subspaces
+        differ by about √(2/k), so logits differ equally at every rank. It is 1.5 under the other scalings.
     scaling: the constant c of the energy c·‖Uᵀx‖²/‖x‖². "rank": c = d/k, so that random frames have mean energy one.
         "unit": c = 1; the gate is then nearly uniform. "rms": c = d; the gate is then nearly one-hot.
         "raw": the paper's own ‖Uᵀx‖², not divided by ‖x‖²; longer tokens get sharper gates.
@@ -60,7 +61,7 @@ class GrassmannRouter(FrameRouter):
         rank: int,
         *,
         concentration: Literal["scalar", "diagonal"] = "scalar",
-        kappa: float = 1.5,
+        kappa: float | None = None,
         scaling: Literal["rank", "unit", "rms", "raw"] = "rank",
         prior: Literal["balanced", "uniform", "paper"] = "balanced",
         amortizer: Literal["affinity", "input", "matrix"] | None = None,
@@ -94,6 +95,8 @@ class GrassmannRouter(FrameRouter):
         self.awaits_tokens = isinstance(init, str) and init == "pca"  # until `initialize_from`
         self.frames = nn.Parameter(_initial_frames(init, dim, num_experts, rank, generator))
         shape = (num_experts,) if concentration == "scalar" else (num_experts, rank)
+        if kappa is None:
+            kappa = math.sqrt(rank) / 2 if scaling == "rank" else 1.5
         self.log_kappa = nn.Parameter(torch.full(shape, math.log(checks.finite("kappa", kappa, above=0))))
         self.amortizer: AmortizerKind | None = amortizer
         if amortizer is not None:

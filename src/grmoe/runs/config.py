@@ -52,7 +52,8 @@ class OptimConfig:
     """Peak learning rate of the weights. `grmoe train` of `tiny` on a CPU: 4e-3."""
     frames_lr: float | None = None
     """Peak learning rate of the subspaces: the length of a step on their manifold. Default: lr·√(hidden_size ·
-    router_rank), so that they turn as fast as a linear gate of the same shape. With `frames_method=projected` and `qr`: `lr`."""
+    router_rank), so that they turn as fast as a linear gate of the same shape. With `frames_method=projected` and `qr`:
+    `lr`."""
     frames_method: Literal["grassmann", "projected", "qr"] = "grassmann"
     """How subspaces are trained. `grassmann`: on their manifold (`GrassmannAdam`). The others are for comparison.
     `projected`: Adam on their entries, then QR. `qr`: Adam on a matrix without constraints, with its QR frame in the

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from grmoe.model import preset
-from grmoe.optim.parameters import KAPPA_FACTOR
 from grmoe.studies.judging import below, below_on, in_doubt
 from grmoe.studies.model_study import Group, ModelStudy, runs_of
 from grmoe.studies.models.recipes import EQUAL, GATES, SETTINGS, Recipe, Setting, base_of, best_rate
@@ -57,21 +56,14 @@ def _rank(share: int) -> Recipe:
     return GRMOE.plus(f"grmoe-rank-{rank}", f"GrMoE, rank {rank}", f"model.router_rank={rank}")
 
 
-def _kappa() -> Recipe:
-    """κ at the rate of the weights, or at five times of it: the one that is not the default."""
-    factor = 5 if KAPPA_FACTOR == 1 else 1
-    label = "the rate" if factor == 1 else "five times the rate"
-    rate = factor * best_rate("two", "grmoe")
-    return GRMOE.plus(
-        f"grmoe-kappa-{factor}x", f"GrMoE, κ at {label} of the weights", f"optim.kappa_lr={rate:g}"
-    )
-
-
 FLAT = tuple(_flat(target) for target in TARGETS)
 SOFTMAX_RENORMALISED = SOFTMAX.plus("softmax-renormalised", f"{SOFTMAX.label}, renormalised", _RENORMALISED)
 GRMOE_RENORMALISED = GRMOE.plus("grmoe-renormalised", "GrMoE, renormalised", _RENORMALISED)
 HALF, QUARTER = _rank(2), _rank(4)
-KAPPA = _kappa()
+KAPPA = GRMOE.plus(
+    "grmoe-kappa-5x", "GrMoE, κ at five times the rate of the weights",
+    f"optim.kappa_lr={5 * best_rate('two', 'grmoe'):g}",
+)  # fmt: skip
 LINEAR = GRMOE.plus("grmoe-linear", "GrMoE, linear term", "model.router_options.linear=true")
 PARTS = (*FLAT, SOFTMAX_RENORMALISED, GRMOE_RENORMALISED, HALF, QUARTER, KAPPA, LINEAR)
 ROWS = (GRMOE, SOFTMAX, Z_LOSS, VMF, *PARTS)

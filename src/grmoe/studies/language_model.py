@@ -67,8 +67,8 @@ def write(store: Store) -> Page:
             "model and stand here only because the paper has them.",
             "Collapsed: in some layer an expert receives less than a tenth of its fair share on held-out text. "
             "`< 1 %` is the paper's rule: less than 1 % of the tokens.",
-            "The paper's baselines have no bias and no z-loss. Softmax is shown with and without, vMF with a bias. Whether "
-            "GrMoE is the better gate at equal experts per token is judged in [its own study](gates.md).",
+            "The paper's baselines have no bias and no z-loss. Softmax is shown with and without, vMF with a bias. "
+            "Whether GrMoE is the better gate at equal experts per token is judged in [its own study](gates.md).",
         ],
     )
 

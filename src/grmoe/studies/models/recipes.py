@@ -102,7 +102,6 @@ ONE = "model.num_experts_per_tok=1"
 _SOFTMAX = ("model.router=softmax",)
 _BIAS = "model.router_options.balance=true"
 _NOT_CAUSAL = "model.allow_noncausal_router=true"
-_KAPPA_1X = f"optim.kappa_lr={DEFAULT_RATE:g}"
 
 
 def _method(name: str, label: str, *settings: str) -> Recipe:
@@ -113,10 +112,6 @@ def _method(name: str, label: str, *settings: str) -> Recipe:
 METHODS = (
     _method("grmoe", "GrMoE", FULL),
     _method("grmoe-amortised", "GrMoE + amortiser", FULL, "model.router_options.amortizer=affinity"),
-    _method(
-        "grmoe-fast", "GrMoE, rank 64, fast subspaces", FULL,
-        "model.router_rank=64", "optim.frames_lr=0.15", _KAPPA_1X,
-    ),
     _method("softmax", "Softmax, no balancing", *_SOFTMAX, FULL),
     _method("softmax-bias", "Softmax, bias", *_SOFTMAX, _BIAS, FULL),
     _method("softmax-load", "Softmax, Switch loss", *_SOFTMAX, "model.router_options.load_loss=0.01", FULL),
