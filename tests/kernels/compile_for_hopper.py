@@ -16,13 +16,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from grmoe.kernels import hopper, hopper_gate, hopper_up
+from grmoe.kernels import hopper, hopper_gate, hopper_hidden, hopper_up, hopper_weights
 
 triton.knobs.nvidia.dump_ptxas_log = True  # Triton prints what its assembler says
 
 
-def tiles(rows: int) -> str:
-    return f"tensordesc<bf16[{rows}, 64],{hopper.layout(rows, 64, torch.bfloat16)!r}>"
+def tiles(rows: int, columns: int = 64) -> str:
+    return f"tensordesc<bf16[{rows}, {columns}],{hopper.layout(rows, columns, torch.bfloat16)!r}>"
 
 
 def assembler(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> str:
@@ -112,11 +112,54 @@ def up(glu: bool, save: bool, K: int = 768) -> str:
     return assembler(hopper_up.up_kernel, types, constants)
 
 
+def hidden(glu: bool, D: int, I: int) -> str:
+    types = {
+        **{f"{name}_ptr": "*bf16" for name in ("grad", "down", "inner", "grad_inner", "hidden")},
+        **{f"{name}_ptr": "*i32" for name in ("token", "pair", "offset")},
+        **{f"{name}_ptr": "*fp32" for name in ("weight", "partial")},
+        "down_desc": tiles(64, 256),
+    }
+    constants = {
+        "num_experts": 8,
+        "D": D,
+        "I": I,
+        "GLU": glu,
+        "BM": 128,
+        "BI": 256,
+        "BD": 64,
+        "GROUP": 16,
+        "NP": 8,
+        "STAGES": 4,
+    }
+    return assembler(hopper_hidden.hidden_gradient_kernel, types, constants)
+
+
+def weights(turned: bool, D: int, O: int) -> str:
+    types = {
+        **{f"{name}_ptr": "*bf16" for name in ("x", "rows", "out")},
+        **{f"{name}_ptr": "*i32" for name in ("token", "offset")},
+        "rows_desc": tiles(64, 256),
+    }
+    constants = {
+        "num_tiles": 100,
+        "D": D,
+        "O": O,
+        "TURNED": turned,
+        "BD": 128,
+        "BO": 256,
+        "BA": 64,
+        "STAGES": 4,
+    }
+    return assembler(hopper_weights.gathered_gradient_kernel, types, constants)
+
+
 if __name__ == "__main__":
     said = {
         "gate 32, diagonal": gate(32, True),
         "gate 16, drawn budgets, numbers per sequence": gate(16, False, elastic=1, per_row=True),
         "up, SwiGLU": up(True, True),
         "up, GELU, width 200": up(False, True, 200),
+        "hidden gradient, SwiGLU, width 200": hidden(True, 200, 1000),
+        "weight gradient, turned, width 200": weights(True, 200, 1000),
     }
     json.dump(said, sys.stdout)

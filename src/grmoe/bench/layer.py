@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 
 import torch
@@ -52,6 +53,13 @@ DENSE = "dense GEMMs, same FLOPs"
 FORWARD, BOTH = "forward", "forward+backward"
 FACTS = {"touched experts": "g", "floor ms": ".4f"}
 
+# Which parts of the experts' backward are fused: hidden values, ∂W_down, ∂W_up (`grmoe.kernels.experts.Fused`).
+BACKWARDS = {
+    "ours, softmax gate, backward in parts": (False, False, False),
+    "ours, softmax gate, backward with fused hidden values": (True, False, False),
+    "ours, softmax gate, backward fused": (True, True, True),
+}
+
 
 def contenders(
     shape: LayerShape, device: torch.device, dtype: torch.dtype, rank: int | None = None
@@ -60,6 +68,9 @@ def contenders(
 
     def runs(block: Callable[[Setting], Block], backward: bool = True) -> Callable[[], Runs]:
         return lambda: _block_runs(setting(), block(setting()), backward)
+
+    def backward(parts: tuple[bool, bool, bool]) -> Callable[[], Runs]:
+        return lambda: _backward_runs(setting(), parts)
 
     backends = [
         Contender(
@@ -89,6 +100,7 @@ def contenders(
     ]
     if device.type == "cuda":  # on a CPU, compiling takes longer than the whole benchmark
         listed.append(Contender(COMPILED, runs(lambda s: s.ours(compiled=True))))
+        listed += [Contender(name, backward(parts)) for name, parts in BACKWARDS.items()]
     return listed
 
 
@@ -116,6 +128,32 @@ def _floor(setting: Setting, module: object) -> dict[str, float]:
         "bandwidth": rate,
         "floor ms": 1e3 * size * (expert + gate) / rate,
     }
+
+
+def _backward_runs(setting: Setting, parts: tuple[bool, bool, bool]) -> Runs:
+    """Our layer with the softmax gate, and these parts of the experts' backward fused, whatever is the default."""
+    block = setting.ours("triton", setting.softmax)
+
+    def both() -> tuple[Tensor, ...]:
+        with _fused(parts):
+            return block.both(setting.x_TD, setting.grad_TD)
+
+    def errors() -> dict[str, float]:
+        with _fused(parts):
+            return block.errors()
+
+    return Runs({BOTH: both}, errors)
+
+
+@contextmanager
+def _fused(parts: tuple[bool, bool, bool]) -> Iterator[None]:
+    from grmoe.kernels import experts  # needs Triton
+
+    before, experts.FUSED_BACKWARD = experts.FUSED_BACKWARD, experts.Fused(*parts)
+    try:
+        yield
+    finally:
+        experts.FUSED_BACKWARD = before
 
 
 def _same_experts_runs(setting: Setting) -> Runs:
@@ -171,6 +209,9 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
         result.add_ratio(f"share of the dense rate, softmax gate, {mode}", DENSE, SOFTMAX, mode, "share")
         result.add_ratio(f"{gates}, {mode}", OURS, SOFTMAX, mode, "excess")
         result.add_ratio(f"{gates}, same experts, {mode}", OURS, _SAME, mode, "excess")
+    in_parts, *others = BACKWARDS
+    for name in others:
+        result.add_ratio(f"{in_parts} / {name}", in_parts, name, BOTH)
     row = result.row(OURS)
     if row is not None and FORWARD in row.times and "floor ms" in row.facts:
         name = f"{OURS} / floor (its experts and frames read once), {FORWARD}"

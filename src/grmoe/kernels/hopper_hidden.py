@@ -65,7 +65,9 @@ def _fetch(
             b_row = d + gl.arange(0, BD, gl.SliceLayout(1, WIDE))
             copy_rows(b_tile.slice(0, 128, 1), down_ptr, expert * D + b_row, b_row < D, column, I)
             copy_rows(b_tile.slice(128, 128, 1), down_ptr, expert * D + b_row, b_row < D, column + 128, I)
-            async_copy.async_copy_global_to_shared(a_tiles.index(stage), a_rows + d, mask=(d + here < D)[None, :])
+            async_copy.async_copy_global_to_shared(
+                a_tiles.index(stage), a_rows + d, mask=(d + here < D)[None, :]
+            )
             async_copy.mbarrier_arrive(ready, increment_count=False)
             i += 1
 
@@ -81,8 +83,7 @@ def _read(inner_ptr, place, inside, I: gl.constexpr, GLU: gl.constexpr):
     first = gl.load(inner_ptr + place, mask=inside, other=0.0)
     if GLU:
         return first, gl.load(inner_ptr + I + place, mask=inside, other=0.0)
-    else:
-        return first, first
+    return first, first
 
 
 @gluon.jit
@@ -117,7 +118,9 @@ def _multiply(
         inner_place = row[:, None] * width + here[None, :]
         hidden_place = row[:, None] * I + here[None, :]
         # Pre-activations are read a piece ahead: the first arrives while the tensor cores work.
-        read = _read(inner_ptr + inner_tile, inner_place, mine[:, None] & (column + here < I)[None, :], I, GLU)
+        read = _read(
+            inner_ptr + inner_tile, inner_place, mine[:, None] & (column + here < I)[None, :], I, GLU
+        )
         acc = gl.zeros([64, 256], gl.float32, PRODUCTS)
         for d in range(0, D, BD):
             stage = i % STAGES
@@ -150,10 +153,18 @@ def _multiply(
                 out = grad_inner_ptr + (inner_tile + p * 32)
                 if GLU:
                     gl.store(
-                        out + I + inner_place, (weight * q * slope_up).to(grad_inner_ptr.dtype.element_ty), mask=inside
+                        out + I + inner_place,
+                        (weight * q * slope_up).to(grad_inner_ptr.dtype.element_ty),
+                        mask=inside,
                     )
-                gl.store(out + inner_place, (weight * q * slope).to(grad_inner_ptr.dtype.element_ty), mask=inside)
-                gl.store(hidden_tile + p * 32 + hidden_place, (weight * h).to(hidden_ptr.dtype.element_ty), mask=inside)
+                gl.store(
+                    out + inner_place, (weight * q * slope).to(grad_inner_ptr.dtype.element_ty), mask=inside
+                )
+                gl.store(
+                    hidden_tile + p * 32 + hidden_place,
+                    (weight * h).to(hidden_ptr.dtype.element_ty),
+                    mask=inside,
+                )
                 dots += q * h
         place = (first + row).to(gl.int64) * column_tiles + column_tile
         gl.store(partial_ptr + place, gl.sum(dots, axis=1), mask=mine)

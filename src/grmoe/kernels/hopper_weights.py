@@ -1,8 +1,10 @@
 """Weight gradients of the experts for Hopper, warp-specialised, with one operand gathered on load.
 
 The same arithmetic as `fused_backward.gathered_gradient_kernel`. Four warps fetch: rows of tokens by ordinary
-asynchronous copies, rows of the list by the copy engine. Of the two, the gathered operand always has the narrow side of
-a tile, so that fewer bytes go through registers' addresses; the tile is turned on its way out where a gradient wants it.
+asynchronous copies, rows of the list by the copy engine. The gathered operand has the narrow side of a tile, because
+ordinary copies cost instructions. ∂W_up has its tokens in columns, so its tiles are turned on their way out.
+
+The two groups that multiply share a tile, as in `hopper_hidden`. There is little behind the products to hide.
 
 Legend: A rows, N experts, D model width, O columns of the list's operand; B… tile sizes.
 """

@@ -63,10 +63,9 @@ def differentiate(first, up, GLU: tl.constexpr):
         s = sigmoid(first)
         silu = first * s
         return silu * up, up * s * (1.0 + first * (1.0 - s)), silu
-    else:
-        cdf, bell = normal(first)
-        slope = cdf + first * (0.3989422804014327 * bell)  # Φ(a) + a·φ(a)
-        return first * cdf, slope, slope
+    cdf, bell = normal(first)
+    slope = cdf + first * (0.3989422804014327 * bell)  # Φ(a) + a·φ(a)
+    return first * cdf, slope, slope
 
 
 @triton.jit(do_not_specialize=["last"])
