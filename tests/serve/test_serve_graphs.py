@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_model import CURVE, make_model, offline
+from small_model import CURVE, make_model, offline, options
 from test_serve_batching import Asked, crowd, together
 
 from grmoe.serve.batching import BatchGenerator, Sequence
 from grmoe.serve.graphs import GraphGenerator
 from grmoe.serve.sampling import Sampling, TokenSampler
+from grmoe.serve.server import make_service
 
 
 @pytest.mark.parametrize(
@@ -91,3 +93,11 @@ def test_a_row_that_ends_frees_its_place() -> None:
     assert generator.batch == [three, two]
     for i, sequence in enumerate((one, two, three)):
         assert sequence.tokens == offline(make_model(), [7 * i, 5], 1.0, len(sequence.tokens))
+
+
+def test_the_server_takes_it(folder: Path) -> None:
+    generator = make_service(options(folder, graphs=True, concurrency=3)).engine.generator
+    assert isinstance(generator, GraphGenerator)
+    assert len(generator.next_R) == 3
+    with pytest.raises(ValueError, match="leave out --alone"):
+        options(folder, graphs=True, together=False)
