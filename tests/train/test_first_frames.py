@@ -88,7 +88,10 @@ def test_two_processes_start_with_the_frames_of_one(settings: Settings) -> None:
 
 
 def test_only_a_new_run_looks_at_its_first_batch(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed run has its frames in the checkpoint: stopped and resumed, it is the run without a stop."""
+    """A resumed run has its frames in the checkpoint: stopped and resumed, it is the run without a stop.
+
+    The optimiser `qr` starts at the frames that the model has at the first step, and keeps its matrix in checkpoints.
+    """
     calls = []
 
     def watched(trainer: Trainer) -> None:
@@ -96,7 +99,11 @@ def test_only_a_new_run_looks_at_its_first_batch(settings: Settings, monkeypatch
         frames_from_first_batch(trainer)
 
     monkeypatch.setattr(loop, "frames_from_first_batch", watched)
-    options: dict[str, Any] = {"model": PCA, "optim": {"warmup": 1}, "validation": {"tokens": 100}}
+    options: dict[str, Any] = {
+        "model": PCA,
+        "optim": {"warmup": 1, "frames_method": "qr"},
+        "validation": {"tokens": 100},
+    }
     straight, broken = (settings(name, steps=2, **options) for name in ("straight", "broken"))
     train(straight)
 

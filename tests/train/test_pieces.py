@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from grmoe.data import prepare
-from grmoe.optim import ProjectedAdam
+from grmoe.optim import ProjectedAdam, QRAdam
 from grmoe.parallel.world import World
 from grmoe.runs.config import TrainConfig
 from grmoe.train import interrupt, log
@@ -275,10 +275,11 @@ def test_parameters_have_the_rates_and_the_decay_of_their_kind(settings: Setting
     adam, frames = build_optimizers(model, given.optim)
     assert {g["lr"] for g in adam.param_groups if g["kind"] == "kappa"} == {0.0}
     assert frames.param_groups[0]["lr"] == 0.25
-    other = settings(optim={"lr": 1e-3, "frames_method": "projected"})
-    _, frames = build_optimizers(model, other.optim)
-    assert isinstance(frames, ProjectedAdam)
-    assert frames.param_groups[0]["lr"] == 1e-3
+    for method, kind in (("projected", ProjectedAdam), ("qr", QRAdam)):
+        other = settings(optim={"lr": 1e-3, "frames_method": method})
+        _, frames = build_optimizers(model, other.optim)
+        assert isinstance(frames, kind)
+        assert frames.param_groups[0]["lr"] == 1e-3
 
 
 # ----------------------------------------------------------------------------------------------------- schedules

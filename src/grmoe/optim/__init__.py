@@ -4,8 +4,9 @@ from grmoe.optim.grassmann_adam import GrassmannAdam, Manifold
 from grmoe.optim.model_optimizer import ModelOptimizer
 from grmoe.optim.parameters import ParameterSplit, optimizer_groups, split_parameters
 from grmoe.optim.projected import ProjectedAdam
+from grmoe.optim.qr import QRAdam
 
 __all__ = [
-    "GrassmannAdam", "Manifold", "ModelOptimizer", "ParameterSplit", "ProjectedAdam", "optimizer_groups",
-    "split_parameters",
+    "GrassmannAdam", "Manifold", "ModelOptimizer", "ParameterSplit", "ProjectedAdam", "QRAdam",
+    "optimizer_groups", "split_parameters",
 ]  # fmt: skip

@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+# Of log κ: its default learning rate, as a multiple of that of the weights. At the same rate κ hardly moves.
+KAPPA_FACTOR = 5.0
+
 
 class ParameterSplit(NamedTuple):
     """A model's trainable parameters, grouped by the optimiser they need. Each parameter appears once."""
@@ -56,7 +59,7 @@ def optimizer_groups(
     """
     split = split_parameters(model)
     matrices, vectors = [p for p in split.rest if p.ndim > 1], [p for p in split.rest if p.ndim <= 1]
-    kappa_lr = 5 * lr if kappa_lr is None else kappa_lr
+    kappa_lr = KAPPA_FACTOR * lr if kappa_lr is None else kappa_lr
     groups: list[dict[str, Any]] = [
         {"kind": "weights", "params": matrices, "weight_decay": weight_decay, "lr": lr},
         {"kind": "weights", "params": vectors, "weight_decay": 0.0, "lr": lr},

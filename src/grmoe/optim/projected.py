@@ -27,8 +27,9 @@ class ProjectedAdam(AdamW):
         lr: float = 3e-4,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        fused: bool = False,
     ) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=0.0, fused=fused)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

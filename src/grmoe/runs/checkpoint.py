@@ -17,7 +17,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -261,7 +261,9 @@ class _Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        self.content = metadata
+        # Built here, because older PyTorch fills in a copy of `metadata` that only its file holds.
+        places = {one.index: one.storage_data for of_process in results for one in of_process}
+        self.content = replace(metadata, storage_data=places)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         try:

@@ -52,10 +52,11 @@ class OptimConfig:
     """Peak learning rate of the weights. `grmoe train` of `tiny` on a CPU: 4e-3."""
     frames_lr: float | None = None
     """Peak learning rate of the subspaces: the length of a step on their manifold. Default: 0.003·√router_rank. With
-    `frames_method=projected`: `lr`."""
-    frames_method: Literal["grassmann", "projected"] = "grassmann"
-    """How subspaces are trained. `grassmann`: on their manifold (`GrassmannAdam`). `projected`: Adam on their entries,
-    then QR, for comparison."""
+    `frames_method=projected` and `qr`: `lr`."""
+    frames_method: Literal["grassmann", "projected", "qr"] = "grassmann"
+    """How subspaces are trained. `grassmann`: on their manifold (`GrassmannAdam`). The others are for comparison.
+    `projected`: Adam on their entries, then QR. `qr`: Adam on a matrix without constraints, with its QR frame in the
+    model."""
     kappa_lr: float | None = None
     """Peak learning rate of log κ. Default: 5·lr, because at lr the concentrations hardly move."""
     warmup: int | None = None

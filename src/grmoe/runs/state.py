@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Adam, Optimizer
 
 from grmoe import checks
-from grmoe.optim import GrassmannAdam
+from grmoe.optim import GrassmannAdam, QRAdam
 
 # Options that change how a step is computed, but not its result. They are not saved.
 _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -113,7 +113,7 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
 
 def _start(optimizer: Optimizer, p: Tensor) -> dict[str, Tensor]:
     """The state of a parameter before its first step."""
-    if isinstance(optimizer, GrassmannAdam):
+    if isinstance(optimizer, GrassmannAdam | QRAdam):
         return optimizer.initial_state(p)
     checks.require(
         isinstance(optimizer, Adam), f"optimisers must be AdamW, Adam or GrassmannAdam, got {optimizer}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from grmoe.studies.judging import MIN_SEEDS, all_of, in_doubt, never, show_count
 from grmoe.studies.model_study import Group, ModelStudy, runs_of
-from grmoe.studies.models.recipes import DEFAULT_RATE, RECIPES, Recipe
+from grmoe.studies.models.recipes import DEFAULT_RATE, RECIPES, Recipe, best_rate
 from grmoe.studies.models.store import Run, Store
 from grmoe.studies.models.summary import Mean, collapsed, difference, mean_of, model_table, show_mean
 from grmoe.studies.page import Claim, Page, Verdict
@@ -83,7 +83,12 @@ GROUPS = (
     ),
     Ablation("frames", "rate of the subspaces", "0.017 (default)", _each("optim.frames_lr", "0", "0.05", "0.15")),
     Ablation(
-        "optimiser", "optimiser of the subspaces", "GrassmannAdam (default)", _each("optim.frames_method", "projected")
+        "optimiser", "optimiser of the subspaces", "GrassmannAdam (default)",
+        # At the rate of the weights, because they step entry by entry.
+        {
+            method: (f"optim.frames_method={method}", f"optim.frames_lr={best_rate('two', 'grmoe'):g}")
+            for method in ("projected", "qr")
+        },
     ),
     Ablation(
         "gate", "form of the gate", "scalar κ (default)",
@@ -113,6 +118,7 @@ DEPARTURES = {
     "paper-gate": "prior, scaling, hinge and rate of κ together",
     "weights-renormalised": "weights as they are, against renormalised ones (which the paper does not have either)",
     "optimiser-projected": "subspaces trained on their manifold, against Adam and QR (the paper has the former)",
+    "optimiser-qr": "subspaces trained on their manifold, against Adam on a matrix with its QR frame in the model",
     "token-mass": "full budgets in training, against random ones",
 }
 

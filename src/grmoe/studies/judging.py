@@ -5,36 +5,44 @@ A difference counts if its 95 % interval over at least three seeds excludes zero
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from grmoe.studies.intervals import out_of
-from grmoe.studies.models.summary import Mean
+from grmoe.studies.models.store import Run
+from grmoe.studies.models.summary import Mean, difference, show_mean
 from grmoe.studies.page import Verdict
 
 MIN_SEEDS = 3
 
 
-def below(difference: Mean | None) -> Verdict:
+def below(gap: Mean | None) -> Verdict:
     """Of "ours is lower": holds if the whole interval is below zero."""
-    if difference is None or difference.seeds < MIN_SEEDS:
+    if gap is None or gap.seeds < MIN_SEEDS:
         return Verdict.OPEN
-    return Verdict.HOLDS if difference.high < 0 else Verdict.FAILS
+    return Verdict.HOLDS if gap.high < 0 else Verdict.FAILS
 
 
-def not_above(difference: Mean | None, margin: float = 0.0) -> Verdict:
+def not_worse(gap: Mean | None) -> Verdict:
+    """Of "ours is not worse": fails if the whole interval is above zero."""
+    if gap is None or gap.seeds < MIN_SEEDS:
+        return Verdict.OPEN
+    return Verdict.FAILS if gap.low > 0 else Verdict.HOLDS
+
+
+def not_above(gap: Mean | None, margin: float = 0.0) -> Verdict:
     """Of "ours is no worse, up to a margin": the mean decides. An interval may be wider than the margin."""
-    if difference is None or difference.seeds < MIN_SEEDS:
+    if gap is None or gap.seeds < MIN_SEEDS:
         return Verdict.OPEN
-    return Verdict.HOLDS if difference.value <= margin else Verdict.FAILS
+    return Verdict.HOLDS if gap.value <= margin else Verdict.FAILS
 
 
-def in_doubt(difference: Mean | None) -> str:
+def in_doubt(gap: Mean | None) -> str:
     """Why a difference decides nothing, or how clear it is."""
-    if difference is None:
+    if gap is None:
         return "Nothing measured yet."
-    if difference.seeds < MIN_SEEDS:
-        return f"Only {difference.seeds} of at least {MIN_SEEDS} seeds."
-    if difference.high < 0 or difference.low > 0:
+    if gap.seeds < MIN_SEEDS:
+        return f"Only {gap.seeds} of at least {MIN_SEEDS} seeds."
+    if gap.high < 0 or gap.low > 0:
         return "The interval excludes zero."
     return "The interval includes zero."
 
@@ -46,6 +54,13 @@ def all_of(verdicts: Iterable[Verdict]) -> Verdict:
         if verdict in found:
             return verdict
     return Verdict.HOLDS if found else Verdict.OPEN
+
+
+def below_on(ours: Sequence[Run], theirs: Sequence[Run], texts: Iterable[str]) -> tuple[str, Verdict]:
+    """(differences of loss by seed, verdict) of "our loss is lower on each of these texts"."""
+    found = {text: difference(ours, theirs, text) for text in texts}
+    shown = "; ".join(f"{text}: {show_mean(gap, 4, '+')}" for text, gap in found.items() if gap is not None)
+    return shown, all_of(below(gap) for gap in found.values())
 
 
 def never(count: tuple[int, int]) -> Verdict:

@@ -9,8 +9,8 @@ from grmoe.studies.study import Study
 
 # Names as in `grmoe reproduce NAME`; the module has `_` for `-`.
 NAMES = (
-    "synthetic", "alpha-sweep", "synthetic-map", "learning-rates", "language-model", "scaling", "dynamics", "post-hoc",
-    "budgets", "ablations", "separation", "token-analysis", "depth",
+    "synthetic", "alpha-sweep", "synthetic-map", "learning-rates", "language-model", "gates", "scaling", "dynamics",
+    "post-hoc", "budgets", "ablations", "separation", "token-analysis", "depth",
     "overhead", "scale", "normalizer", "learned-normalizer", "downstream", "future",
 )  # fmt: skip
 

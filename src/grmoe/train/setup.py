@@ -15,7 +15,7 @@ from grmoe.checks import require
 from grmoe.data import TokenDataset
 from grmoe.hardware import peak_flops
 from grmoe.model import Cost, GrmoeConfig, GrmoeForCausalLM, count
-from grmoe.optim import GrassmannAdam, ProjectedAdam, optimizer_groups
+from grmoe.optim import GrassmannAdam, ProjectedAdam, QRAdam, optimizer_groups
 from grmoe.parallel.build import build_model
 from grmoe.parallel.shard import split_by_mesh
 from grmoe.parallel.world import World
@@ -162,19 +162,20 @@ def assemble_trainer(
 
 
 def build_optimizers(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
-    """AdamW for weights and κ, `GrassmannAdam` for subspaces, each with its own learning rates."""
-    projected = config.frames_method == "projected"
-    frames_lr = config.lr if projected and config.frames_lr is None else config.frames_lr
+    """AdamW for weights and κ, `frames_method` for subspaces, each with its own learning rates."""
+    entrywise = {"projected": ProjectedAdam, "qr": QRAdam}.get(config.frames_method)
+    frames_lr = config.lr if entrywise and config.frames_lr is None else config.frames_lr
     groups, frames = optimizer_groups(model, config.lr, config.weight_decay, frames_lr, config.kappa_lr)
+    # Fused, because only then does the device skip the update of a step with NaN or Inf.
     fused = all(p.device.type == "cuda" for group in groups for p in group["params"])
     betas = (config.betas[0], config.betas[1])
     optimizers: list[Optimizer] = [
         AdamW(split_by_mesh(groups), lr=config.lr, betas=betas, eps=config.eps, fused=fused)
     ]
-    if frames:
-        optimizers.append(
-            ProjectedAdam(frames, config.lr, betas, config.eps) if projected else GrassmannAdam(frames)
-        )
+    if frames and entrywise:
+        optimizers.append(entrywise(frames, config.lr, betas, config.eps, fused))
+    elif frames:
+        optimizers.append(GrassmannAdam(frames))
     remember_peaks(optimizers)
     return optimizers
 

@@ -1,12 +1,14 @@
 """The one place where methods and ways to train are named, each with its settings of `grmoe train`.
 
-A base is what all models of a comparison share. A recipe adds the router, or the way to train. Every method has its own
-best learning rate (`RATES`) and its better form of weights.
+A base is what all models of a comparison share. A recipe adds the router, or the way to train. A setting says how many
+experts a token gets. Every method has its own best learning rate in each setting (`RATES`) and its better form of
+weights.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from grmoe import checks
 
@@ -55,6 +57,10 @@ class Recipe:
         kept = tuple(s for s in self.settings if not s.startswith("optim.lr="))
         return Recipe(self.name, self.label, kept)
 
+    def with_rate(self, rate: float) -> Recipe:
+        """This recipe at another learning rate."""
+        return Recipe(self.name, self.label, (f"optim.lr={rate:g}", *self.without_rate().settings))
+
 
 def small(steps: int, preset: str = "small") -> Base:
     """A preset for `steps` steps of 32 × 512 tokens. The curve of its validation has 20 points."""
@@ -74,10 +80,22 @@ def small(steps: int, preset: str = "small") -> Base:
     )
 
 
-# Best learning rate of each method, from `grmoe reproduce learning-rates`. A method that is not here has DEFAULT_RATE,
-# the best of four for GrMoE, softmax, Switch loss and vMF (results/learning-rates-small.json).
+Setting = Literal["two", "one", "fine"]
+SETTINGS: dict[Setting, str] = {
+    "two": "two of eight experts per token",
+    "one": "one of eight experts per token",
+    "fine": "eight of 32 narrow experts per token",
+}
+# Best learning rate of each method in each setting, from `grmoe reproduce learning-rates`. Those that are not here have
+# DEFAULT_RATE, with two of eight the best of four for GrMoE, softmax, Switch loss and vMF
+# (results/learning-rates-small.json).
 DEFAULT_RATE = 1.6e-3
-RATES: dict[str, float] = {}
+RATES: dict[tuple[Setting, str], float] = {}
+
+
+def best_rate(setting: Setting, method: str) -> float:
+    return RATES.get((setting, method), DEFAULT_RATE)
+
 
 FULL = "elastic.unit=off"
 ONE = "model.num_experts_per_tok=1"
@@ -88,8 +106,8 @@ _KAPPA_1X = f"optim.kappa_lr={DEFAULT_RATE:g}"
 
 
 def _method(name: str, label: str, *settings: str) -> Recipe:
-    """A method of a comparison at full budgets, at its best learning rate."""
-    return Recipe(name, label, (f"optim.lr={RATES.get(name, DEFAULT_RATE):g}", *settings))
+    """A method with two of eight experts per token and full budgets, at its best learning rate."""
+    return Recipe(name, label, settings).with_rate(best_rate("two", name))
 
 
 METHODS = (
@@ -99,12 +117,10 @@ METHODS = (
         "grmoe-fast", "GrMoE, rank 64, fast subspaces", FULL,
         "model.router_rank=64", "optim.frames_lr=0.15", _KAPPA_1X,
     ),
-    _method("grmoe-one", "GrMoE, top-1", FULL, ONE),
     _method("softmax", "Softmax, no balancing", *_SOFTMAX, FULL),
     _method("softmax-bias", "Softmax, bias", *_SOFTMAX, _BIAS, FULL),
     _method("softmax-load", "Softmax, Switch loss", *_SOFTMAX, "model.router_options.load_loss=0.01", FULL),
     _method("softmax-z", "Softmax, bias, z-loss 0.01", *_SOFTMAX, _BIAS, "model.router_options.z_loss=0.01", FULL),
-    _method("softmax-one", "Softmax, bias, top-1", *_SOFTMAX, _BIAS, FULL, ONE),
     _method("switch", "Switch, capacity 1.25", "model.router=switch"),
     _method(
         "expert-choice", "Expert Choice, capacity 2", "model.router=expert_choice", _NOT_CAUSAL,
@@ -116,15 +132,44 @@ METHODS = (
 )  # fmt: skip
 
 
+# Methods that are compared at equal experts per token.
+EQUAL = ("grmoe", "softmax-bias", "softmax-load", "softmax-z", "vmf")
+_BY_NAME = {recipe.name: recipe for recipe in METHODS}
+
+
+def _one(method: str) -> Recipe:
+    """The method with one expert per token."""
+    known = _BY_NAME[method]
+    name = "softmax-one" if method == "softmax-bias" else f"{method}-one"
+    return known.plus(name, f"{known.label}, top-1", ONE).with_rate(best_rate("one", method))
+
+
+def on_fine(recipe: Recipe, method: str) -> Recipe:
+    """A recipe at the best rate of this method with 32 narrow experts."""
+    return recipe.with_rate(best_rate("fine", method))
+
+
+# Recipes by setting and method. Those of "fine" have the names of "two": their base is another.
+GATES: dict[Setting, dict[str, Recipe]] = {
+    "two": {method: _BY_NAME[method] for method in EQUAL},
+    "one": {method: _one(method) for method in EQUAL},
+    "fine": {method: on_fine(_BY_NAME[method], method) for method in EQUAL},
+}
+
+
+def base_of(setting: Setting, steps: int) -> Base:
+    return small(steps, "small-fine" if setting == "fine" else "small")
+
+
 def _budget(name: str, label: str, *settings: str) -> Recipe:
-    return Recipe(name, label, (f"optim.lr={RATES.get('grmoe', DEFAULT_RATE):g}", *settings))
+    return Recipe(name, label, settings).with_rate(best_rate("two", "grmoe"))
 
 
 def _elastic(unit: str, rule: str, *more: str) -> tuple[str, ...]:
     return f"elastic.unit={unit}", f"elastic.rule={rule}", *more
 
 
-# Random budgets of GrMoE.
+# Random budgets.
 _TOKEN_MASS = _elastic("token", "mass")
 BUDGETS = (
     _budget("token-mass", "per token, mass (default)", *_TOKEN_MASS),
@@ -147,13 +192,12 @@ BUDGETS = (
         *_TOKEN_MASS, "routing.prior_counts=computed",
     ),
     _budget("token-mass-both", "per token, mass, prior counts both", *_TOKEN_MASS, "routing.prior_counts=both"),
-    Recipe(
-        "softmax-token-mass", "softmax, per token, mass",
-        (f"optim.lr={DEFAULT_RATE:g}", *_SOFTMAX, _BIAS, *_TOKEN_MASS),
-    ),
 )  # fmt: skip
+SOFTMAX_BUDGET = Recipe(
+    "softmax-token-mass", "softmax, per token, mass", (*_SOFTMAX, _BIAS, *_TOKEN_MASS)
+).with_rate(best_rate("two", "softmax-bias"))
 
-RECIPES = {recipe.name: recipe for recipe in (*METHODS, *BUDGETS)}
+RECIPES = {recipe.name: recipe for recipe in (*METHODS, *GATES["one"].values(), *BUDGETS, SOFTMAX_BUDGET)}
 
 
 def find_recipe(text: str) -> Recipe:

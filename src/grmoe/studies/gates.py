@@ -1,0 +1,241 @@
+"""Gates at equal experts per token: is GrMoE the better gate, and which part of it makes the difference?
+
+Five gates with two of eight experts per token, with one of eight, and with eight of 32 narrow ones. Then, with two of
+eight, one part of GrMoE at a time: the subspace, the flatter gate, the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from grmoe.model import preset
+from grmoe.optim.parameters import KAPPA_FACTOR
+from grmoe.studies.judging import below, below_on, in_doubt
+from grmoe.studies.model_study import Group, ModelStudy, runs_of
+from grmoe.studies.models.recipes import EQUAL, GATES, SETTINGS, Recipe, Setting, base_of, best_rate
+from grmoe.studies.models.store import Run, Store
+from grmoe.studies.models.summary import (
+    VALIDATION,
+    Mean,
+    difference,
+    mean,
+    mean_of,
+    model_table,
+    rows_by_seed,
+    show_mean,
+    texts_of,
+)
+from grmoe.studies.page import Claim, Page, Verdict
+from grmoe.tables import Table
+
+STEPS = 2500
+SEEDS = 5
+BASELINES = EQUAL[1:]
+WHERE: dict[Setting, str] = {"two": "Table 2", "one": "not in the paper", "fine": "not in the paper"}
+
+Models = Mapping[str, Sequence[Run]]
+
+# -- parts of the gate, with two of eight experts per token ------------------------------------------------------------
+
+PART_SEEDS = 3
+GRMOE, SOFTMAX, Z_LOSS, VMF = (GATES["two"][name] for name in ("grmoe", "softmax-bias", "softmax-z", "vmf"))
+# Targets of the entropy term, as shares of log N. The one with the entropy nearest to GrMoE's is compared with it.
+TARGETS = (0.5, 0.65, 0.8)
+NEAR = 0.15  # nats between two entropies that count as equal
+_RENORMALISED = "model.norm_topk_prob=true"
+
+
+def _flat(target: float) -> Recipe:
+    return SOFTMAX.plus(
+        f"softmax-entropy-{target:g}", f"{SOFTMAX.label}, entropy near {target:g}·log N",
+        "routing.entropy_weight=0.1", f"routing.entropy_target={target:g}",
+    )  # fmt: skip
+
+
+def _rank(share: int) -> Recipe:
+    rank = (preset("small").router_rank or 0) // share
+    return GRMOE.plus(f"grmoe-rank-{rank}", f"GrMoE, rank {rank}", f"model.router_rank={rank}")
+
+
+def _kappa() -> Recipe:
+    """κ at the rate of the weights, or at five times of it: the one that is not the default."""
+    factor = 5 if KAPPA_FACTOR == 1 else 1
+    label = "the rate" if factor == 1 else "five times the rate"
+    rate = factor * best_rate("two", "grmoe")
+    return GRMOE.plus(
+        f"grmoe-kappa-{factor}x", f"GrMoE, κ at {label} of the weights", f"optim.kappa_lr={rate:g}"
+    )
+
+
+FLAT = tuple(_flat(target) for target in TARGETS)
+SOFTMAX_RENORMALISED = SOFTMAX.plus("softmax-renormalised", f"{SOFTMAX.label}, renormalised", _RENORMALISED)
+GRMOE_RENORMALISED = GRMOE.plus("grmoe-renormalised", "GrMoE, renormalised", _RENORMALISED)
+HALF, QUARTER = _rank(2), _rank(4)
+KAPPA = _kappa()
+LINEAR = GRMOE.plus("grmoe-linear", "GrMoE, linear term", "model.router_options.linear=true")
+PARTS = (*FLAT, SOFTMAX_RENORMALISED, GRMOE_RENORMALISED, HALF, QUARTER, KAPPA, LINEAR)
+ROWS = (GRMOE, SOFTMAX, Z_LOSS, VMF, *PARTS)
+
+
+def entropy(runs: Sequence[Run]) -> Mean | None:
+    """Of the gate on validation text, nats."""
+    return mean(row.entropy for row in rows_by_seed(runs).values() if row.entropy is not None)
+
+
+def matched(parts: Models) -> Recipe | None:
+    """The softmax recipe that is nearest to GrMoE in entropy; None if it is not near, or not all are measured."""
+    wanted, found = entropy(parts[GRMOE.name]), {recipe: entropy(parts[recipe.name]) for recipe in FLAT}
+    apart = {r: abs(h.value - wanted.value) for r, h in found.items() if h is not None and wanted is not None}
+    if len(apart) < len(FLAT):
+        return None
+    best = min(apart, key=lambda recipe: apart[recipe])
+    return best if apart[best] <= NEAR else None
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def write(store: Store) -> Page:
+    claims, tables = [], []
+    for setting in SETTINGS:
+        models = _models(store, setting)
+        texts = texts_of(run for runs in models.values() for run in runs) or [VALIDATION]
+        claims += [_better(setting, method, models, texts) for method in BASELINES]
+        tables += [
+            model_table(
+                f"{SETTINGS[setting].capitalize()}: loss on {text}; difference to GrMoE by seed",
+                [(GATES[setting][method].label, models[method], None) for method in EQUAL],
+                (models["grmoe"], None),
+                text,
+                "router",
+            )
+            for text in texts
+        ]
+    parts = runs_of(store, base_of("two", STEPS), *ROWS)
+    return Page(
+        claims=[*claims, *_part_claims(parts)],
+        tables=[*tables, _part_table(parts), _gains(parts)],
+        notes=[
+            "Presets `small` and `small-fine`, 2500 steps of 32 × 512 tokens, full budgets, weights not renormalised, "
+            "each method at its own best learning rate in each setting.",
+            "The entropy term is the mean over tokens of (H − target)² with weight 0.1. Like a z-loss, its gradient "
+            "reaches the tokens as well as the gate, so it may change more than the gate.",
+            "A negative difference is a lower loss. Parts of a gain need not add up, because they act on each other.",
+        ],
+    )
+
+
+def _models(store: Store, setting: Setting) -> dict[str, list[Run]]:
+    """Models by method."""
+    base = base_of(setting, STEPS)
+    return {method: store.runs(base, recipe) for method, recipe in GATES[setting].items()}
+
+
+def _better(setting: Setting, method: str, models: Models, texts: Sequence[str]) -> Claim:
+    shown, verdict = below_on(models["grmoe"], models[method], texts)
+    if texts == [VALIDATION] and verdict is Verdict.HOLDS:
+        verdict = Verdict.OPEN
+    return Claim(
+        WHERE[setting],
+        f"GrMoE is the better gate with {SETTINGS[setting]}: below {GATES['two'][method].label}",
+        shown,
+        verdict,
+        "Loss minus the baseline's, by seed. Every interval must be below zero, on validation text and on others. "
+        f"On validation text: {in_doubt(difference(models['grmoe'], models[method]))}",
+    )
+
+
+def _part_claims(parts: Models) -> list[Claim]:
+    grmoe, same = parts[GRMOE.name], matched(parts)
+    flat = None if same is None else difference(grmoe, parts[same.name])
+    sum_to_one = difference(parts[GRMOE_RENORMALISED.name], parts[SOFTMAX_RENORMALISED.name])
+    rank = difference(grmoe, parts[QUARTER.name])
+    if same is None:
+        which = f"No softmax model with a gate entropy within {NEAR:g} nats of GrMoE's yet."
+    else:
+        which = (
+            f"Loss minus that of the softmax gate with an entropy of {show_mean(entropy(parts[same.name]), 2)} nats; "
+            f"GrMoE has {show_mean(entropy(grmoe), 2)}. {in_doubt(flat)}"
+        )
+    return [
+        Claim(
+            "not in the paper",
+            "The gain is more than a flatter gate: GrMoE is below softmax at its own gate entropy",
+            show_mean(flat, 4, "+"),
+            below(flat),
+            which,
+        ),
+        Claim(
+            "not in the paper",
+            "The gain does not depend on the form of the weights: GrMoE is below softmax with renormalised weights too",
+            show_mean(sum_to_one, 4, "+"),
+            below(sum_to_one),
+            f"Loss of GrMoE minus that of softmax, both renormalised. {in_doubt(sum_to_one)}",
+        ),
+        Claim(
+            "Table 5",
+            "The subspace matters: GrMoE is below GrMoE at a quarter of its rank",
+            show_mean(rank, 4, "+"),
+            below(rank),
+            f"Loss minus that of {QUARTER.label}, by seed. {in_doubt(rank)}",
+        ),
+    ]
+
+
+def _part_table(parts: Models) -> Table:
+    table = Table(
+        "Parts of the gate, two of eight experts per token",
+        ["gate", "seeds", "loss", "gate entropy", "minus GrMoE", f"minus {SOFTMAX.label}", "load CV"],
+    )
+    for recipe in ROWS:
+        runs = parts[recipe.name]
+        gaps = (
+            None if recipe is other else difference(runs, parts[other.name]) for other in (GRMOE, SOFTMAX)
+        )
+        table.add(
+            recipe.label,
+            str(len(runs)),
+            show_mean(mean_of(runs, lambda row: row.loss), 4),
+            show_mean(entropy(runs), 2),
+            *(show_mean(gap, 4, "+") for gap in gaps),
+            show_mean(mean_of(runs, lambda row: row.load_cv), 3),
+        )
+    return table
+
+
+def _gains(parts: Models) -> Table:
+    table = Table(
+        "Which part makes the difference", ["part", "loss of", "minus loss of", "difference"], left=3
+    )
+    same = matched(parts)
+    steps: list[tuple[str, Recipe | None, Recipe | None]] = [
+        ("all of it", GRMOE, SOFTMAX),
+        ("the flatter gate", same, SOFTMAX),
+        ("what a flatter gate leaves", GRMOE, same),
+        ("directions in place of rows", VMF, SOFTMAX),
+        ("subspaces in place of directions", GRMOE, VMF),
+        ("the second half of the rank", GRMOE, HALF),
+        ("the last three quarters of the rank", GRMOE, QUARTER),
+        ("the rate of κ", GRMOE, KAPPA),
+        ("no linear term", GRMOE, LINEAR),
+        ("weights as they are, GrMoE", GRMOE, GRMOE_RENORMALISED),
+        ("weights as they are, softmax", SOFTMAX, SOFTMAX_RENORMALISED),
+        ("all of it, with renormalised weights", GRMOE_RENORMALISED, SOFTMAX_RENORMALISED),
+    ]
+    for part, one, other in steps:
+        gap = None if one is None or other is None else difference(parts[one.name], parts[other.name])
+        labels = [r.label if r is not None else "softmax at the entropy of GrMoE" for r in (one, other)]
+        table.add(part, *labels, show_mean(gap, 4, "+"))
+    return table
+
+
+STUDY = ModelStudy(
+    name="gates",
+    title="Gates at equal experts per token",
+    where="Table 2, and settings that the paper does not have",
+    groups=(
+        *(Group(base_of(setting, STEPS), tuple(GATES[setting].values()), SEEDS) for setting in SETTINGS),
+        Group(base_of("two", STEPS), PARTS, PART_SEEDS),
+    ),
+    write=write,
+)

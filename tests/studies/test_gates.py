@@ -1,0 +1,123 @@
+"""The study of gates: verdicts by method and text, and the softmax gate that matches GrMoE's entropy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_models_store import a_run
+
+from grmoe.studies import budgets, gates
+from grmoe.studies.judging import not_worse
+from grmoe.studies.learning_rates import RATES, SEARCHED, STEPS, at, best_rates
+from grmoe.studies.models import Run, Store, Trained
+from grmoe.studies.models.recipes import GATES, Base, Recipe, Setting, base_of
+from grmoe.studies.models.summary import Mean
+from grmoe.studies.page import Verdict
+from grmoe.tables import Table
+
+
+def models(losses: list[float], entropy: float | None = None, other_text: float | None = None) -> list[Run]:
+    """One per seed. other_text: what its loss is above that of validation text."""
+    found = []
+    for seed, loss in enumerate(losses):
+        run = a_run(seed, loss)
+        rows = [replace(run.rows[0], entropy=entropy)]
+        if other_text is not None:
+            rows.append(replace(rows[0], text="web", loss=loss + other_text))
+        found.append(replace(run, rows=rows))
+    return found
+
+
+def put(results: Path, base: Base, recipe: Recipe, runs: list[Run]) -> None:
+    data = {"tokens": 1, "vocabulary": 8}
+    Store(results).add(
+        base, Trained(recipe=recipe.name, label="", settings=(), config={}, data=data, runs=runs)
+    )
+
+
+@pytest.mark.parametrize(
+    ("other_text", "verdict"),
+    [
+        (None, Verdict.OPEN),  # validation text alone does not decide it
+        (1.0, Verdict.HOLDS),
+        (0.8, Verdict.FAILS),  # the baseline is better elsewhere
+    ],
+)
+def test_a_gate_must_be_better_on_every_text(
+    tmp_path: Path, other_text: float | None, verdict: Verdict
+) -> None:
+    base = base_of("fine", gates.STEPS)
+    put(tmp_path, base, GATES["fine"]["grmoe"], models([3.0, 3.1, 3.2], other_text=other_text and 1.0))
+    put(tmp_path, base, GATES["fine"]["vmf"], models([3.1, 3.2, 3.31], other_text=other_text))
+    claims = {claim.text: claim for claim in gates.STUDY.page(tmp_path).claims}
+    found = [c for text, c in claims.items() if "32 narrow" in text and text.endswith("below vMF, bias")]
+    assert [claim.verdict for claim in found] == [verdict]
+    assert {c.verdict for c in claims.values() if c not in found} == {Verdict.OPEN}
+
+
+def test_softmax_is_compared_at_the_entropy_of_grmoe(tmp_path: Path) -> None:
+    base = base_of("two", gates.STEPS)
+
+    def claim() -> tuple[Verdict, str]:
+        found = next(c for c in gates.STUDY.page(tmp_path).claims if "flatter gate" in c.text)
+        return found.verdict, found.ours
+
+    put(tmp_path, base, gates.GRMOE, models([3.0, 3.1, 3.2], entropy=1.3))
+    put(tmp_path, base, gates.SOFTMAX, models([3.1, 3.2, 3.3], entropy=0.6))
+    low, near, high = gates.FLAT
+    for recipe, loss, entropy in ((low, 2.0, 1.0), (near, 3.05, 1.35)):
+        put(tmp_path, base, recipe, models([loss, loss + 0.1, loss + 0.2], entropy))
+    assert claim() == (Verdict.OPEN, "–")  # one of the targets is not measured
+    put(tmp_path, base, high, models([2.0, 2.1, 2.2], 1.7))
+    assert claim() == (Verdict.HOLDS, "-0.0500 ± 0.0000")
+    gains = table(tmp_path, "Which part")
+    assert [row[-1] for row in gains.rows[:3]] == ["-0.1000 ± 0.0000", "-0.0500 ± 0.0000", "-0.0500 ± 0.0000"]
+    assert (
+        "GrMoE",
+        "3",
+        "3.1000 ± 0.2484",
+        "1.30 ± 0.00",
+        "–",
+        "-0.1000 ± 0.0000",
+        "0.100 ± 0.000",
+    ) in table(tmp_path, "Parts").rows
+    put(tmp_path, base, near, models([3.05, 3.15, 3.25], 1.5))
+    assert claim() == (Verdict.OPEN, "–")  # none is near
+
+
+def table(results: Path, start: str) -> Table:
+    return next(t for t in gates.STUDY.page(results).tables if t.title.startswith(start))
+
+
+def test_the_best_rate_is_that_of_its_setting(tmp_path: Path) -> None:
+    best: dict[Setting, float] = {"two": RATES[0], "fine": RATES[2]}
+    for setting, chosen in best.items():
+        recipe = SEARCHED[setting]["grmoe"]
+        for rate in RATES:
+            put(tmp_path, base_of(setting, STEPS), at(recipe, rate), models([3.0 if rate == chosen else 3.1]))
+    assert best_rates(Store(tmp_path)) == {(setting, "grmoe"): rate for setting, rate in best.items()}
+
+
+def test_not_worse() -> None:
+    assert not_worse(Mean(0.1, 0.05, 3)) is Verdict.FAILS
+    assert not_worse(Mean(0.1, 0.2, 3)) is Verdict.HOLDS
+    assert not_worse(Mean(0.1, 0.05, 2)) is Verdict.OPEN
+    assert not_worse(None) is Verdict.OPEN
+
+
+def test_one_model_for_every_budget_is_judged_for_softmax_too(tmp_path: Path) -> None:
+    softmax, base = budgets.NARROW[1], budgets.FINE
+    settings = ("top-8", "top-4", "top-2", "top-1")
+    for seed_loss, recipe in ((3.0, softmax.elastic), (2.98, softmax.specialists[2])):
+        runs = models([seed_loss, seed_loss + 0.1, seed_loss + 0.2])
+        kept = [replace(run, rows=[replace(run.rows[0], setting=s) for s in settings]) for run in runs]
+        put(tmp_path, base, recipe, kept)
+    claims = [c for c in budgets.STUDY.page(tmp_path).claims if "eight of 32" in c.text]
+    decided = {c.text.rpartition(": ")[2]: c.verdict for c in claims if c.verdict is not Verdict.OPEN}
+    assert decided == {"softmax at top-2": Verdict.FAILS}  # 0.02 nats, 0.01 are asked for
+    assert len(claims) == 2 * (len(settings) + 1)
+    seeds = {(g.base.name, r.name): g.seeds for g in budgets.STUDY.groups for r in g.recipes}
+    assert seeds[base.name, "softmax-fine-4"] == seeds[budgets.BASE.name, "token-mass"] == 5
+    assert seeds[budgets.BASE.name, "step-count"] == 3
