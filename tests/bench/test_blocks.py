@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from grmoe.bench.blocks import Block, Setting, skewed, softmax_gate
 from grmoe.bench.dial import fit_line, given_selection, near_tokens
 from grmoe.bench.hopper_peers import deinterleave, interleave, sonicmoe, triton_kernels
-from grmoe.bench.layer import BACKWARDS, BOTH, _backward_runs
+from grmoe.bench.layer import BACKWARDS, BOTH, GATES, _backward_runs
 from grmoe.bench.shapes import LayerShape
 from grmoe.kernels.runtime import INTERPRETED
 from grmoe.routing import Mass
@@ -301,3 +301,21 @@ def test_a_chosen_backward_of_the_layer_is_used_and_the_default_restored(
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
     assert used == [(True, True, True)] == [parts]
     assert experts.FUSED_BACKWARD is default
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_other_gates_share_the_frames_and_are_checked(name: str) -> None:
+    setting = Setting(LayerShape(16, 16, 4, 8, 2), 4, CPU, torch.float32)
+    block = setting.ours(router=setting.gate(**GATES[name]))
+    assert block.module is not None
+    torch.testing.assert_close(block.module.router.frames, setting.grassmann.frames)
+    errors = block.errors()
+    assert set(errors) > {
+        "y",
+        "x",
+        "frames",
+        "log_kappa",
+        "gate_up_proj",
+        "down_proj",
+    }  # and its further weights
+    assert all(error < 1e-5 for error in errors.values()), errors

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,12 @@ BATCHED = "Hugging Face OLMoE block, batched_mm"
 SONIC, TRITON_KERNELS = "SonicMoE", "triton_kernels"
 DENSE = "dense GEMMs, same FLOPs"
 FORWARD, BOTH = "forward", "forward+backward"
+# Other Grassmann gates, which take several kernels.
+GATES: dict[str, dict[str, Any]] = {
+    "ours, amortised gate (affinity)": {"amortizer": "affinity"},
+    "ours, amortised gate (input)": {"amortizer": "input"},
+    "ours, linear term": {"linear": True},
+}
 FACTS = {"touched experts": "g", "floor ms": ".4f"}
 
 # Which parts of the experts' backward are fused: hidden values, ∂W_down, ∂W_up (`grmoe.kernels.experts.Fused`).
@@ -98,10 +105,15 @@ def contenders(
         Contender(SOFTMAX, runs(lambda s: s.ours(router=s.softmax))),
         Contender(_SAME, lambda: _same_experts_runs(setting())),
     ]
-    if device.type == "cuda":  # on a CPU, compiling takes longer than the whole benchmark
+    if device.type == "cuda":  # on a CPU these have no kernels, or compile longer than the whole benchmark
         listed.append(Contender(COMPILED, runs(lambda s: s.ours(compiled=True))))
         listed += [Contender(name, backward(parts)) for name, parts in BACKWARDS.items()]
+        listed += [Contender(name, runs(partial(_other_gate, options))) for name, options in GATES.items()]
     return listed
+
+
+def _other_gate(options: dict[str, Any], setting: Setting) -> Block:
+    return setting.ours(router=setting.gate(**options))
 
 
 def _block_runs(setting: Setting, block: Block, backward: bool = True) -> Runs:
@@ -209,6 +221,8 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
         result.add_ratio(f"share of the dense rate, softmax gate, {mode}", DENSE, SOFTMAX, mode, "share")
         result.add_ratio(f"{gates}, {mode}", OURS, SOFTMAX, mode, "excess")
         result.add_ratio(f"{gates}, same experts, {mode}", OURS, _SAME, mode, "excess")
+        for name in GATES:
+            result.add_ratio(f"{name} over the plain gate, {mode}", name, OURS, mode, "excess")
     in_parts, *others = BACKWARDS
     for name in others:
         result.add_ratio(f"{in_parts} / {name}", in_parts, name, BOTH)
