@@ -98,7 +98,7 @@ class Setting:
         return Block(prepared(moe), list(moe.parameters()), errors, moe, prepared(served))
 
     def gate(self, **options: Any) -> GrassmannRouter:
-        """Another Grassmann gate with the same frames. Its further weights are random, because zeros would do nothing."""
+        """Another Grassmann gate with the same frames. Its further weights are random: zeros would do nothing."""
         frames = self.grassmann.frames.detach().cpu()
         options = {"selection": self.grassmann.selection, "init": frames, **options}
         router = GrassmannRouter(self.shape.dim, self.shape.experts, frames.shape[2], **options)
