@@ -16,7 +16,7 @@ from grmoe.bench.models import ModelShape
 from grmoe.cli import app
 from grmoe.model import PRESETS
 from grmoe.runs.config import ElasticConfig
-from grmoe.train.setup import Trainer
+from grmoe.train.setup import Learner
 
 MICRO: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 32,
@@ -94,11 +94,11 @@ def test_steps_are_those_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None
     """Each contender trains at its own budget; the numbers of a step are read one step later."""
     told: list[Any] = []
 
-    def train_step(trainer: Trainer, step: int, batch_BS: Tensor) -> Any:
+    def train_step(learner: Learner, step: int, batch_BS: Tensor) -> Any:
         told.append(
-            (step, trainer.config.elastic.unit, trainer.config.elastic.full_share, tuple(batch_BS.shape))
+            (step, learner.config.elastic.unit, learner.config.elastic.full_share, tuple(batch_BS.shape))
         )
-        return real(trainer, step, batch_BS)
+        return real(learner, step, batch_BS)
 
     real, resolve = bench.train_step, bench.resolve
     monkeypatch.setattr(bench, "train_step", train_step)

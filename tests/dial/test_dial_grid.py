@@ -15,9 +15,9 @@ from grmoe.dial.search import (
     _bases,
     _prices,
     _top_ks,
-    between,
     combine,
     expected,
+    halfway,
     search,
 )
 from grmoe.dial.setting import Setting, mass, top_k
@@ -184,11 +184,11 @@ def test_prices_lie_between_the_turns() -> None:
 
 def test_the_way_between_is_geometric_in_alpha_and_linear_in_tau() -> None:
     a, b = mass((1.0, 16.0), 0.4, 2), mass((16.0, 1.0), 0.8, 2)
-    assert between(a, b, 0.25) == mass((2.0, 8.0), 0.5, 2)
-    # Top-1 joins any cap, because one expert reaches τ = 0.1 with two experts or more to share.
-    assert between(top_k((1.0, 16.0), 1), a, 0.5) == mass((1.0, 16.0), 0.25, 2)
+    assert halfway(a, b) == mass((4.0, 4.0), 0.6, 2)
+    # Top-1 joins any cap: it is τ = 0.
+    assert halfway(top_k((1.0, 16.0), 1), a) == mass((1.0, 16.0), 0.2, 2)
     dense = Setting((1.0, 16.0), "dense", None, 2)
-    assert between(dense, a, 0.5) == mass((1.0, 16.0), 0.7, 2)
-    assert between(a, mass((0.0, 1.0), 0.8, 2), 0.5) is None  # no geometric mean with zero
-    assert between(mass((1.0, 0.0), 0.8, 2), a, 0.5) is None
-    assert between(a, mass((1.0, 16.0), 0.4, 3), 0.5) is None
+    assert halfway(dense, a) == mass((1.0, 16.0), 0.7, 2)
+    assert halfway(a, mass((0.0, 1.0), 0.8, 2)) is None  # no geometric mean with zero
+    assert halfway(mass((1.0, 0.0), 0.8, 2), a) is None
+    assert halfway(a, mass((1.0, 16.0), 0.4, 3)) is None

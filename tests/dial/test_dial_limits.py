@@ -138,7 +138,7 @@ def test_settings_in_words_and_in_fields() -> None:
 def test_the_tau_that_selects_the_same_experts() -> None:
     assert _tau(mass((1.0,), 0.4, 2), 2) == 0.4
     assert _tau(mass((1.0,), 0.4, 2), 3) is None
-    assert [_tau(top_k((1.0,), k), 3) for k in (1, 2, 3)] == [0.1, None, 1.0]
+    assert [_tau(top_k((1.0,), k), 3) for k in (1, 2, 3)] == [0.0, None, 1.0]
     assert _tau(top_k((1.0,), 1), 1) == 1.0
     assert _tau(Setting((1.0,), "dense", None, 3), 3) == 1.0
     assert _tau(Setting((1.0,), "threshold", 0.4, 3), 3) is None

@@ -18,7 +18,7 @@ from grmoe.dial.gates import Gates
 from grmoe.dial.meter import Family, Meter, Point
 from grmoe.dial.norms import expert_norms
 from grmoe.dial.rules import expected_rules, lowered, search_rules
-from grmoe.dial.search import Sensitivity, between
+from grmoe.dial.search import Sensitivity, halfway
 from grmoe.dial.setting import Setting, k_per_layer
 from grmoe.dial.speed import Speed
 from grmoe.dial.target import choose, family
@@ -97,11 +97,12 @@ def test_settings_say_their_rule() -> None:
 
 def test_only_settings_of_one_rule_are_joined() -> None:
     ranked, plain = mass((1.0, 1.0), 0.4, 2, NORMS), mass((1.0, 1.0), 0.4, 2)
-    halfway = between(ranked, top_k((1.0, 1.0), 2, NORMS), 0.5)
-    assert halfway == mass((1.0, 1.0), 0.7, 2, NORMS)
-    assert family(halfway) == "gate × norm"
-    assert between(ranked, plain, 0.5) is None
-    assert between(plain, k_per_layer((1.0, 1.0), (1, 2)), 0.5) is None
+    middle = halfway(ranked, top_k((1.0, 1.0), 2, NORMS))
+    assert middle == mass((1.0, 1.0), 0.7, 2, NORMS)
+    assert family(middle) == "gate × norm"
+    assert halfway(plain, top_k((4.0, 1.0), 1)) == mass((2.0, 1.0), 0.2, 2)  # top-1 is τ 0, whatever the gate
+    assert halfway(ranked, plain) is None
+    assert halfway(plain, k_per_layer((1.0, 1.0), (1, 2))) is None
     assert (family(plain), family(mass((1.0, 2.0), 0.4, 2))) == ("uniform", "per layer")
 
 

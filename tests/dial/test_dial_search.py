@@ -15,7 +15,7 @@ from grmoe.cli.dial import _asked
 from grmoe.dial import Setting, Target, mass, top_k
 from grmoe.dial.frontier import best_within, dial_points, frontier, gains, top_k_points, uniform_points
 from grmoe.dial.meter import Family, Meter, Point
-from grmoe.dial.search import Option, Sensitivity, between, combine, search
+from grmoe.dial.search import Option, Sensitivity, combine, halfway, search
 from grmoe.dial.target import choose, meets, refine
 from grmoe.probe.losses import Measurement, increase
 
@@ -168,12 +168,12 @@ def test_targets_from_the_command_line() -> None:
             _target(*words)
 
 
-def test_the_way_between_two_settings() -> None:
+def test_halfway_between_two_settings() -> None:
     a, b = mass((1.0, 4.0), 0.4, 2), mass((4.0, 4.0), 0.8, 2)
-    assert between(a, b, 0.5) == Setting((2.0, 4.0), "mass", 0.6, 2)
-    assert between(top_k((1.0, 1.0), 2), a, 0.5) == Setting((1.0, 2.0), "mass", 0.7, 2)
-    assert between(top_k((1.0, 1.0), 2), mass((1.0, 1.0), 0.5, 4), 0.5) is None  # another cap
-    assert between(Setting((1.0, 1.0), "threshold", 0.3, 2), a, 0.5) is None
+    assert halfway(a, b) == Setting((2.0, 4.0), "mass", 0.6, 2)
+    assert halfway(top_k((1.0, 1.0), 2), a) == Setting((1.0, 2.0), "mass", 0.7, 2)
+    assert halfway(top_k((1.0, 1.0), 2), mass((1.0, 1.0), 0.5, 4)) is None  # another cap
+    assert halfway(Setting((1.0, 1.0), "threshold", 0.3, 2), a) is None
 
 
 def test_one_expert_per_token_leaves_nothing_to_choose(searched: Searched) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from doc_pages import ROOT
-from processes import Command
+from processes import SECONDS, Command
 from typer.testing import CliRunner
 
 from grmoe.cli import app
@@ -53,8 +53,9 @@ def test_the_path_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         done = CliRunner().invoke(app, [*command, *SMALLER[command[0]]])
         assert done.exit_code == 0, done.output
         assert "Traceback" not in done.output
-        # After its first steps, a CPU says how long it will take.
-        assert (" s per step, about 0:" in done.output) == (command[0] == "train")
+        # After its first steps, a CPU says how long it will take. On a busy machine that may be minutes.
+        forecast = re.search(r" s per step, about [\d:]+ for the 10 steps left", done.output)
+        assert (forecast is not None) == (command[0] == "train")
     page = next(Path("runs/first").rglob("*.html")).read_text(encoding="utf-8")
     chosen = json.loads(Path("runs/first/dial/model/config.json").read_text(encoding="utf-8"))
     assert chosen["budget"] is not None
@@ -68,7 +69,7 @@ def test_the_path_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         computed = []
         for budget in (fewest, most):
             body = {"prompt": "red fox", "max_tokens": 4, "temperature": 0, "budget": budget}
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS)
             assert answer.status_code == 200, answer.text
             assert answer.json()["usage"]["completion_tokens"] == 4
             computed.append(answer.json()["usage"]["experts_per_token"])

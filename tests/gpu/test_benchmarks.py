@@ -22,7 +22,7 @@ def test_a_captured_step_follows_the_dial() -> None:
     config = shape.config("grassmann")
     config.selection, config.selection_tau = "mass", decode.TAU
     built = [
-        decode.decoder_of(shape, device, torch.bfloat16, form, partial(ours, config))
+        decode.decoder_of(shape, device, torch.float32, form, partial(ours, config))
         for form in ("eager", "graphs")
     ]
     found = []
@@ -33,8 +33,8 @@ def test_a_captured_step_follows_the_dial() -> None:
             for _ in range(3):
                 decoder.run()
         eager, captured = (decoder.cache.layers[-1].keys[:, :, 64:67].float() for decoder in built)
-        # bf16, and the compiled model rounds elsewhere.
-        assert float((captured - eager).norm() / eager.norm()) < 5e-2
+        # fp32, because the compiled model rounds elsewhere: in bf16 a near tie chooses another expert.
+        assert float((captured - eager).norm() / eager.norm()) < 1e-3
         found.append(captured.clone())
     assert not torch.equal(found[0], found[1])
 

@@ -16,7 +16,7 @@ from grmoe.model.count import describe, meta_model, short
 # (vocabulary, width, dense, expert, blocks, heads, key heads, N, rank, matrices of a feed-forward, tied)
 TABLE = {
     "tiny": (2048, 128, 384, 128, 4, 4, 2, 8, 16, 3, True),
-    "small": (8192, 512, 2048, 1024, 8, 8, 8, 8, 32, 2, True),
+    "small": (8192, 512, 2048, 1024, 8, 8, 8, 8, 64, 2, True),
     "350m": (50257, 768, 3072, 1536, 12, 12, 12, 8, 48, 2, True),
     "1.3b": (50257, 2048, 5504, 2752, 24, 16, 4, 16, 64, 3, False),
     "2.7b": (50257, 2560, 6912, 3456, 32, 20, 5, 32, 64, 3, False),
@@ -27,7 +27,7 @@ TABLE = {
 # What the formulas give, so that a change of a preset is seen.
 TOTALS = {
     "tiny": (1_574_032, 984_208),
-    "small": (55_058_976, 29_893_152),
+    "small": (55_583_264, 30_417_440),
     "350m": (210_255_408, 125_320_752),
     "1.3b": (4_134_967_488, 1_294_375_104),
     "2.7b": (15_304_548_352, 2_564_349_952),

@@ -48,7 +48,7 @@ def test_it_is_adamw_and_grassmann_adam() -> None:
     assert equal(train(model, [optimizer], range(4)), train(apart, pair, range(4)))
     assert float(orthonormality_error(model.router.frames.detach())) < 1e-6  # type: ignore[arg-type]
     rates = {g["kind"]: g["lr"] for g in optimizer.param_groups}
-    assert rates == {"weights": 1e-2, "kappa": 5e-2, "frames": 0.003 * 3**0.5}
+    assert rates == {"weights": 1e-2, "kappa": 1e-2, "frames": 1e-2 * (16 * 3) ** 0.5}
     decays = {p: g.get("weight_decay", 0.0) for g in optimizer.param_groups for p in g["params"]}
     assert {p.ndim > 1 for p, decay in decays.items() if decay} == {True}
     assert decays[model.router.frames] == decays[model.router.log_kappa] == 0  # type: ignore[index]

@@ -98,9 +98,10 @@ class Command:
         """Until it has said this."""
         while True:
             alive = self.process.is_alive()
-            if self.said.exists() and text in self.said.read_text():
+            said = self.said.read_text() if self.said.exists() else ""
+            if text in said:
                 return
-            assert alive, self.said.read_text()
+            assert alive, said
             time.sleep(0.002)
 
     def wait(self) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grmoe.model import GrmoeForCausalLM, preset
 from grmoe.optim import GrassmannAdam
 from grmoe.parallel.cost import Plan
-from grmoe.parallel.shard import shard
 from grmoe.parallel.world import World, any_process
 from grmoe.routing import routers
-from grmoe.runs.config import TrainConfig
-from grmoe.train.setup import Trainer, build_optimizers
+from grmoe.runs.config import DataConfig, ElasticConfig, TrainConfig
+from grmoe.train.setup import build_learner
 from grmoe.train.step import train_step
 
 OPS = {
@@ -77,37 +75,23 @@ class Step:
 
 def step(world: World, name: str, changes: dict[str, Any], plan: Plan) -> Step:
     """The second step of a run, for optimisers have their moments then: what was sent, and what was held."""
-    config = TrainConfig(device="cpu", precision="bf16" if plan.bf16 else "fp32")
-    torch.manual_seed(0)
-    model = GrmoeForCausalLM(preset(name, **changes)).train()
-    if plan.checkpointing:
-        model.gradient_checkpointing_enable()
-    shard(model, world, bf16=plan.bf16)
-    optimizers = build_optimizers(model, config.optim)
-    trainer = Trainer(
-        config=config,
-        world=world,
-        data=cast(Any, SimpleNamespace(masked=False)),
-        validation=cast(Any, None),
-        model=model,
-        forward=model,
-        optimizers=optimizers,
-        length=plan.length,
-        rows=plan.sequences,
-        micro_rows=plan.sequences // plan.micro_batches,
-        cost=cast(Any, None),
-        peak_flops=None,
-        guards_on_device=False,
-        found_inf=torch.zeros(()),
-    )
+    micro, rows = plan.sequences // plan.micro_batches, plan.sequences * world.size
+    config = TrainConfig(
+        precision="bf16" if plan.bf16 else "fp32",
+        activation_checkpointing=plan.checkpointing,
+        data=DataConfig(batch_size=rows, micro_batch_size=micro),
+        elastic=ElasticConfig(unit="off"),
+    ).resolved()
+    learner = build_learner(config, world, preset(name, **changes), plan.length)
+    model, optimizers = learner.model, learner.optimizers
     seed = torch.Generator().manual_seed(world.rank)
     batch = torch.randint(model.config.vocab_size, (plan.sequences, plan.length + 1), generator=seed)
-    train_step(trainer, 0, batch)
+    train_step(learner, 0, batch)
     held: dict[str, int] = {}
     # The last one to step; gradients are still there.
     optimizers[-1].register_step_post_hook(lambda *_: held.update(held_bytes(model, optimizers)))
     with Collectives() as collectives:
-        train_step(trainer, 1, batch)
+        train_step(learner, 1, batch)
         any_process(world, False)
     return Step(collectives.seen, held)
 

@@ -25,6 +25,7 @@ from grmoe.prune.divergence import Divergence
 from grmoe.prune.gates import check_router
 from grmoe.prune.layers import all_experts, prunable_layers
 from grmoe.prune.results import Result, chance
+from grmoe.prune.surgery import _fewest_experts
 from grmoe.runs.export import export
 from grmoe.runs.open import open_model
 from grmoe.runs.results import load_results, save_results
@@ -258,6 +259,9 @@ def test_what_cannot_be_pruned_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             check_router(untrained(**fields).config)
+    assert _fewest_experts(untrained(num_experts_per_tok=3).config) == 3
+    with pytest.raises(ValueError, match="more than 4 experts to prune, got 4 with up to 4 per token"):
+        _fewest_experts(untrained(num_experts_per_tok=4).config)  # before, an IndexError after minutes
 
 
 def test_the_prediction_method_takes_the_least_damage_layer_by_layer() -> None:

@@ -104,6 +104,13 @@ def test_static_experts_turn_one_layer_after_another() -> None:
     assert curve_room(static) == 4
 
 
+def test_a_smaller_cap_with_more_experts_turns_layers_upwards_too() -> None:
+    """As of `grmoe dial --cap 4` that chose top-2. Before, layers turned back: most experts for the least budgets."""
+    mixed = [point(1.9, 0.6, cap=4), point(2.0, 1.0, cap=2), point(2.3, 0.8, cap=4)]
+    budgets = {1.93: 0, 1.94: 1, 1.97: 2, 1.99: 2, 2.0: 3, 2.11: 2, 2.29: 1}  # layers at the cap of 2
+    assert {b: [n.cap for n in curve_numbers(mixed, b, LAYERS)].count(2) for b in budgets} == budgets
+
+
 def test_layers_that_gain_more_than_others_do_not_pass_the_budget() -> None:
     steep = [point(1.0, 1.0, cap=1), point(8 / 3, 1.0, cap=[5, 2, 1])]
     caps = {b: [n.cap for n in curve_numbers(steep, b, LAYERS)] for b in (1.0, 2.0, 2.3, 2.4, 2.6, 8 / 3)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,18 @@ def job(name: str, calls: list[str], fails: bool = False) -> BenchJob:
     )
 
 
-def test_jobs_are_kept_and_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_are_kept_and_not_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grmoe.studies.benchmarks.environment", lambda: {"revision": None})  # without git
     calls: list[str] = []
     study = BenchStudy("speed", (job("first", calls), job("broken", calls, fails=True), job("last", calls)))
     place = Place(results=tmp_path / "results", work=tmp_path / "work", device="cpu")
     study.run(Place(results=place.results, work=place.work, device="cpu", until=time.monotonic() - 1), silent)
     assert calls == []  # no time left
-    study.run(place, silent)
+    study.run(replace(place, only=("elsewhere",)), silent)
+    assert calls == []  # before, --only was not heard
+    study.run(replace(place, revision="1234567890ab"), silent)
     assert calls == ["first", "broken", "last"]
     assert study.state(place.results) == State(2, 3)
     assert "broken: ours failed: RuntimeError: out of memory" in capsys.readouterr().err.replace("\n", " ")
@@ -68,7 +74,8 @@ def test_jobs_are_kept_and_not_repeated(tmp_path: Path, capsys: pytest.CaptureFi
     assert str(tmp_path) not in kept
     content = json.loads(kept)
     assert content["command"] == "grmoe bench gate"
-    assert {"revision", "device", "versions"} <= set(content)
+    assert content["revision"] == "1234567890"  # as given
+    assert {"device", "versions"} <= set(content)
 
 
 def test_limits_and_intervals() -> None:

@@ -228,7 +228,7 @@ def scores(seed: int, accuracy: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("other", "verdict"), [(0.4, Verdict.HOLDS), (0.45, Verdict.FAILS)])
 def test_accuracy_is_compared_by_seed(other: float, verdict: Verdict, tmp_path: Path) -> None:
-    accuracies = dict.fromkeys(downstream.STUDY.recipes, other) | {"grmoe-amortised": 0.42}
+    accuracies = dict.fromkeys(downstream.STUDY.parts, other) | {"grmoe-amortised": 0.42}
     models = {
         name: [
             Measured(recipe=name, seed=s, revision="r", machine="m", body=scores(s, value)) for s in range(3)

@@ -24,7 +24,7 @@ from grmoe.studies.models.recipes import best_rate
 from grmoe.studies.models.summary import Mean, difference, mean, model_table
 from grmoe.studies.page import Verdict
 from grmoe.studies.pages import page_files, page_text, write_pages
-from grmoe.studies.registry import NAMES, find_studies, find_study
+from grmoe.studies.registry import NAMES, check_only, find_studies, find_study
 from grmoe.studies.study import Place, State
 
 ROOT = Path(__file__).parents[2]
@@ -102,8 +102,15 @@ def test_parts_of_a_study(tmp_path: Path) -> None:
     assert [job.name for job in jobs] == ["grmoe-0", "hash-0", "grmoe-1", "hash-1"]
     assert {job.base.name for job in jobs} == {"small-2500-for-7"}
     assert "steps=7" in jobs[0].base.settings
-    with pytest.raises(ValueError, match=r"only must be one of .*got 'magic'"):
-        language_model.STUDY.run(replace(place, only=("magic",)), lambda *_: None)
+
+
+def test_a_part_is_of_one_of_the_studies() -> None:
+    """Before, only studies that train models looked: `grmoe reproduce depth --only magic` did nothing."""
+    studies = find_studies([])
+    check_only([part for study in studies for part in study.parts], studies)
+    assert all(study.parts for study in studies)
+    with pytest.raises(ValueError, match=r"only must be one of 'grmoe', 'grmoe-amortised', got 'magic'"):
+        check_only(["grmoe", "magic"], find_studies(["depth"]))
 
 
 def put(results: Path, losses: dict[str, list[float]], **changes: Any) -> None:

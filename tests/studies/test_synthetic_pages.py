@@ -188,15 +188,15 @@ def test_alpha_verdicts_follow_the_sweeps(tmp_path: Path) -> None:
 
 
 def test_map_verdicts_follow_the_cells(tmp_path: Path) -> None:
-    def cells(advantage: dict[str, float], folder: Path) -> Page:
+    def cells(advantage: dict[str, float], folder: Path, noise: float = 0.0) -> Page:
         by_key = {m.key: m for m in METHODS}
         for key in heatmap.METHODS:
             found = {}
             for i, s in enumerate(heatmap.grid()):
                 gain = advantage[s.name] if key == "grmoe" else 0.0
-                found[s.name] = replace(
-                    method_result(by_key[key], s, [seed_score(0.2 + gain)] * 2), oracle_accuracy=1 - i / 50
-                )
+                tilt = noise * (i - 12) / 12 if key == "grmoe" else 0.0  # the second seed favours hard cells
+                scores = [seed_score(0.2 + gain), seed_score(0.2 + gain + tilt)]
+                found[s.name] = replace(method_result(by_key[key], s, scores), oracle_accuracy=1 - i / 50)
             saved = Saved(method=key, fingerprint={}, spec={}, machine="CPU", results=found)
             results.write(saved, folder / "synthetic-map")
         return synthetic_map.STUDY.page(folder)
@@ -206,6 +206,10 @@ def test_map_verdicts_follow_the_cells(tmp_path: Path) -> None:
     assert verdict(grows, "most valuable") is Verdict.HOLDS
     assert verdict(grows, "every overlap and noise") is Verdict.HOLDS
     assert len(grows.tables) == 4
+    level = cells(
+        {name: 0.3 + (i in (20, 24)) / 500 for i, name in enumerate(names)}, tmp_path / "level", 0.05
+    )
+    assert verdict(level, "most valuable") is Verdict.FAILS  # within noise; before, the means alone decided
     falls = cells({name: 0.48 - i / 50 for i, name in enumerate(names)}, tmp_path / "falls")
     assert verdict(falls, "most valuable") is Verdict.FAILS
     assert verdict(falls, "every overlap and noise") is Verdict.FAILS  # no advantage in the last cell
@@ -221,5 +225,7 @@ def test_a_study_runs_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [plan.out.name for plan in asked] == ["synthetic", "synthetic-map", "synthetic"]
     assert [len(plan.methods) for plan in asked] == [len(METHODS), 3, 3]
     assert {(plan.at_once, plan.until, plan.config.device) for plan in asked} == {(3, 5.0, "cpu")}
+    STUDY.run(replace(place, only=("hash", "grmoe")), silent)  # before, --only was not heard
+    assert [method.key for method in asked[-1].methods] == ["hash", "grmoe"]
     assert oracle.read(tmp_path / "synthetic") == [oracle.OracleRow(4, 0.9, None)]
     assert STUDY.state(tmp_path).done == 1

@@ -37,7 +37,7 @@ def as_conversation(batch_BS: Tensor) -> Tensor:
 
 def chat_trainer(config: TrainConfig, world: World | None = None) -> Trainer:
     trainer = build_trainer(config, world or start(ParallelConfig(), "cpu"))
-    trainer.data.masked = True
+    trainer.masked = True
     return trainer
 
 

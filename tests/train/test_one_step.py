@@ -109,7 +109,7 @@ class Reference:
     rho_unit = "random overlap"
     sampled_pairs: int | None = None
     is_unbiased = True
-    kappa_factor = 5.0
+    kappa_factor = 1.0
     frames_factor = 1.0
     anneals = True
     prior_rate = 0.2
@@ -249,7 +249,7 @@ class Reference:
         for name, g in grads.items():
             p = self.params[name]
             if name.endswith(".frames"):
-                lr = self.frames_factor * 0.003 * math.sqrt(p.shape[-1]) * frames
+                lr = self.frames_factor * LR * math.sqrt(p.shape[-2] * p.shape[-1]) * frames
                 for e in range(p.shape[0]):
                     self.move_frame(name, e, g[e], lr)
             elif name.endswith(".log_kappa"):
@@ -319,7 +319,7 @@ def test_steps_equal_those_by_hand(settings: Settings, router: str, steps: int, 
         result = resolve(trainer, train_step(trainer, step, batch), step)
         expected = reference.step(step, batch)
         assert vars(result) == pytest.approx(expected, rel=1e-6)
-    assert largest_difference(trainer, reference) < 1e-10
+    assert largest_difference(trainer, reference) < 1e-9
 
 
 @pytest.mark.parametrize("mistake", [None, "random unit", "all pairs", "not scaled up"])
@@ -341,13 +341,13 @@ def test_the_papers_penalty(settings: Settings, mistake: str | None) -> None:
     assert result.overlap > 0.1
     if mistake is None:
         assert vars(result) == pytest.approx(expected, rel=1e-6)
-    assert (largest_difference(trainer, reference) < 1e-10) == (mistake is None)
+    assert (largest_difference(trainer, reference) < 1e-9) == (mistake is None)
 
 
 MISTAKES: dict[str, dict[str, Any]] = {
     "no overlap penalty": {"beta": 0.0},
     "absolute hinge": {"rho_unit": "k"},
-    "κ at the rate of the weights": {"kappa_factor": 1.0},
+    "κ at five times the rate of the weights": {"kappa_factor": 5.0},
     "frames ten times as fast": {"frames_factor": 10.0},
     "α does not follow its schedule": {"anneals": False},
     "the prior does not move": {"prior_rate": 0.0},

@@ -268,8 +268,8 @@ def test_parameters_have_the_rates_and_the_decay_of_their_kind(settings: Setting
     assert set(groups) == {("weights", 0.1), ("weights", 0.0), ("kappa", 0.0)}
     assert all(p.ndim > 1 for p in groups["weights", 0.1]["params"])
     assert all(p.ndim <= 1 for p in groups["weights", 0.0]["params"])
-    assert [g["lr"] for g in groups.values()] == pytest.approx([1e-3, 1e-3, 5e-3])
-    assert frames.param_groups[0]["lr"] == pytest.approx(0.003 * math.sqrt(8))  # rank 8
+    assert [g["lr"] for g in groups.values()] == pytest.approx([1e-3, 1e-3, 1e-3])
+    assert frames.param_groups[0]["lr"] == pytest.approx(1e-3 * math.sqrt(32 * 8))  # width 32, rank 8
     assert frames.param_groups[0]["kind"] == "frames"
     given = settings(optim={"lr": 1e-3, "kappa_lr": 0.0, "frames_lr": 0.25})
     adam, frames = build_optimizers(model, given.optim)

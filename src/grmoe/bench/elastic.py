@@ -18,8 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from statistics import fmean
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ from grmoe.probe.timing import WARM_UPS, time_ratio
 from grmoe.routing import routers
 from grmoe.runs.config import DataConfig, ElasticConfig, TrainConfig
 from grmoe.terminal import Progress, Steps, silent
-from grmoe.train.setup import Trainer, assemble_trainer
+from grmoe.train.setup import Learner, build_learner
 from grmoe.train.step import InFlightStep, resolve, train_step
 
 OFF, ELASTIC, FULL = "off", "elastic", "elastic, full budgets"
@@ -48,30 +47,30 @@ TURNS = ((1.0, 1.0, 1.0), (0.3, 1.0, 1.0), (0.6, 1.0, 1.0), (1.0, 0.5, 1.0), (1.
 
 @dataclass
 class Training:
-    """A trainer, and the steps it has taken."""
+    """A learner, and the steps it has taken."""
 
-    trainer: Trainer
+    learner: Learner
     batches: list[Tensor]
     done: int = 0
     previous: InFlightStep | None = None
 
     def step(self, full_share: float) -> Tensor:
         """One step, and as in the trainer's loop the numbers of the one before. Returns the loss, on its way here."""
-        config = self.trainer.config
+        config = self.learner.config
         if full_share != config.elastic.full_share:
-            self.trainer.config = replace(config, elastic=replace(config.elastic, full_share=full_share))
-        now = train_step(self.trainer, self.done, self.batches[self.done % len(self.batches)])
+            self.learner.config = replace(config, elastic=replace(config.elastic, full_share=full_share))
+        now = train_step(self.learner, self.done, self.batches[self.done % len(self.batches)])
         if self.previous is not None:
-            resolve(self.trainer, self.previous, self.done)
+            resolve(self.learner, self.previous, self.done)
         self.previous, self.done = now, self.done + 1
         return now.numbers_5[0]
 
     def experts(self, full_share: float) -> float:
         """Experts computed per token in a few more steps, the mean over layers."""
-        self.trainer.model.reset_routing_metrics()
+        self.learner.model.reset_routing_metrics()
         for _ in range(len(self.batches)):
             self.step(full_share)
-        return fmean(router.counter.read().experts_per_token for router in routers(self.trainer.model))
+        return fmean(router.counter.read().experts_per_token for router in routers(self.learner.model))
 
 
 @dataclass
@@ -153,18 +152,16 @@ def contenders(
         ).resolved()
         model = preset(shape.preset)
         model_config = config.model_config(model.vocab_size, 0)
-        # A step takes its batch as an argument, so no data is read.
-        nothing = cast(Any, SimpleNamespace(masked=False))
         world = World(0, 1, 0, device, None)
-        trainer = assemble_trainer(config, world, model_config, shape.length, nothing, nothing)
+        learner = build_learner(config, world, model_config, shape.length)
         torch.manual_seed(SEED)
         size = (BATCHES, shape.batch, shape.length + 1)
-        return Training(trainer, list(torch.randint(model.vocab_size, size)))
+        return Training(learner, list(torch.randint(model.vocab_size, size)))
 
     def build(draws: bool, full_share: float) -> Runs:
         built = training(draws)
         experts = built.experts(full_share)
-        facts = {"experts": experts, "flops": built.trainer.cost.train_flops_at(experts)}
+        facts = {"experts": experts, "flops": built.learner.cost.train_flops_at(experts)}
         return Runs({STEP: lambda: built.step(full_share)}, facts=facts)
 
     graphs = compiled and device.type == "cuda"
@@ -201,15 +198,15 @@ def turn_training(training: Training) -> dict[str, Any]:
 
 def turn_prefill(training: Training) -> dict[str, Any]:
     """The logits of the last position of a batch, at every one of TURNS, from the model in eval mode."""
-    trainer = training.trainer
-    device = trainer.world.device
-    model = trainer.model.eval()
+    learner = training.learner
+    device = learner.world.device
+    model = learner.model.eval()
     mode = "reduce-overhead" if device.type == "cuda" else "default"
     forward = torch.compile(model, dynamic=False, mode=mode)
     ids_BS = training.batches[0][:, :-1].to(device)
 
     def prefill() -> object:
-        with torch.no_grad(), trainer.autocast():
+        with torch.no_grad(), learner.autocast():
             return forward(input_ids=ids_BS, use_cache=False, logits_to_keep=1).logits
 
     try:
@@ -220,7 +217,7 @@ def turn_prefill(training: Training) -> dict[str, Any]:
 
 def _turn(training: Training, call: Callable[[], object]) -> dict[str, Any]:
     """Call at every one of TURNS. Calls before that compile and capture, and are not counted."""
-    model, settings = training.trainer.model, []
+    model, settings = training.learner.model, []
     found = routers(model)
     room = found[0].budget.room
     for _ in range(1 + WARM_UPS):

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -38,7 +37,7 @@ from grmoe.probe.timing import Times
 from grmoe.runs.config import DataConfig, ElasticConfig, TrainConfig
 from grmoe.tables import Table
 from grmoe.terminal import Progress, Steps, silent
-from grmoe.train.setup import Trainer, assemble_trainer
+from grmoe.train.setup import Learner, build_learner
 from grmoe.train.step import InFlightStep, resolve, train_step
 
 NAME = "training"
@@ -125,35 +124,39 @@ def train(
 ) -> None:
     """All steps of one model. The row receives what was measured, and the loss of every step."""
     device, text = plan.device, None if data is None else TokenDataset(data)
-    trainer, size = build(shape, device, plan.dtype, steps, form, text, checkpointing)
-    batches = zipf(trainer) if text is None else text.batches(shape.batch, shape.length, SEED)
+    learner, size = build(shape, device, plan.dtype, steps, form, text, checkpointing)
+    batches = (
+        zipf(learner.model.config.vocab_size, shape)
+        if text is None
+        else text.batches(shape.batch, shape.length, SEED)
+    )
     settled = math.ceil(SETTLING * steps)
     losses: list[float] = []
     marks: list[Any] = []
     previous: InFlightStep | None = None
     for step in range(steps):
         if step == settled:
-            trainer.model.reset_routing_metrics()
+            learner.model.reset_routing_metrics()
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             marks.append(_mark(device))
-        now = train_step(trainer, step, next(batches))
+        now = train_step(learner, step, next(batches))
         if previous is not None:  # as in the trainer's loop: the host is one step ahead
-            losses.append(resolve(trainer, previous, step).loss)
+            losses.append(resolve(learner, previous, step).loss)
         if step >= settled:
             marks.append(_mark(device))
         previous = now
         report(f"{shape.preset}: step {step + 1}")
     assert previous is not None
-    losses.append(resolve(trainer, previous, steps).loss)
-    load, cost = routing_figures(trainer.model), trainer.cost
+    losses.append(resolve(learner, previous, steps).loss)
+    load, cost = routing_figures(learner.model), learner.cost
     row.times[STEP] = Times([[_between(a, b) for a, b in pairwise(marks)]])
     row.peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     few = max(1, steps // 20)
     row.facts |= {
         "B parameters": cost.total / 1e9,
         "bytes per parameter": size,
-        "checkpointing": float(trainer.config.activation_checkpointing),
+        "checkpointing": float(learner.config.activation_checkpointing),
         "flops": cost.train_flops,
         "first loss": losses[0],
         "last loss": sum(losses[-few:]) / few,
@@ -172,8 +175,8 @@ def build(
     form: str,
     text: TokenDataset | None,
     checkpointing: bool | None,
-) -> tuple[Trainer, int]:
-    """The trainer, and its bytes per parameter."""
+) -> tuple[Learner, int]:
+    """The learner, and its bytes per parameter."""
     size, crowded = state_bytes(shape, memory_bytes(device))
     config = TrainConfig(
         steps=steps,
@@ -187,15 +190,15 @@ def build(
     ).resolved()
     vocabulary = preset(shape.preset).vocab_size if text is None else text.vocab_size
     model_config = config.model_config(vocabulary, 0 if text is None else text.end_of_text)
-    nothing = cast(Any, SimpleNamespace(masked=False))  # a step takes its batch as an argument
     world = World(0, 1, 0, device, None)
-    trainer = assemble_trainer(config, world, model_config, shape.length, nothing, nothing)
+    masked = text is not None and text.masked
+    learner = build_learner(config, world, model_config, shape.length, masked)
     if size == BF16:
-        nn.Module.to(trainer.model, torch.bfloat16)  # routers stay in fp32
+        nn.Module.to(learner.model, torch.bfloat16)  # routers stay in fp32
     mode = FORMS[form][1]
     if mode is not None:
-        trainer.forward = torch.compile(trainer.model, dynamic=False, mode=mode)
-    return trainer, size
+        learner.forward = torch.compile(learner.model, dynamic=False, mode=mode)
+    return learner, size
 
 
 def state_bytes(shape: ModelShape, memory: int) -> tuple[int, bool]:
@@ -205,14 +208,14 @@ def state_bytes(shape: ModelShape, memory: int) -> tuple[int, bool]:
     return size, size * total > CROWDED * memory
 
 
-def zipf(trainer: Trainer) -> Iterator[Tensor]:
+def zipf(vocabulary: int, shape: ModelShape) -> Iterator[Tensor]:
     """Endless batches (B, S + 1) of independent tokens: token i has a probability ∝ 1/(i + 1)."""
     generator = torch.Generator().manual_seed(SEED)
-    weights = 1 / torch.arange(1, trainer.model.config.vocab_size + 1, dtype=torch.float64)
-    shape = (trainer.rows, trainer.length + 1)
+    weights = 1 / torch.arange(1, vocabulary + 1, dtype=torch.float64)
+    rows, length = shape.batch, shape.length + 1
     while True:
-        drawn = torch.multinomial(weights, shape[0] * shape[1], replacement=True, generator=generator)
-        yield drawn.view(shape)
+        drawn = torch.multinomial(weights, rows * length, replacement=True, generator=generator)
+        yield drawn.view(rows, length)
 
 
 def _mark(device: torch.device) -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from grmoe.cli.bench import Contenders, Dtype, Out, Rounds, finish
-from grmoe.cli.bench_models import Preset
+from grmoe.cli.bench_models import Form, Preset, machine, usual_form
 from grmoe.cli.options import Device
 from grmoe.cli.shell import shell
 
@@ -30,13 +30,7 @@ def decode(
         list[float] | None,
         typer.Option(help="Experts per token of ours. Repeatable.", show_default="K, 3/4 K and K/2"),
     ] = None,
-    form: Annotated[
-        str | None,
-        typer.Option(
-            help="eager, compiled, or graphs (compiled, one CUDA graph per step).",
-            show_default="graphs on a GPU, eager on a CPU",
-        ),
-    ] = None,
+    form: Form = None,
     dtype: Dtype = None,
     device: Device = "auto",
     rounds: Rounds = 10,
@@ -52,20 +46,19 @@ def decode(
     with shell("lm", "studies"):
         from grmoe.bench import decode as bench
         from grmoe.bench.models import ModelShape
-        from grmoe.bench.run import Plan, find_dtype
-        from grmoe.hardware import use_device
+        from grmoe.bench.run import Plan
 
-        where = use_device(device)
+        where, precision, _ = machine(device, dtype)
         cuda = where.type == "cuda"
         context = length or (512 if cuda else 32)
         plan = Plan(
-            benchmark=bench.benchmark(form or ("graphs" if cuda else "eager"), tuple(budget or ())),
+            benchmark=bench.benchmark(usual_form(form, where), tuple(budget or ())),
             shapes=[
                 ModelShape.on(where, preset, each, context)
                 for each in batch or (bench.BATCHES if cuda else (1, 2))
             ],
             device=where,
-            dtype=find_dtype(dtype, where),
+            dtype=precision,
             rounds=rounds,
             out=out,
             wanted=contender or [],
@@ -102,10 +95,9 @@ def serve(
     with shell("lm", "studies"):
         from grmoe.bench import serve as bench
         from grmoe.bench.models import ModelShape
-        from grmoe.bench.run import Plan, find_dtype
-        from grmoe.hardware import use_device
+        from grmoe.bench.run import Plan
 
-        where = use_device(device)
+        where, precision, _ = machine(device, dtype)
         cuda = where.type == "cuda"
         usual = 128 if cuda else 16
         plan = Plan(
@@ -115,7 +107,7 @@ def serve(
                 for each in clients or (bench.CLIENTS if cuda else (1, 2))
             ],
             device=where,
-            dtype=find_dtype(dtype, where),
+            dtype=precision,
             rounds=1,
             out=out,
             wanted=contender or [],

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from grmoe.cli.bench import Contenders, Dtype, Out, Rounds, finish
 from grmoe.cli.options import Device
 from grmoe.cli.shell import shell
+
+if TYPE_CHECKING:  # it takes seconds to import
+    import torch
 
 Preset = Annotated[
     str | None, typer.Option(help="A preset of `grmoe info`.", show_default="350m on a GPU, tiny on a CPU")
@@ -19,6 +22,31 @@ Batch = Annotated[int | None, typer.Option(min=1, help="Sequences.", show_defaul
 Length = Annotated[
     int | None, typer.Option(min=2, help="Tokens per sequence.", show_default="1024 on a GPU, 128 on a CPU")
 ]
+Form = Annotated[
+    str | None,
+    typer.Option(
+        help="eager, compiled or graphs (compiled into CUDA graphs).",
+        show_default="graphs on a GPU, eager on a CPU",
+    ),
+]
+StepsPerTurn = Annotated[int, typer.Option(min=1, help="Training steps per turn.")]
+Turns = Annotated[int, typer.Option(min=1, help="Turns of each contender.")]
+
+
+def machine(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype, float | None]:
+    """The device, its dtype, and the FLOP/s it can reach; None where MFU has no meaning."""
+    import torch
+
+    from grmoe.bench.run import find_dtype
+    from grmoe.hardware import peak_flops, use_device
+
+    where = use_device(device)
+    precision = find_dtype(dtype, where)
+    return where, precision, peak_flops(where) if precision == torch.bfloat16 else None
+
+
+def usual_form(form: str | None, where: torch.device) -> str:
+    return form or ("graphs" if where.type == "cuda" else "eager")
 
 
 def train_model(
@@ -44,10 +72,10 @@ def train_model(
             show_default="together if they fit",
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps per turn.")] = 10,
+    steps: StepsPerTurn = 10,
     dtype: Dtype = None,
     device: Device = "auto",
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 5,
+    rounds: Turns = 5,
     contender: Contenders = None,
     out: Out = Path("runs/bench/train-model"),
 ) -> None:
@@ -56,17 +84,12 @@ def train_model(
     Example: [bold]grmoe bench train-model --preset 350m --batch 16 --length 1024[/]
     """
     with shell("lm", "studies"):
-        import torch
-
         from grmoe.bench import train_model as bench
         from grmoe.bench.models import FORMS, ModelShape
-        from grmoe.bench.run import Plan, find_dtype
-        from grmoe.hardware import peak_flops, use_device
+        from grmoe.bench.run import Plan
 
-        where = use_device(device)
-        precision = find_dtype(dtype, where)
+        where, precision, peak = machine(device, dtype)
         forms = tuple(form or (FORMS if where.type == "cuda" else ("eager",)))
-        peak = peak_flops(where) if precision == torch.bfloat16 else None
         plan = Plan(
             benchmark=bench.benchmark(forms, peak),
             shapes=[ModelShape.on(where, preset, batch, length, hidden_act)],
@@ -93,10 +116,10 @@ def elastic(
             "--compiled/--eager", help="As the trainer does on a GPU (there with CUDA graphs), or not."
         ),
     ] = True,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps per turn.")] = 10,
+    steps: StepsPerTurn = 10,
     dtype: Dtype = None,
     device: Device = "auto",
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 10,
+    rounds: Turns = 10,
     out: Out = Path("runs/bench/elastic"),
 ) -> None:
     """Measure what random budgets cost in training, and count what a turned budget compiles and captures.
@@ -104,19 +127,14 @@ def elastic(
     Example: [bold]grmoe bench elastic --preset 350m --batch 16 --length 1024[/]
     """
     with shell("lm", "studies"):
-        import torch
-
         from grmoe.bench import elastic as bench
         from grmoe.bench.models import ModelShape
-        from grmoe.bench.run import Plan, find_dtype
+        from grmoe.bench.run import Plan
         from grmoe.config import from_dict
-        from grmoe.hardware import peak_flops, use_device
         from grmoe.runs.config import ElasticConfig
 
-        where = use_device(device)
-        precision = find_dtype(dtype, where)
+        where, precision, peak = machine(device, dtype)
         drawn = from_dict(ElasticConfig, {"unit": unit, "rule": rule})
-        peak = peak_flops(where) if precision == torch.bfloat16 else None
         plan = Plan(
             benchmark=bench.benchmark(drawn, compiled, peak),
             shapes=[ModelShape.on(where, preset, batch, length)],
@@ -132,13 +150,7 @@ def prefill(
     preset: Preset = None,
     batch: Batch = None,
     length: Length = None,
-    form: Annotated[
-        str | None,
-        typer.Option(
-            help="eager, compiled or graphs (compiled into CUDA graphs).",
-            show_default="graphs on a GPU, eager on a CPU",
-        ),
-    ] = None,
+    form: Form = None,
     dtype: Dtype = None,
     device: Device = "auto",
     rounds: Rounds = 10,
@@ -151,15 +163,14 @@ def prefill(
     with shell("lm", "studies"):
         from grmoe.bench import prefill as bench
         from grmoe.bench.models import ModelShape
-        from grmoe.bench.run import Plan, find_dtype
-        from grmoe.hardware import use_device
+        from grmoe.bench.run import Plan
 
-        where = use_device(device)
+        where, precision, _ = machine(device, dtype)
         plan = Plan(
-            benchmark=bench.benchmark(form or ("graphs" if where.type == "cuda" else "eager")),
+            benchmark=bench.benchmark(usual_form(form, where)),
             shapes=[ModelShape.on(where, preset, batch, length)],
             device=where,
-            dtype=find_dtype(dtype, where),
+            dtype=precision,
             rounds=rounds,
             out=out,
         )
@@ -204,15 +215,14 @@ def breakdown(
         from grmoe import checks
         from grmoe.bench import breakdown as bench
         from grmoe.bench.models import ModelShape
-        from grmoe.bench.run import Plan, find_dtype
-        from grmoe.hardware import use_device
+        from grmoe.bench.run import Plan
 
-        where = use_device(device)
+        where, precision, _ = machine(device, dtype)
         plan = Plan(
             benchmark=bench.benchmark(),
             shapes=[ModelShape.on(where, preset, batch, length)],
             device=where,
-            dtype=find_dtype(dtype, where),
+            dtype=precision,
             rounds=rounds,
             out=out,
         )
@@ -220,7 +230,7 @@ def breakdown(
             bench.run,
             routers=tuple(checks.one_of("router", each, bench.ROUTERS) for each in router or bench.ROUTERS),
             passes=tuple(checks.one_of("pass", each, bench.PASSES) for each in only or bench.PASSES),
-            form=form or ("graphs" if where.type == "cuda" else "eager"),
+            form=usual_form(form, where),
             whole=whole,
         )
         finish(plan, measure)
@@ -245,13 +255,7 @@ def scale(
         Path | None,
         typer.Option(help="Folder that `grmoe prepare` wrote.", show_default="random tokens, by Zipf's law"),
     ] = None,
-    form: Annotated[
-        str | None,
-        typer.Option(
-            help="eager, compiled or graphs (compiled into CUDA graphs).",
-            show_default="graphs on a GPU, eager on a CPU",
-        ),
-    ] = None,
+    form: Form = None,
     checkpointing: Annotated[
         bool | None,
         typer.Option(
@@ -269,16 +273,11 @@ def scale(
     Example: [bold]grmoe bench scale --preset 1.3b --batch 8 --steps 60[/]
     """
     with shell("lm", "studies"):
-        import torch
-
         from grmoe.bench import scale as bench
         from grmoe.bench.models import ModelShape
-        from grmoe.bench.run import Plan, find_dtype
-        from grmoe.hardware import peak_flops, use_device
+        from grmoe.bench.run import Plan
 
-        where = use_device(device)
-        precision = find_dtype(dtype, where)
-        peak = peak_flops(where) if precision == torch.bfloat16 else None
+        where, precision, peak = machine(device, dtype)
         for name in preset or (bench.DEFAULTS if where.type == "cuda" else ["tiny"]):
             usual = bench.DEFAULTS.get(name, bench.SMALL)
             plan = Plan(
@@ -292,7 +291,7 @@ def scale(
             measure = partial(
                 bench.run,
                 steps=steps or usual.steps,
-                form=form or ("graphs" if where.type == "cuda" else "eager"),
+                form=usual_form(form, where),
                 data=data,
                 checkpointing=checkpointing,
             )

@@ -21,7 +21,9 @@ def dial(
     max_ppl_increase: Annotated[
         str | None,
         typer.Option(
-            help="Fewest experts with a perplexity increase of at most this: 1% or 0.01.", show_default="1%"
+            help="Fewest experts with a perplexity increase of at most this, 1% or 0.01, at the upper end of its 90 % "
+            "interval.",
+            show_default="1%",
         ),
     ] = None,
     throughput: Annotated[

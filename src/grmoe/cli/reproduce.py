@@ -45,7 +45,7 @@ def reproduce(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="A recipe or another part of a study to run. Repeatable.", show_default="all parts"
+            help="A recipe, method or benchmark of a study to run. Repeatable.", show_default="all parts"
         ),
     ] = None,
     seeds: Annotated[
@@ -100,12 +100,13 @@ def reproduce(
     chosen = [word for word in given if "=" not in word]
     with shell("lm", "studies", continues=True):
         from grmoe.studies.pages import status_table, write_pages
-        from grmoe.studies.registry import find_studies
+        from grmoe.studies.registry import check_only, find_studies
         from grmoe.studies.study import Place
 
         if not (chosen or status or pages):
             raise ValueError("name a study, or all; --status lists them")
         studies = find_studies(chosen)
+        check_only(only or (), studies)
         if not status and not pages:
             place = Place(
                 results=results, work=work, data=data, texts=tuple(text or ()), device=device, at_once=at_once,

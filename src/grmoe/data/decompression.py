@@ -19,7 +19,7 @@ _ZSTD_INPUT = 2**10  # bytes: a block of four bytes unpacks to 128 KiB, so this 
 DAMAGE = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile)  # what a damaged file raises
 
 
-def decompress(raw: IO[bytes], name: str) -> IO[bytes]:
+def decompress(raw: io.BufferedReader, name: str) -> io.BufferedReader:
     """The content of a file, unpacked while it is read. The ending of `name` says how it is compressed."""
     name = name.lower()
     if name.endswith(".gz"):
@@ -32,16 +32,25 @@ def decompress(raw: IO[bytes], name: str) -> IO[bytes]:
 
 
 class TooMuch(Exception):
-    """The lines that are too long unpack to more than anyone waits for."""
+    """Lines that are too long or blank unpack to more than anyone waits for."""
 
 
-def read_lines(stream: IO[bytes], limit: int, patience: float = math.inf) -> Iterator[bytes | None]:
+def read_lines(stream: io.BufferedReader, limit: int, patience: float = math.inf) -> Iterator[bytes | None]:
     """The lines of a stream. None stands for a line of more than `limit` bytes, which is never in memory as a whole.
 
-    patience: bytes of such lines. Raises `TooMuch` if they have more.
+    Blank lines come several at once: a few kilobytes of .zst may unpack to hundreds of millions of them.
+
+    patience: bytes of lines that are too long or blank. Raises `TooMuch` if they have more.
     """
     while line := stream.readline(limit + 1):
         if len(line) <= limit or (len(line) == limit + 1 and line.endswith(b"\n")):
+            if line.isspace():
+                ahead = stream.peek()
+                indent = len(ahead) - len(ahead.lstrip())
+                line += stream.read(ahead.rfind(b"\n", 0, indent) + 1)
+                patience -= len(line)
+                if patience < 0:
+                    raise TooMuch
             yield line
             continue
         while not line.endswith(b"\n") and (line := stream.readline(BUFFER)):

@@ -132,11 +132,14 @@ class Reader:
                     content = line.removeprefix(_BOM) if line and row == 0 else line
                     if row >= first and (content is None or content.strip()):  # a blank line is not a row
                         yield row, self._parse(unit, content), raw.tell()
-                    row += 1
+                    row += (
+                        1 if line is None else max(1, line.count(b"\n"))
+                    )  # blank lines come several at once
         except TooMuch:
             if row >= first:
-                words = f"such rows unpack from {unit.size:,} bytes to more than {self._patience(unit):,}"
-                yield row, Bad(TOO_LONG, f"{words}; the rest of the file is not read"), unit.size
+                words = f"unpack from {unit.size:,} bytes to more than {self._patience(unit):,}"
+                detail = f"rows that are too long or blank {words}; the rest of the file is not read"
+                yield row, Bad(TOO_LONG, detail), unit.size
         except DAMAGE as error:
             raise ValueError(f"{unit.location} is damaged after row {row}: {error}") from error
 

@@ -149,11 +149,10 @@ def _prices(layers: Sequence[Sequence[Option]]) -> list[float]:
     return [*middles, 2 * ordered[-1] + 1]
 
 
-def between(a: Setting, b: Setting, share: float) -> Setting | None:
-    """A mass setting on the way from a to b: geometric in α, linear in τ. None if they cannot be joined.
+def halfway(a: Setting, b: Setting) -> Setting | None:
+    """The mass setting in the middle of two: geometric in α, linear in τ. None if they cannot be joined.
 
-    Top-k is mass with τ = 1 at its cap. Top-1 is mass with a τ that one expert always reaches. A k per layer has no
-    neighbours.
+    Top-k is mass with τ = 1 at its cap. Top-1 is mass with τ = 0. A k per layer has no neighbours.
     """
     if a.norms != b.norms or a.caps or b.caps:
         return None
@@ -161,8 +160,8 @@ def between(a: Setting, b: Setting, share: float) -> Setting | None:
     start, end = _tau(a, cap), _tau(b, cap)
     if start is None or end is None or any(x <= 0 for x in (*a.alphas, *b.alphas)):
         return None
-    alphas = tuple(x ** (1 - share) * y**share for x, y in zip(a.alphas, b.alphas, strict=True))
-    return mass(alphas, (1 - share) * start + share * end, cap, a.norms)
+    alphas = tuple((x * y) ** 0.5 for x, y in zip(a.alphas, b.alphas, strict=True))
+    return mass(alphas, (start + end) / 2, cap, a.norms)
 
 
 def _tau(setting: Setting, cap: int) -> float | None:
@@ -170,5 +169,5 @@ def _tau(setting: Setting, cap: int) -> float | None:
     if setting.selection == "mass" and setting.cap == cap:
         return setting.tau
     if setting.selection in ("topk", "dense"):
-        return 1.0 if setting.cap == cap else 0.1 if setting.cap == 1 else None
+        return 1.0 if setting.cap == cap else 0.0 if setting.cap == 1 else None
     return None

@@ -9,7 +9,7 @@ from typing import Literal
 from grmoe import checks
 from grmoe.dial.frontier import frontier
 from grmoe.dial.meter import Family, Meter, Point
-from grmoe.dial.search import between
+from grmoe.dial.search import halfway
 from grmoe.dial.setting import Setting
 from grmoe.probe.losses import increase
 
@@ -96,8 +96,8 @@ def refine(target: Target, meter: Meter) -> None:
     for _ in range(REFINEMENTS):
         points = list(meter.points.values())
         chosen = choose(target, points, meter.trained, lambda point: None)
-        halfway = (between(chosen.setting, p.setting, 0.5) for p in _beyond(target, chosen, frontier(points)))
-        fresh = next((s for s in halfway if s is not None and s not in meter.points), None)
+        middles = (halfway(chosen.setting, p.setting) for p in _beyond(target, chosen, frontier(points)))
+        fresh = next((s for s in middles if s is not None and s not in meter.points), None)
         if fresh is None:
             return
         meter.measure(fresh, family(fresh))

@@ -43,6 +43,15 @@ ONE_PASS = Tiles(128, 128, 64, 8, 3, at_once=True)
 LINEAR = Tiles(64, 16, 128, 4, 4)
 
 
+SHARED = 200_000  # bytes that the pipeline's tiles may take of a multiprocessor's 227 KB
+
+
+def _linear(columns: int, itemsize: int) -> Tiles:
+    """As many stages as fit: a matrix of 64 rows in fp32, or of 256 in bf16, leaves room for fewer than four."""
+    stage = (LINEAR.tokens + columns) * LINEAR.width * itemsize
+    return LINEAR._replace(columns=columns, stages=max(1, min(LINEAR.stages, SHARED // stage)))
+
+
 @cache
 def plan(dtype: torch.dtype, num_experts: int, rank: int, square: bool, hopper: bool) -> Plan:
     """The same for every batch of a router: nothing is tuned at run time, so equal inputs give equal bits."""
@@ -60,7 +69,7 @@ def plan(dtype: torch.dtype, num_experts: int, rank: int, square: bool, hopper: 
     else:
         forward = NARROW
     if not square:
-        forward = LINEAR._replace(columns=NP)
+        forward = _linear(NP, dtype.itemsize)
     backward = forward._replace(stages=min(forward.stages, 3))
     C = ceil_div(rank * NP, forward.columns) * forward.columns
     return Plan(NP, C, forward, backward, gradient, precision)

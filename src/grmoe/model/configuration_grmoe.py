@@ -127,6 +127,9 @@ class GrmoeConfig(PreTrainedConfig):
     embedding_multiplier: float = 1.0
     """Multiplies the input embeddings, also those given as `inputs_embeds`. √hidden_size brings embeddings that start
     at `initializer_range` to the scale of what the blocks add to them."""
+    residual_loss_coef: float = 0.0
+    """Weight, in training, of the mean of (log mean square)² of the residual stream before each MoE layer. It keeps the
+    stream's scale near one, which models otherwise leave. A part of the routers' losses."""
     attention_bias: bool = False
     """Add biases to the attention projections."""
     attention_dropout: float = 0.0
@@ -372,6 +375,7 @@ class GrmoeConfig(PreTrainedConfig):
         checks.finite("rms_norm_eps", self.rms_norm_eps, above=0)
         checks.finite("initializer_range", self.initializer_range, at_least=0)
         checks.finite("router_aux_loss_coef", self.router_aux_loss_coef, at_least=0)
+        checks.finite("residual_loss_coef", self.residual_loss_coef, at_least=0)
         if self.router_kappa is not None:
             checks.finite("router_kappa", self.router_kappa, above=0)
         checks.finite("attention_dropout", self.attention_dropout, at_least=0)

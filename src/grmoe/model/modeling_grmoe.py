@@ -244,6 +244,7 @@ class GrmoeDecoderLayer(GradientCheckpointingLayer):
         self.mlp: GrmoeMoE | GrmoeMLP = (
             GrmoeMoE(config, moe_layers.index(layer_idx)) if layer_idx in moe_layers else GrmoeMLP(config)
         )
+        self.residual_loss_coef = config.residual_loss_coef
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         # `_init_weights` gets a module without its name.
@@ -265,7 +266,14 @@ class GrmoeDecoderLayer(GradientCheckpointingLayer):
             y: Tensor = self.mlp(x)
             return hidden_states + y
         y, _, loss = self.mlp(x, token_ids)
+        if self.residual_loss_coef and self.training:
+            loss = loss + self.residual_loss_coef * residual_loss(hidden_states)
         return hidden_states + y, loss
+
+
+def residual_loss(x_BSH: Tensor) -> Tensor:
+    """Mean over tokens of (log mean square)²: zero for tokens of RMS one, equal for RMS c and 1/c."""
+    return x_BSH.float().square().mean(-1).log().square().mean()
 
 
 # -- the models ------------------------------------------------------------------------------------------------

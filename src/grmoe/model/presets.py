@@ -29,6 +29,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "router_rank": 16,
         "max_position_embeddings": 512,
         "tie_word_embeddings": True,
+        "embedding_multiplier": 11.3,  # about √d
     },
     # For minutes on one GPU: large enough to show differences between routers.
     "small": {
@@ -39,9 +40,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 8,
         "num_attention_heads": 8,
         "num_experts": 8,
-        "router_rank": 32,
+        "router_rank": 64,
         "hidden_act": "gelu",
         "tie_word_embeddings": True,
+        "embedding_multiplier": 22.6,
     },
     # The paper, appendix "Extended Experimental Details". It states two-layer feed-forwards. It does not say whether
     # embeddings are tied; they are in GPT-2, which has this tokenizer and shape.

@@ -21,7 +21,8 @@ class ModelOptimizer(Optimizer):
     The None lets the Trainer make its usual schedule, which scales all learning rates. Its own `learning_rate` and
     `weight_decay` are not used.
 
-    lr: of the weights. weight_decay: of matrices. frames_lr: 0.003·√k by default. kappa_lr: 5·lr by default.
+    lr: of the weights. weight_decay: of matrices. frames_lr: lr·√(d·k) by default, for d × k frames. kappa_lr: lr by
+    default.
     """
 
     def __init__(

@@ -6,9 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-# Of log κ: its default learning rate, as a multiple of that of the weights. At the same rate κ hardly moves.
-KAPPA_FACTOR = 5.0
-
 
 class ParameterSplit(NamedTuple):
     """A model's trainable parameters, grouped by the optimiser they need. Each parameter appears once."""
@@ -22,7 +19,7 @@ def split_parameters(model: nn.Module) -> ParameterSplit:
     """Split a model's parameters into frames, concentrations κ and everything else, by the last part of their names.
 
         split = split_parameters(model)
-        frames = GrassmannAdam(split.frame_groups, lr=0.003 * rank**0.5)
+        frames = GrassmannAdam(split.frame_groups, lr=3e-4 * (width * rank) ** 0.5)
         others = AdamW([{"params": split.rest}, {"params": split.kappa, "weight_decay": 0.0}], lr=3e-4)
 
     `frames` next to a `log_kappa` with one entry per direction (a diagonal Λ_e: log_kappa.ndim == frames.ndim − 1) go
@@ -54,20 +51,25 @@ def optimizer_groups(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(groups of AdamW, groups of `GrassmannAdam`), with a learning rate and a "kind" each.
 
-    Matrices have weight decay; vectors, κ and frames have none. kappa_lr is 5·lr by default, because at lr the
-    concentrations hardly move. frames_lr is 0.003·√k.
+    Matrices have weight decay; vectors, κ and frames have none. kappa_lr is lr by default. frames_lr is lr·√(d·k) for
+    frames of d × k: a step then is as long as one of elementwise Adam with rate lr, so subspaces turn as fast as a
+    linear gate of the same shape would.
     """
     split = split_parameters(model)
     matrices, vectors = [p for p in split.rest if p.ndim > 1], [p for p in split.rest if p.ndim <= 1]
-    kappa_lr = KAPPA_FACTOR * lr if kappa_lr is None else kappa_lr
     groups: list[dict[str, Any]] = [
         {"kind": "weights", "params": matrices, "weight_decay": weight_decay, "lr": lr},
         {"kind": "weights", "params": vectors, "weight_decay": 0.0, "lr": lr},
-        {"kind": "kappa", "params": split.kappa, "weight_decay": 0.0, "lr": kappa_lr},
+        {
+            "kind": "kappa",
+            "params": split.kappa,
+            "weight_decay": 0.0,
+            "lr": lr if kappa_lr is None else kappa_lr,
+        },
     ]
-    frames = []
-    if split.frame_groups:
-        rank = split.frame_groups[0]["params"][0].shape[-1]
-        frames_lr = 0.003 * rank**0.5 if frames_lr is None else frames_lr
-        frames = [{"kind": "frames", **group, "lr": frames_lr} for group in split.frame_groups]
+    frames = [{"kind": "frames", **group, "lr": frames_lr} for group in split.frame_groups]
+    for group in frames:
+        if frames_lr is None:
+            width, rank = group["params"][0].shape[-2:]
+            group["lr"] = lr * (width * rank) ** 0.5
     return [group for group in groups if group["params"]], frames

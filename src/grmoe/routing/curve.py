@@ -50,9 +50,12 @@ def curve_numbers(curve: Iterable[Mapping[str, Any]], budget: float, layers: int
     below, above = _layers(points[max(0, at - 1)], layers), _layers(points[at], layers)
     share = (budget - counts[at - 1]) / (counts[at] - counts[at - 1]) if at else 1.0
     apart = [i for i in range(layers) if below[i].cap != above[i].cap]
-    turned, left = set(), share * sum(above[i].cap - below[i].cap for i in apart) + 1e-9
-    for i in apart:
-        left -= above[i].cap - below[i].cap
+    gains = {i: above[i].cap - below[i].cap for i in apart}
+    if any(gain < 0 for gain in gains.values()):  # a smaller cap with a larger τ: caps say nothing of experts
+        gains = dict.fromkeys(apart, 1)
+    turned, left = set(), share * sum(gains.values()) + 1e-9
+    for i, gain in gains.items():
+        left -= gain
         if left < 0:
             break
         turned.add(i)

@@ -51,14 +51,14 @@ class OptimConfig:
     lr: float = 3e-4
     """Peak learning rate of the weights. `grmoe train` of `tiny` on a CPU: 4e-3."""
     frames_lr: float | None = None
-    """Peak learning rate of the subspaces: the length of a step on their manifold. Default: 0.003·√router_rank. With
-    `frames_method=projected` and `qr`: `lr`."""
+    """Peak learning rate of the subspaces: the length of a step on their manifold. Default: lr·√(hidden_size ·
+    router_rank), so that they turn as fast as a linear gate of the same shape. With `frames_method=projected` and `qr`: `lr`."""
     frames_method: Literal["grassmann", "projected", "qr"] = "grassmann"
     """How subspaces are trained. `grassmann`: on their manifold (`GrassmannAdam`). The others are for comparison.
     `projected`: Adam on their entries, then QR. `qr`: Adam on a matrix without constraints, with its QR frame in the
     model."""
     kappa_lr: float | None = None
-    """Peak learning rate of log κ. Default: 5·lr, because at lr the concentrations hardly move."""
+    """Peak learning rate of log κ. Default: lr."""
     warmup: int | None = None
     """Steps of warm-up. Default: 2000, at most 3/10 of the run. `grmoe train` of `tiny` on a CPU: at most 100."""
     floor: float = 0.1

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grmoe.studies.judging import MIN_SEEDS, all_of, in_doubt, never, show_count
+from grmoe.studies.judging import MIN_SEEDS, above, all_of, decide, in_doubt, never, show_count
 from grmoe.studies.model_study import Group, ModelStudy, runs_of
 from grmoe.studies.models.recipes import DEFAULT_RATE, RECIPES, Recipe, best_rate
 from grmoe.studies.models.store import Run, Store
@@ -187,11 +187,7 @@ def _claims(models: Models) -> list[Claim]:
             OVERLAP,
             "ρ₀ = 0.3 is the best trade-off; stricter hurts a little, 0.8 regularises too little",
             f"a quarter of random: {show_mean(strict, 4, '+')}; the paper's 0.8: {show_mean(loose, 4, '+')}",
-            Verdict.OPEN
-            if strict is None or loose is None or min(strict.seeds, loose.seeds) < MIN_SEEDS
-            else Verdict.HOLDS
-            if strict.low > 0 and loose.low > 0
-            else Verdict.FAILS,
+            all_of(map(above, (strict, loose))),
             "Loss minus that of half the random overlap, our default. The paper's 0.3 is above the random overlap.",
         ),
         Claim(
@@ -234,22 +230,14 @@ def _claims(models: Models) -> list[Claim]:
             "Section 5.2",
             "A full N × N matrix per token does not improve perplexity over the scalar amortiser",
             show_mean(matrix, 4, "+"),
-            Verdict.OPEN
-            if matrix is None or matrix.seeds < MIN_SEEDS
-            else Verdict.FAILS
-            if matrix.high < 0
-            else Verdict.HOLDS,
+            decide(matrix, lambda found: found.high >= 0),
             f"Loss minus that of the scalar amortiser, by seed. {in_doubt(matrix)}",
         ),
         Claim(
             "Section 5.3",
             "Training on the manifold is important, rather than unconstrained steps followed by a projection",
             show_mean(projected, 4, "+"),
-            Verdict.OPEN
-            if projected is None or projected.seeds < MIN_SEEDS
-            else Verdict.HOLDS
-            if projected.low > 0
-            else Verdict.FAILS,
+            above(projected),
             f"Loss with Adam and QR minus that with GrassmannAdam, by seed. {in_doubt(projected)}",
         ),
         Claim(
@@ -268,11 +256,7 @@ def _changed(verdict: Verdict) -> Verdict:
 
 def _small(gaps: Iterable[Mean | None], limit: float) -> Verdict:
     """Of "it makes no difference": every mean lies within the limit."""
-    given = list(gaps)
-    found = [gap for gap in given if gap is not None and gap.seeds >= MIN_SEEDS]
-    if len(found) < len(given):
-        return Verdict.OPEN
-    return Verdict.HOLDS if all(abs(gap.value) <= limit for gap in found) else Verdict.FAILS
+    return all_of(decide(gap, lambda found: abs(found.value) <= limit) for gap in gaps)
 
 
 def _equal_cv(reference: Mean | None, others: Iterable[Mean | None]) -> Verdict:

@@ -23,6 +23,7 @@ class AlphaStudy:
     """Entropy along α after training, for both gates."""
 
     name, title, where = "alpha-sweep", "Post-hoc sparsity control", "Figure 1, Synthetic Task Results"
+    parts = DIALED
 
     def plan(self, results: Path) -> Plan:
         return Plan(out=results / FOLDER, methods=find_methods(DIALED))

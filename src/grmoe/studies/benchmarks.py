@@ -19,7 +19,7 @@ from grmoe.files import read_json, write_file
 from grmoe.hardware import use_device
 from grmoe.runs.folder import environment
 from grmoe.studies.page import Verdict
-from grmoe.studies.study import Place, State
+from grmoe.studies.study import Place, State, short_revision
 from grmoe.terminal import Progress, note
 
 Measure = Callable[[Plan[Any], Progress], list[Result]]
@@ -55,7 +55,7 @@ class BenchJob:
                     raise RuntimeError(f"{row.name} failed: {row.failure}")
         content = read_json(plan.numbers)
         content.pop("command_line")
-        return {**_shortened(content), "command": self.command, "revision": environment()["revision"]}
+        return {**_shortened(content), "command": self.command}
 
 
 class BenchStudy:
@@ -63,6 +63,10 @@ class BenchStudy:
 
     def __init__(self, name: str, jobs: tuple[BenchJob, ...]) -> None:
         self.name, self.jobs = name, jobs
+
+    @property
+    def parts(self) -> list[str]:
+        return [job.name for job in self.jobs]
 
     def path(self, results: Path, job: str) -> Path:
         return results / self.name / f"{job}.json"
@@ -75,15 +79,14 @@ class BenchStudy:
         for job in self.jobs:
             path = self.path(place.results, job.name)
             late = place.until is not None and time.monotonic() > place.until
-            if path.is_file() or late:
+            if path.is_file() or late or not place.wants(job.name):
                 continue
             try:
                 content = job.run(place.work / self.name / job.name, device, progress)
-            except (
-                RuntimeError
-            ) as error:  # the others may still run; this one has no results and is tried again
+            except RuntimeError as error:  # the others may still run; without results it is tried again
                 note(f"{self.name}, {job.name}: {error}")
                 continue
+            content["revision"] = short_revision(environment(), place.revision)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 

@@ -160,7 +160,7 @@ class Future(ModelStudy):
 
     def state(self, results: Path) -> State:
         before, pruned = super().state(results), {row.seed for row in read_pruning(results)[0]}
-        return State(before.done + len(pruned), before.total + SEEDS)
+        return State(before.done + len(pruned & set(range(SEEDS))), before.total + SEEDS)
 
     def run(self, place: Place, progress: Progress) -> None:
         super().run(place, progress)

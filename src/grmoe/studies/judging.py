@@ -5,7 +5,7 @@ A difference counts if its 95 % interval over at least three seeds excludes zero
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from grmoe.studies.intervals import out_of
 from grmoe.studies.models.store import Run
@@ -15,25 +15,31 @@ from grmoe.studies.page import Verdict
 MIN_SEEDS = 3
 
 
+def decide(found: Mean | None, holds: Callable[[Mean], bool]) -> Verdict:
+    """By a rule; open with too few seeds."""
+    if found is None or found.seeds < MIN_SEEDS:
+        return Verdict.OPEN
+    return Verdict.HOLDS if holds(found) else Verdict.FAILS
+
+
 def below(gap: Mean | None) -> Verdict:
     """Of "ours is lower": holds if the whole interval is below zero."""
-    if gap is None or gap.seeds < MIN_SEEDS:
-        return Verdict.OPEN
-    return Verdict.HOLDS if gap.high < 0 else Verdict.FAILS
+    return decide(gap, lambda found: found.high < 0)
+
+
+def above(gap: Mean | None) -> Verdict:
+    """Of "ours is higher": holds if the whole interval is above zero."""
+    return decide(gap, lambda found: found.low > 0)
 
 
 def not_worse(gap: Mean | None) -> Verdict:
     """Of "ours is not worse": fails if the whole interval is above zero."""
-    if gap is None or gap.seeds < MIN_SEEDS:
-        return Verdict.OPEN
-    return Verdict.FAILS if gap.low > 0 else Verdict.HOLDS
+    return decide(gap, lambda found: found.low <= 0)
 
 
 def not_above(gap: Mean | None, margin: float = 0.0) -> Verdict:
     """Of "ours is no worse, up to a margin": the mean decides. An interval may be wider than the margin."""
-    if gap is None or gap.seeds < MIN_SEEDS:
-        return Verdict.OPEN
-    return Verdict.HOLDS if gap.value <= margin else Verdict.FAILS
+    return decide(gap, lambda found: found.value <= margin)
 
 
 def in_doubt(gap: Mean | None) -> str:

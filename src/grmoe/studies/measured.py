@@ -77,7 +77,7 @@ class MeasuredStudy:
     """The page, from the measurements alone."""
 
     @property
-    def recipes(self) -> list[str]:
+    def parts(self) -> list[str]:
         return [recipe.name for recipe in self.group.recipes]
 
     def _path(self, results: Path, job: Job) -> Path:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grmoe import checks
 from grmoe.studies.models.recipes import Base, Recipe
 from grmoe.studies.models.runner import Job, has_results, run_jobs
 from grmoe.studies.models.store import Run, Store, describe_data
@@ -27,12 +26,12 @@ class Group:
 
 def list_jobs(groups: Sequence[Group], place: Place | None = None) -> list[Job]:
     """All seeds of a recipe are spread, so that an interrupted study has the first seeds of every recipe."""
-    only, seeds, steps = ((), None, None) if place is None else (place.only, place.seeds, place.steps)
+    seeds, steps = (None, None) if place is None else (place.seeds, place.steps)
     found = [
         (seed, Job(group.base.with_steps(steps), recipe, seed))
         for group in groups
         for recipe in group.recipes
-        if not only or recipe.name in only
+        if place is None or place.wants(recipe.name)
         for seed in range(seeds or group.seeds)
     ]
     return [job for _, job in sorted(found, key=lambda pair: pair[0])]
@@ -53,7 +52,7 @@ class ModelStudy:
         return list_jobs(self.groups, place)
 
     @property
-    def recipes(self) -> list[str]:
+    def parts(self) -> list[str]:
         return list(dict.fromkeys(recipe.name for group in self.groups for recipe in group.recipes))
 
     def state(self, results: Path) -> State:
@@ -61,8 +60,6 @@ class ModelStudy:
         return State(sum(has_results(store, job) for job in jobs), len(jobs))
 
     def run(self, place: Place, progress: Progress) -> None:
-        for name in place.only:
-            checks.one_of("only", name, tuple(self.recipes))
         run_jobs(self.jobs(place), place, progress)
 
     def page(self, results: Path) -> Page:

@@ -175,6 +175,7 @@ class NormalizerStudy:
     name = "normalizer"
     title = "The normaliser of the Bingham gate"
     where = "Section 6.4.4"
+    parts = (name,)
 
     def path(self, results: Path) -> Path:
         return results / "normalizer.json"
@@ -183,7 +184,7 @@ class NormalizerStudy:
         return State(int(self.path(results).is_file()), 1)
 
     def run(self, place: Place, progress: Progress) -> None:
-        if not self.path(place.results).is_file():
+        if place.wants(self.name) and not self.path(place.results).is_file():
             rows = [asdict(row) for row in run(Plan(SAMPLES), progress)]
             content = json.dumps({**provenance(place), "samples": SAMPLES, "rows": rows}, indent=1)
             place.results.mkdir(parents=True, exist_ok=True)

@@ -46,13 +46,8 @@ def page_text(study: Study, page: Page, results: Path) -> str:
 
 def index_text(studies: Sequence[Study], pages: Sequence[Page], results: Path) -> str:
     """The abstract: how much was run, how many claims hold, then every claim."""
-    status = Table("", ["study", "the paper", "jobs", *(v.value for v in Verdict)], left=2)
-    for study, page in zip(studies, pages, strict=True):
-        state, counts = study.state(results), verdict_counts(page)
-        status.add(
-            f"[{study.title}]({study.name}.md)", study.where, f"{state.done}/{state.total}",
-            *(str(counts[v]) for v in Verdict),
-        )  # fmt: skip
+    links = [f"[{study.title}]({study.name}.md)" for study in studies]
+    status = _status(studies, links, pages, results)
     total = {v: sum(verdict_counts(page)[v] for page in pages) for v in Verdict}
     parts = [_GENERATED, "# The paper, reproduced", _INTRO, f"{sum(total.values())} claims, by verdict:"]
     parts += ["\n".join(f"- **{v.value}**: {total[v]}. {meaning}." for v, meaning in _MEANING.items())]
@@ -113,8 +108,12 @@ def _is_ours(path: Path) -> bool:
 
 def status_table(studies: Sequence[Study], results: Path) -> Table:
     """Jobs done, and verdicts so far."""
+    return _status(studies, [study.name for study in studies], [s.page(results) for s in studies], results)
+
+
+def _status(studies: Sequence[Study], names: Sequence[str], pages: Sequence[Page], results: Path) -> Table:
     table = Table("", ["study", "the paper", "jobs", *(v.value for v in Verdict)], left=2)
-    for study in studies:
-        state, counts = study.state(results), verdict_counts(study.page(results))
-        table.add(study.name, study.where, f"{state.done}/{state.total}", *(str(counts[v]) for v in Verdict))
+    for study, name, page in zip(studies, names, pages, strict=True):
+        state, counts = study.state(results), verdict_counts(page)
+        table.add(name, study.where, f"{state.done}/{state.total}", *(str(counts[v]) for v in Verdict))
     return table

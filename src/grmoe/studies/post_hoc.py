@@ -144,7 +144,8 @@ def write(store: Store) -> Page:
             "say which experts to leave out; the paper names none. Here it is the fewest experts that hold 90 % of the "
             "probability.",
             "Effective experts are 1/Σg², which is what the paper's column follows. Throughput is that of a prefill, "
-            "relative to α = 1 of the same model with that rule.",
+            "in every row relative to the model trained dense, at α = 1 with that rule. The paper's is relative to "
+            "α = 1, and for softmax to top-2.",
         ],
     )
 

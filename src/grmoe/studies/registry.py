@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 
 from grmoe import checks
 from grmoe.studies.study import Study
@@ -24,3 +25,10 @@ def find_study(name: str) -> Study:
 def find_studies(names: list[str]) -> list[Study]:
     """The named studies; "all" or no name: every one."""
     return [find_study(name) for name in (NAMES if not names or "all" in names else dict.fromkeys(names))]
+
+
+def check_only(only: Sequence[str], studies: Sequence[Study]) -> None:
+    """Refuse a part that none of the studies has."""
+    known = tuple(dict.fromkeys(part for study in studies for part in study.parts))
+    for name in only:
+        checks.one_of("only", name, known)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,6 +71,10 @@ class Study(Protocol):
     title: str
     where: str
     """Section, table or figure of the paper."""
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """What `Place.only` may name."""
 
     def state(self, results: Path) -> State:
         """How many jobs have results."""

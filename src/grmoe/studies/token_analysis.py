@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from grmoe.studies.judging import MIN_SEEDS, all_of, below, in_doubt
+from grmoe.studies.judging import MIN_SEEDS, all_of, below, decide, in_doubt
 from grmoe.studies.measured import Measured, MeasuredStudy, Models, labels
 from grmoe.studies.model_analysis import AMORTISED, GROUP, KIND
 from grmoe.studies.models.summary import Mean, mean, show_mean
@@ -99,9 +99,7 @@ def write(models: Models) -> Page:
 
 def reaches(found: Mean | None, number: float) -> Verdict:
     """Of "at least this number": holds if the interval over seeds reaches it."""
-    if found is None or found.seeds < MIN_SEEDS:
-        return Verdict.OPEN
-    return Verdict.HOLDS if found.high >= number else Verdict.FAILS
+    return decide(found, lambda mean: mean.high >= number)
 
 
 def _share(found: Mean | None) -> str:
@@ -195,16 +193,12 @@ def _claims(runs: Sequence[Measured]) -> list[Claim]:
 
 
 def _above(found: Mean | None, number: float) -> Verdict:
-    if found is None or found.seeds < MIN_SEEDS:
-        return Verdict.OPEN
-    return Verdict.HOLDS if found.low > number else Verdict.FAILS
+    return decide(found, lambda mean: mean.low > number)
 
 
 def _negative(found: Mean | None, number: float) -> Verdict:
     """Of a correlation at least as strong as a negative number: holds if the interval reaches it."""
-    if found is None or found.seeds < MIN_SEEDS:
-        return Verdict.OPEN
-    return Verdict.HOLDS if found.low <= number else Verdict.FAILS
+    return decide(found, lambda mean: mean.low <= number)
 
 
 def _share_table(models: Models) -> Table:

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from grmoe.parallel.world import World, smallest
 from grmoe.train.passes import forward_passes
-from grmoe.train.setup import Trainer
+from grmoe.train.setup import Learner
 
 # The modules to check, by the last part of their names.
 _CHECKED = ("embed_tokens", "self_attn", "mlp", "norm")
 
 
-def find_nonfinite(trainer: Trainer, step: int, batch_BS: Tensor) -> str:
+def find_nonfinite(trainer: Learner, step: int, batch_BS: Tensor) -> str:
     """Where NaN or Inf first appears: in the weights, else in the forward pass, else in the gradients.
 
     Runs the step again, uncompiled, because clipping has spread a NaN over all gradients. All processes call this

@@ -14,11 +14,11 @@ from grmoe.routing import FULL, set_alpha, set_draw, step_key, uncounted
 from grmoe.runs.config import TrainConfig
 from grmoe.train.objective import LossParts, loss_parts, model_loss, target_weights, weighted_loss
 from grmoe.train.schedule import alphas_at
-from grmoe.train.setup import Trainer
+from grmoe.train.setup import Learner
 
 
 def forward_passes(
-    trainer: Trainer, forward: Callable[..., Any], step: int, batch_BS: Tensor
+    trainer: Learner, forward: Callable[..., Any], step: int, batch_BS: Tensor
 ) -> Iterator[tuple[Tensor, LossParts | None, bool]]:
     """(its part of the objective, what is logged, whether it is the last) of every pass over the sequences of a step.
 
@@ -36,7 +36,7 @@ def forward_passes(
     micro_batches = batch_BS.split(trainer.micro_rows)
     count, coefficient = len(micro_batches), model.config.router_aux_loss_coef
     # Without context all micro-batches have as many targets, and nothing is weighted.
-    weights = target_weights(micro_batches, world) if trainer.data.masked else [None] * count
+    weights = target_weights(micro_batches, world) if trainer.masked else [None] * count
     for number, (rows_BS, weight) in enumerate(zip(micro_batches, weights, strict=True)):
         first_row = world.rank * trainer.rows + number * trainer.micro_rows
         teacher = None
@@ -63,7 +63,7 @@ def _key(config: TrainConfig, step: int) -> int:
     return step_key(config.seed, step, config.elastic.full_share) if config.elastic.on else FULL
 
 
-def flops_per_token(trainer: Trainer, steps: range, experts_per_token: float) -> float:
+def flops_per_token(trainer: Learner, steps: range, experts_per_token: float) -> float:
     """FLOPs that the forward and backward passes of these steps needed, per token of text.
 
     experts_per_token: what the routers counted in these steps, the mean over layers. They do not count the first pass

@@ -1,4 +1,4 @@
-"""What one process trains with: data, model, optimisers and their device."""
+"""What one process trains with: model, optimisers and their device (`Learner`), and the text of a run (`Trainer`)."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from grmoe.train.schedule import remember_peaks
 
 
 @dataclass(kw_only=True)
-class Trainer:
-    """One process's part of a run."""
+class Learner:
+    """A model and all that a step of training needs. Batches come from the caller (`grmoe.train.step`)."""
 
     config: TrainConfig
     world: World
-    data: TokenDataset
-    validation: TokenDataset
+    masked: bool
+    """Batches hold context: negative tokens, on which no loss counts."""
     model: GrmoeForCausalLM
     forward: Callable[..., Any]
     """The model, compiled or not."""
@@ -77,6 +77,14 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
 
 
+@dataclass(kw_only=True)
+class Trainer(Learner):
+    """One process's part of a run: a learner and its text."""
+
+    data: TokenDataset
+    validation: TokenDataset
+
+
 def uses_bf16(config: TrainConfig, world: World) -> bool:
     return config.precision == "bf16" or (config.precision == "auto" and world.device.type == "cuda")
 
@@ -100,7 +108,8 @@ def build_trainer(config: TrainConfig, world: World) -> Trainer:
     rows, _ = _divide_batch(config, world)
     # Raises now, and not after minutes of building, if the data is too short for one batch.
     data.batches(rows, length, config.seed, world.rank, world.size)
-    return assemble_trainer(config, world, model_config, length, data, validation)
+    learner = build_learner(config, world, model_config, length, masked=data.masked)
+    return Trainer(**vars(learner), data=data, validation=validation)
 
 
 def load_start(trainer: Trainer, path: str) -> None:
@@ -110,14 +119,9 @@ def load_start(trainer: Trainer, path: str) -> None:
     copy_weights(trainer.model, source.model.state_dict(), path)
 
 
-def assemble_trainer(
-    config: TrainConfig,
-    world: World,
-    model_config: GrmoeConfig,
-    length: int,
-    data: TokenDataset,
-    validation: TokenDataset,
-) -> Trainer:
+def build_learner(
+    config: TrainConfig, world: World, model_config: GrmoeConfig, length: int, masked: bool = False
+) -> Learner:
     """Build the model and all that trains it. `config` is resolved."""
     rows, micro_rows = _divide_batch(config, world)
     torch.manual_seed(config.seed)
@@ -143,11 +147,10 @@ def assemble_trainer(
         graphs = cuda and world.mesh is None and one_pass
         mode = "reduce-overhead" if graphs else "default"
         forward = torch.compile(model, dynamic=False, mode=mode)
-    return Trainer(
+    return Learner(
         config=config,
         world=world,
-        data=data,
-        validation=validation,
+        masked=masked,
         model=model,
         forward=forward,
         optimizers=build_optimizers(model, config.optim),

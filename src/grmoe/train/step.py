@@ -18,7 +18,7 @@ from grmoe.train.nonfinite import find_nonfinite
 from grmoe.train.objective import overlap_term
 from grmoe.train.passes import forward_passes
 from grmoe.train.schedule import prior_rate, rate_factors, set_rates
-from grmoe.train.setup import Trainer
+from grmoe.train.setup import Learner
 
 
 class NonFiniteError(RuntimeError):
@@ -55,7 +55,7 @@ class InFlightStep:
     arrived: torch.cuda.Event | None
 
 
-def train_step(trainer: Trainer, step: int, batch_BS: Tensor) -> InFlightStep:
+def train_step(trainer: Learner, step: int, batch_BS: Tensor) -> InFlightStep:
     """Forward, backward, both optimisers and the priors, on this process's sequences (B, S + 1). Steps count from zero.
 
     A step depends on weights, optimiser states and (seed, step, process) alone, so that a resumed run repeats it
@@ -105,7 +105,7 @@ def train_step(trainer: Trainer, step: int, batch_BS: Tensor) -> InFlightStep:
     return in_flight
 
 
-def resolve(trainer: Trainer, in_flight: InFlightStep, newest: int) -> StepResult:
+def resolve(trainer: Learner, in_flight: InFlightStep, newest: int) -> StepResult:
     """Wait for a step's numbers. Raises `NonFiniteError` if they are NaN or Inf.
 
     `newest` is the last step that was given to the device.

@@ -144,7 +144,8 @@ def state_of(plan: Plan) -> State:
 def run_at(plan: Plan, place: Place, progress: Progress) -> None:
     """Run a plan as part of `grmoe reproduce`."""
     config = replace(plan.config, device=use_device(place.device).type)
-    run(replace(plan, config=config, at_once=place.at_once, until=place.until), progress)
+    methods = tuple(method for method in plan.methods if place.wants(method.key))
+    run(replace(plan, config=config, methods=methods, at_once=place.at_once, until=place.until), progress)
 
 
 def steps_of(config: Config) -> int:
