@@ -50,7 +50,7 @@ def assembler(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> 
     return said.getvalue()
 
 
-def gate(N: int, diagonal: bool, elastic: int = 0, per_row: bool = False) -> str:
+def gate(N: int, diagonal: bool, elastic: int = 0, per_row: bool = False, K: int = 64) -> str:
     floats = [
         "log_kappa",
         "prior",
@@ -79,8 +79,8 @@ def gate(N: int, diagonal: bool, elastic: int = 0, per_row: bool = False) -> str
     }
     constants = {
         "D": 2048,
-        "K": 64,
-        "C": 64 * N,
+        "K": K,
+        "C": K * N,
         "num_experts": N,
         "DIAGONAL": diagonal,
         "POSTERIOR": True,
@@ -226,7 +226,7 @@ def compile_launches() -> dict[str, str]:
 if __name__ == "__main__":
     said = {
         "gate 32, diagonal": gate(32, True),
-        "gate 16, drawn budgets, numbers per sequence": gate(16, False, elastic=1, per_row=True),
+        "gate 16, two tiles, drawn budgets, numbers per sequence": gate(16, False, 1, True, K=32),
         "up, SwiGLU": up(True, True),
         "up, GELU, width 200": up(False, True, 200),
         "hidden gradient, SwiGLU, width 200": hidden(True, 200, 1000),
