@@ -19,7 +19,9 @@ from torch.nn import functional as F
 from grmoe.bench.blocks import Block, Setting, skewed, softmax_gate
 from grmoe.bench.dial import fit_line, given_selection, near_tokens
 from grmoe.bench.hopper_peers import deinterleave, interleave, sonicmoe, triton_kernels
+from grmoe.bench.layer import BACKWARDS, BOTH, GATES, _backward_runs
 from grmoe.bench.shapes import LayerShape
+from grmoe.kernels.runtime import INTERPRETED
 from grmoe.routing import Mass
 
 CPU = torch.device("cpu")
@@ -275,3 +277,45 @@ def test_a_line_is_fitted_exactly() -> None:
     fit = fit_line([1.0, 2.0, 4.0], [5.0, 8.0, 14.0])
     assert (fit.slope_ms, fit.offset_ms, fit.r2) == pytest.approx((3.0, 2.0, 1.0))
     assert fit(3.0) == pytest.approx(11.0)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here, not interpreted")
+def test_a_chosen_backward_of_the_layer_is_used_and_the_default_restored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from grmoe.kernels import experts
+
+    used: list[Any] = []
+
+    def listen(*args: Any, **options: Any) -> Any:
+        used.append(experts.FUSED_BACKWARD)
+        return hidden_gradient(*args, **options)
+
+    hidden_gradient, default = experts.hidden_gradient, experts.FUSED_BACKWARD
+    monkeypatch.setattr(experts, "hidden_gradient", listen)
+    setting = Setting(LayerShape(4, 16, 2, 8, 1), 4, CPU, torch.float32)
+    expected = setting.ours("reference", setting.softmax).both(setting.x_TD, setting.grad_TD)
+    parts = max(BACKWARDS.values())
+    ours: Any = _backward_runs(setting, parts).timed[BOTH]()
+    # fp32 sums of 4 to 16 terms.
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    assert used == [(True, True, True)] == [parts]
+    assert experts.FUSED_BACKWARD is default
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_other_gates_share_the_frames_and_are_checked(name: str) -> None:
+    setting = Setting(LayerShape(16, 16, 4, 8, 2), 4, CPU, torch.float32)
+    block = setting.ours(router=setting.gate(**GATES[name]))
+    assert block.module is not None
+    torch.testing.assert_close(block.module.router.frames, setting.grassmann.frames)
+    errors = block.errors()
+    assert set(errors) > {
+        "y",
+        "x",
+        "frames",
+        "log_kappa",
+        "gate_up_proj",
+        "down_proj",
+    }  # and its further weights
+    assert all(error < 1e-5 for error in errors.values()), errors

@@ -1,6 +1,7 @@
-"""Compiles the warp-specialised kernels for Hopper, on any machine, and prints what its assembler says of each (JSON).
+"""Compiles kernels for Hopper, on any machine, and prints what its assembler says of each (JSON).
 
-A process of its own: where the tests run without a GPU, kernels are interpreted, and Gluon has no interpreter.
+The warp-specialised ones, and some of Triton's where registers are short. A process of its own: where the tests
+run without a GPU, kernels are interpreted. Gluon has no interpreter, and Triton's accepts what its compiler refuses.
 """
 
 from __future__ import annotations
@@ -13,16 +14,29 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from grmoe.kernels import hopper, hopper_gate, hopper_up
+from grmoe.kernels import (
+    dispatch,
+    experts,
+    fused_backward,
+    grouped_gemm,
+    hopper,
+    hopper_gate,
+    hopper_hidden,
+    hopper_up,
+    hopper_weights,
+    thin_gate,
+)
 
 triton.knobs.nvidia.dump_ptxas_log = True  # Triton prints what its assembler says
 
 
-def tiles(rows: int) -> str:
-    return f"tensordesc<bf16[{rows}, 64],{hopper.layout(rows, 64, torch.bfloat16)!r}>"
+def tiles(rows: int, columns: int = 64) -> str:
+    return f"tensordesc<bf16[{rows}, {columns}],{hopper.layout(rows, columns, torch.bfloat16)!r}>"
 
 
 def assembler(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> str:
@@ -36,7 +50,7 @@ def assembler(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> 
     return said.getvalue()
 
 
-def gate(N: int, diagonal: bool, elastic: int = 0, per_row: bool = False) -> str:
+def gate(N: int, diagonal: bool, elastic: int = 0, per_row: bool = False, K: int = 64) -> str:
     floats = [
         "log_kappa",
         "prior",
@@ -65,8 +79,8 @@ def gate(N: int, diagonal: bool, elastic: int = 0, per_row: bool = False) -> str
     }
     constants = {
         "D": 2048,
-        "K": 64,
-        "C": 64 * N,
+        "K": K,
+        "C": K * N,
         "num_experts": N,
         "DIAGONAL": diagonal,
         "POSTERIOR": True,
@@ -112,11 +126,111 @@ def up(glu: bool, save: bool, K: int = 768) -> str:
     return assembler(hopper_up.up_kernel, types, constants)
 
 
+def hidden(glu: bool, D: int, I: int) -> str:
+    types = {
+        **{f"{name}_ptr": "*bf16" for name in ("grad", "down", "inner", "grad_inner", "hidden")},
+        **{f"{name}_ptr": "*i32" for name in ("token", "pair", "offset")},
+        **{f"{name}_ptr": "*fp32" for name in ("weight", "partial")},
+        "down_desc": tiles(64, 256),
+    }
+    constants = {
+        "num_experts": 8,
+        "D": D,
+        "I": I,
+        "GLU": glu,
+        "BM": 128,
+        "BI": 256,
+        "BD": 64,
+        "GROUP": 16,
+        "NP": 8,
+        "STAGES": 4,
+    }
+    return assembler(hopper_hidden.hidden_gradient_kernel, types, constants)
+
+
+def weights(turned: bool, D: int, O: int) -> str:
+    types = {
+        **{f"{name}_ptr": "*bf16" for name in ("x", "rows", "out")},
+        **{f"{name}_ptr": "*i32" for name in ("token", "offset")},
+        "rows_desc": tiles(64, 256),
+    }
+    constants = {
+        "num_tiles": 100,
+        "D": D,
+        "O": O,
+        "TURNED": turned,
+        "BD": 128,
+        "BO": 256,
+        "BA": 64,
+        "STAGES": 4,
+    }
+    return assembler(hopper_weights.gathered_gradient_kernel, types, constants)
+
+
+TYPES = {
+    torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8", torch.int64: "i64"
+}  # fmt: skip
+launched: dict[str, str] = {}
+
+
+def compile_launch(
+    kernel: Any, grid: tuple[int, ...], args: Any, constants: Any, warps: int = 4, stages: int = 3
+) -> None:
+    """In place of `grmoe.kernels.launch.launch`: compiles for Hopper and keeps what the assembler says."""
+    names = kernel.arg_names
+    signature, aligned = dict.fromkeys(names, "constexpr"), {}
+    for i, (name, arg) in enumerate(zip(names, args, strict=False)):
+        if isinstance(arg, Tensor):
+            signature[name], aligned[(i,)] = f"*{TYPES[arg.dtype]}", [["tt.divisibility", 16]]
+        elif isinstance(arg, int | float):
+            signature[name] = "i32" if isinstance(arg, int) else "fp32"
+        else:
+            signature[name] = f"tensordesc<{TYPES[arg.base.dtype]}{arg.block_shape}>"
+    values = {(len(args) + i,): value for i, value in enumerate(constants)}
+    source = ASTSource(kernel, signature, values, aligned)
+    with redirect_stdout(StringIO()) as said:
+        target, options = GPUTarget("cuda", 90, 32), {"num_warps": warps, "num_stages": stages}
+        made = triton.compile(source, target=target, options=options)
+    assert made.metadata.shared <= 227 * 1024, kernel.fn.__name__
+    launched[f"{kernel.fn.__name__} {len(launched)}"] = said.getvalue()
+
+
+def compile_launches() -> dict[str, str]:
+    """Triton's kernels as their callers launch them. Memory is reserved, never touched."""
+    for module in (dispatch, grouped_gemm, thin_gate, fused_backward):
+        module.launch = compile_launch
+    for module in (grouped_gemm, fused_backward):
+        module.num_programs, module.specialises = lambda _: 132, lambda _: False
+    wide, bf16 = torch.float32, torch.bfloat16
+
+    def make(*shape: int, dtype: torch.dtype = wide) -> Tensor:
+        return torch.empty(*shape, dtype=dtype)
+
+    for T, N in ((1, 64), (32768, 128)):
+        dispatch._forward(make(T, N), make(T, N, dtype=torch.bool), 8)
+    thin_gate.sum_parts(make(40, 2048), make(16, 2048), None, make(1))
+    thin_gate.sum_parts(make(128, 2048, dtype=bf16), make(16, 2048, 32), make(16), make(128))
+    tiles = experts.thin_engines(experts.engines(bf16, True), 1024, 64, 128)
+    up, token, offset = (
+        make(64, 2048, 2048, dtype=bf16),
+        make(1024, dtype=torch.int32),
+        make(64, dtype=torch.int32),
+    )
+    given = (make(128, 2048, dtype=bf16), up, offset, tiles.up)
+    grouped_gemm.grouped_gemm(*given, token=token, transposed=True, activation=1)
+    x, rows = make(128, 2048, dtype=bf16), make(1024, 1024, dtype=bf16)
+    fused_backward.gathered_gradient(x, rows, token, offset, experts.GRADIENT, turned=False)
+    return launched
+
+
 if __name__ == "__main__":
     said = {
         "gate 32, diagonal": gate(32, True),
-        "gate 16, drawn budgets, numbers per sequence": gate(16, False, elastic=1, per_row=True),
+        "gate 16, two tiles, drawn budgets, numbers per sequence": gate(16, False, 1, True, K=32),
         "up, SwiGLU": up(True, True),
         "up, GELU, width 200": up(False, True, 200),
+        "hidden gradient, SwiGLU, width 200": hidden(True, 200, 1000),
+        "weight gradient, turned, width 200": weights(True, 200, 1000),
+        **compile_launches(),
     }
     json.dump(said, sys.stdout)

@@ -59,6 +59,11 @@ def test_chunks_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same_list(*draw(300, 5, 3, seed=1), 3)
 
 
+def test_more_chunks_than_are_read_at_once() -> None:
+    """Many experts: 33 chunks of 8 tokens, and the counts of 16 chunks at a time."""
+    assert_same_list(*draw(260, 200, 4, seed=3), 4)
+
+
 def test_strided_inputs() -> None:
     weights, selected = draw(40, 6, 2, seed=2)
     assert_same_list(weights.T.contiguous().T, selected.T.contiguous().T, 2)

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from grmoe.experts import BACKENDS, Dispatch, ExpertWeights
 from grmoe.experts.reference import reference_experts
 from grmoe.kernels import experts as module
-from grmoe.kernels.experts import Engines, experts
+from grmoe.kernels.experts import Engines, Fused, experts
 from grmoe.kernels.grouped_gemm import Tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -80,6 +80,15 @@ def test_output_and_every_gradient(monkeypatch: pytest.MonkeyPatch, activation: 
     monkeypatch.setattr(module, "THIN_MEAN", -1)
     ours = compare(activation, 45, "uneven")
     assert not ours["down_proj"][3].any()  # the idle expert
+
+
+@pytest.mark.parametrize("parts", [(True, True, True), (False, True, False)], ids=str)
+def test_fused_parts_of_the_backward(monkeypatch: pytest.MonkeyPatch, parts: tuple[bool, bool, bool]) -> None:
+    monkeypatch.setattr(module, "engines", lambda *_: ENGINES["own"])
+    monkeypatch.setattr(module, "FUSED_BACKWARD", Fused(*parts))
+    compare("swiglu" if all(parts) else "gelu", 15, "uneven")
+    if all(parts):
+        compare("swiglu", 2, "none")
 
 
 def test_tiles_are_thin_where_experts_have_few_rows() -> None:

@@ -97,6 +97,18 @@ class Setting:
         served = self.layer(copy.deepcopy(router), backend).eval()
         return Block(prepared(moe), list(moe.parameters()), errors, moe, prepared(served))
 
+    def gate(self, **options: Any) -> GrassmannRouter:
+        """Another Grassmann gate with the same frames. Its further weights are random: zeros would do nothing."""
+        frames = self.grassmann.frames.detach().cpu()
+        options = {"selection": self.grassmann.selection, "init": frames, **options}
+        router = GrassmannRouter(self.shape.dim, self.shape.experts, frames.shape[2], **options)
+        known = dict(self.grassmann.named_parameters())
+        torch.manual_seed(SEED)
+        for name, weight in router.named_parameters():
+            if name not in known:
+                nn.init.normal_(weight, std=0.02)
+        return router.to(self.device)
+
     def layer(self, router: Router, backend: str = "auto") -> MoE:
         """A layer around the shared experts."""
         name: Any = backend  # from BACKENDS at run time; the signature lists them

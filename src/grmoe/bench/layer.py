@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +52,20 @@ BATCHED = "Hugging Face OLMoE block, batched_mm"
 SONIC, TRITON_KERNELS = "SonicMoE", "triton_kernels"
 DENSE = "dense GEMMs, same FLOPs"
 FORWARD, BOTH = "forward", "forward+backward"
+# Other Grassmann gates, which take several kernels.
+GATES: dict[str, dict[str, Any]] = {
+    "ours, amortised gate (affinity)": {"amortizer": "affinity"},
+    "ours, amortised gate (input)": {"amortizer": "input"},
+    "ours, linear term": {"linear": True},
+}
 FACTS = {"touched experts": "g", "floor ms": ".4f"}
+
+# Which parts of the experts' backward are fused: hidden values, ∂W_down, ∂W_up (`grmoe.kernels.experts.Fused`).
+BACKWARDS = {
+    "ours, softmax gate, backward in parts": (False, False, False),
+    "ours, softmax gate, backward with fused hidden values": (True, False, False),
+    "ours, softmax gate, backward fused": (True, True, True),
+}
 
 
 def contenders(
@@ -60,6 +75,9 @@ def contenders(
 
     def runs(block: Callable[[Setting], Block], backward: bool = True) -> Callable[[], Runs]:
         return lambda: _block_runs(setting(), block(setting()), backward)
+
+    def backward(parts: tuple[bool, bool, bool]) -> Callable[[], Runs]:
+        return lambda: _backward_runs(setting(), parts)
 
     backends = [
         Contender(
@@ -87,9 +105,15 @@ def contenders(
         Contender(SOFTMAX, runs(lambda s: s.ours(router=s.softmax))),
         Contender(_SAME, lambda: _same_experts_runs(setting())),
     ]
-    if device.type == "cuda":  # on a CPU, compiling takes longer than the whole benchmark
+    if device.type == "cuda":  # on a CPU these have no kernels, or compile longer than the whole benchmark
         listed.append(Contender(COMPILED, runs(lambda s: s.ours(compiled=True))))
+        listed += [Contender(name, backward(parts)) for name, parts in BACKWARDS.items()]
+        listed += [Contender(name, runs(partial(_other_gate, options))) for name, options in GATES.items()]
     return listed
+
+
+def _other_gate(options: dict[str, Any], setting: Setting) -> Block:
+    return setting.ours(router=setting.gate(**options))
 
 
 def _block_runs(setting: Setting, block: Block, backward: bool = True) -> Runs:
@@ -116,6 +140,32 @@ def _floor(setting: Setting, module: object) -> dict[str, float]:
         "bandwidth": rate,
         "floor ms": 1e3 * size * (expert + gate) / rate,
     }
+
+
+def _backward_runs(setting: Setting, parts: tuple[bool, bool, bool]) -> Runs:
+    """Our layer with the softmax gate, and these parts of the experts' backward fused, whatever is the default."""
+    block = setting.ours("triton", setting.softmax)
+
+    def both() -> tuple[Tensor, ...]:
+        with _fused(parts):
+            return block.both(setting.x_TD, setting.grad_TD)
+
+    def errors() -> dict[str, float]:
+        with _fused(parts):
+            return block.errors()
+
+    return Runs({BOTH: both}, errors)
+
+
+@contextmanager
+def _fused(parts: tuple[bool, bool, bool]) -> Iterator[None]:
+    from grmoe.kernels import experts  # needs Triton
+
+    before, experts.FUSED_BACKWARD = experts.FUSED_BACKWARD, experts.Fused(*parts)
+    try:
+        yield
+    finally:
+        experts.FUSED_BACKWARD = before
 
 
 def _same_experts_runs(setting: Setting) -> Runs:
@@ -171,6 +221,11 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
         result.add_ratio(f"share of the dense rate, softmax gate, {mode}", DENSE, SOFTMAX, mode, "share")
         result.add_ratio(f"{gates}, {mode}", OURS, SOFTMAX, mode, "excess")
         result.add_ratio(f"{gates}, same experts, {mode}", OURS, _SAME, mode, "excess")
+        for name in GATES:
+            result.add_ratio(f"{name} over the plain gate, {mode}", name, OURS, mode, "excess")
+    in_parts, *others = BACKWARDS
+    for name in others:
+        result.add_ratio(f"{in_parts} / {name}", in_parts, name, BOTH)
     row = result.row(OURS)
     if row is not None and FORWARD in row.times and "floor ms" in row.facts:
         name = f"{OURS} / floor (its experts and frames read once), {FORWARD}"

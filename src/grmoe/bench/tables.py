@@ -132,7 +132,7 @@ def ratio_table(result: Result) -> Table:
 
 
 def _errors(row: Row) -> dict[str, float]:
-    return {COLUMNS[name]: value for name, value in row.errors.items()}
+    return {COLUMNS[name]: value for name, value in row.errors.items() if name in COLUMNS}
 
 
 def _show(times: Times) -> str:

@@ -16,6 +16,7 @@ from grmoe import __version__
 from grmoe.cli import (
     analyze,
     bench,
+    bench_generation,
     bench_models,
     data,
     dial,
@@ -89,7 +90,8 @@ _add(bench_models.elastic, "elastic", _bench)
 _add(bench_models.prefill, "prefill", _bench)
 _add(bench_models.breakdown, "breakdown", _bench)
 _add(bench_models.scale, "scale", _bench)
-_add(bench_models.decode, "decode", _bench)
+_add(bench_generation.decode, "decode", _bench)
+_add(bench_generation.serve, "serve", _bench)
 app.add_typer(_bench, name="bench")
 
 

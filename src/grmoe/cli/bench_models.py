@@ -33,7 +33,7 @@ StepsPerTurn = Annotated[int, typer.Option(min=1, help="Training steps per turn.
 Turns = Annotated[int, typer.Option(min=1, help="Turns of each contender.")]
 
 
-def _machine(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype, float | None]:
+def machine(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype, float | None]:
     """The device, its dtype, and the FLOP/s it can reach; None where MFU has no meaning."""
     import torch
 
@@ -45,7 +45,7 @@ def _machine(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype,
     return where, precision, peak_flops(where) if precision == torch.bfloat16 else None
 
 
-def _form(form: str | None, where: torch.device) -> str:
+def usual_form(form: str | None, where: torch.device) -> str:
     return form or ("graphs" if where.type == "cuda" else "eager")
 
 
@@ -88,7 +88,7 @@ def train_model(
         from grmoe.bench.models import FORMS, ModelShape
         from grmoe.bench.run import Plan
 
-        where, precision, peak = _machine(device, dtype)
+        where, precision, peak = machine(device, dtype)
         forms = tuple(form or (FORMS if where.type == "cuda" else ("eager",)))
         plan = Plan(
             benchmark=bench.benchmark(forms, peak),
@@ -133,7 +133,7 @@ def elastic(
         from grmoe.config import from_dict
         from grmoe.runs.config import ElasticConfig
 
-        where, precision, peak = _machine(device, dtype)
+        where, precision, peak = machine(device, dtype)
         drawn = from_dict(ElasticConfig, {"unit": unit, "rule": rule})
         plan = Plan(
             benchmark=bench.benchmark(drawn, compiled, peak),
@@ -165,9 +165,9 @@ def prefill(
         from grmoe.bench.models import ModelShape
         from grmoe.bench.run import Plan
 
-        where, precision, _ = _machine(device, dtype)
+        where, precision, _ = machine(device, dtype)
         plan = Plan(
-            benchmark=bench.benchmark(_form(form, where)),
+            benchmark=bench.benchmark(usual_form(form, where)),
             shapes=[ModelShape.on(where, preset, batch, length)],
             device=where,
             dtype=precision,
@@ -217,7 +217,7 @@ def breakdown(
         from grmoe.bench.models import ModelShape
         from grmoe.bench.run import Plan
 
-        where, precision, _ = _machine(device, dtype)
+        where, precision, _ = machine(device, dtype)
         plan = Plan(
             benchmark=bench.benchmark(),
             shapes=[ModelShape.on(where, preset, batch, length)],
@@ -230,7 +230,7 @@ def breakdown(
             bench.run,
             routers=tuple(checks.one_of("router", each, bench.ROUTERS) for each in router or bench.ROUTERS),
             passes=tuple(checks.one_of("pass", each, bench.PASSES) for each in only or bench.PASSES),
-            form=_form(form, where),
+            form=usual_form(form, where),
             whole=whole,
         )
         finish(plan, measure)
@@ -277,7 +277,7 @@ def scale(
         from grmoe.bench.models import ModelShape
         from grmoe.bench.run import Plan
 
-        where, precision, peak = _machine(device, dtype)
+        where, precision, peak = machine(device, dtype)
         for name in preset or (bench.DEFAULTS if where.type == "cuda" else ["tiny"]):
             usual = bench.DEFAULTS.get(name, bench.SMALL)
             plan = Plan(
@@ -291,60 +291,8 @@ def scale(
             measure = partial(
                 bench.run,
                 steps=steps or usual.steps,
-                form=_form(form, where),
+                form=usual_form(form, where),
                 data=data,
                 checkpointing=checkpointing,
             )
             finish(plan, measure)
-
-
-def decode(
-    preset: Preset = None,
-    batch: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1, help="Sequences at once. Repeatable.", show_default="1, 8, 32 on a GPU, 1 and 2 on a CPU"
-        ),
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(min=2, help="Tokens of context per sequence.", show_default="512 on a GPU, 32 on a CPU"),
-    ] = None,
-    budget: Annotated[
-        list[float] | None,
-        typer.Option(help="Experts per token of ours. Repeatable.", show_default="K, 3/4 K and K/2"),
-    ] = None,
-    form: Form = None,
-    dtype: Dtype = None,
-    device: Device = "auto",
-    rounds: Rounds = 10,
-    contender: Contenders = None,
-    out: Out = Path("runs/bench/decode"),
-) -> None:
-    """Measure generation, one token per sequence and step, by batch and budget, beside an equal Hugging Face Olmoe.
-
-    The floor is the time to read the weights that a step touches, and its keys and values, once.
-
-    Example: [bold]grmoe bench decode --preset 1.3b --batch 1 --batch 32[/]
-    """
-    with shell("lm", "studies"):
-        from grmoe.bench import decode as bench
-        from grmoe.bench.models import ModelShape
-        from grmoe.bench.run import Plan
-
-        where, precision, _ = _machine(device, dtype)
-        cuda = where.type == "cuda"
-        context = length or (512 if cuda else 32)
-        plan = Plan(
-            benchmark=bench.benchmark(_form(form, where), tuple(budget or ())),
-            shapes=[
-                ModelShape.on(where, preset, each, context)
-                for each in batch or (bench.BATCHES if cuda else (1, 2))
-            ],
-            device=where,
-            dtype=precision,
-            rounds=rounds,
-            out=out,
-            wanted=contender or [],
-        )
-        finish(plan)

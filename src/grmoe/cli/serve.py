@@ -49,6 +49,13 @@ def serve(
             show_default="together in fp32, where near ties are computed again alone",
         ),
     ] = Options.together,
+    graphs: Annotated[
+        bool,
+        typer.Option(
+            "--graphs/--no-graphs",
+            help="Decode by CUDA graphs, for speed on a GPU. Implies --together, and near ties are not computed again.",
+        ),
+    ] = Options.graphs,
     concurrency: Annotated[
         int, typer.Option(min=1, help="Answers computed at the same time.")
     ] = Options.concurrency,
@@ -130,9 +137,9 @@ def serve(
 
         options = Options(
             folder=folder, name=name, host=host, port=port, alpha=alpha, budget=budget,
-            alpha_range=parse_range(alpha_range), dtype=dtype, together=together, concurrency=concurrency,
-            queue=queue, max_new_tokens=max_new_tokens, max_prompt=max_prompt, max_choices=max_choices,
-            max_body=max_body, timeout=timeout, template_timeout=template_timeout, grace=grace,
+            alpha_range=parse_range(alpha_range), dtype=dtype, together=together, graphs=graphs,
+            concurrency=concurrency, queue=queue, max_new_tokens=max_new_tokens, max_prompt=max_prompt,
+            max_choices=max_choices, max_body=max_body, timeout=timeout, template_timeout=template_timeout, grace=grace,
             connections=connections, header_timeout=header_timeout, allowed_hosts=tuple(allow_host or ()),
             allowed_origins=tuple(allow_origin or ()), api_key=api_key or None,
         )  # fmt: skip

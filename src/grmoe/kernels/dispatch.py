@@ -4,8 +4,8 @@ Tokens are cut into chunks, one per program. The first kernel counts each chunk'
 second, each program sums the counts before it, which gives its first row of every expert. Few tokens are one chunk,
 and the second kernel counts by itself.
 
-Legend: T tokens, N experts (padded to a power of two), A rows of the list, M most experts per token, P chunks,
-B tokens of a tile.
+Legend: T tokens, N experts (padded to a power of two), A rows of the list, M most experts per token, P chunks read
+at once, B tokens of a tile.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ ALONE = 256  # tokens that one program handles without the first kernel
 def token_tile(num_experts: int) -> int:
     """Tokens per step: a tile of tokens × experts stays in registers."""
     return 128 if num_experts <= 32 else 64
+
+
+def place_tile(num_tokens: int, num_experts: int) -> int:
+    """Tokens per step of `place_kernel`, which holds several such tiles at once. More would not stay in registers."""
+    return min(power_of_2(num_tokens), 128, max(2, 2048 // power_of_2(num_experts)))
 
 
 @triton.jit
@@ -70,13 +75,16 @@ def place_kernel(
         totals_N = _count(selected_ptr, program, num_tokens, chunk, num_experts, NP, B)
         before_N = tl.zeros((NP,), tl.int32)
     else:
-        counts_PN = tl.load(
-            counts_ptr + chunks[:, None] * NP + expert[None, :],
-            mask=(chunks < tl.num_programs(0))[:, None] & (expert < NP)[None, :],
-            other=0,
-        )
-        totals_N = tl.sum(counts_PN, axis=0)
-        before_N = tl.sum(tl.where((chunks < program)[:, None], counts_PN, 0), axis=0)
+        totals_N, before_N = tl.zeros((NP,), tl.int32), tl.zeros((NP,), tl.int32)
+        for start in range(0, tl.num_programs(0), P):  # all at once would not stay in registers
+            chunk_P = start + chunks
+            counts_PN = tl.load(
+                counts_ptr + chunk_P[:, None] * NP + expert[None, :],
+                mask=(chunk_P < tl.num_programs(0))[:, None] & (expert < NP)[None, :],
+                other=0,
+            )
+            totals_N += tl.sum(counts_PN, axis=0)
+            before_N += tl.sum(tl.where((chunk_P < program)[:, None], counts_PN, 0), axis=0)
     offset_N = tl.cumsum(totals_N, axis=0)
     if program == 0:
         tl.store(offset_ptr + expert, offset_N, mask=expert < num_experts)
@@ -140,7 +148,7 @@ def _forward(
         offset.zero_()
         return outputs
     weights, marks = weights.contiguous(), selected.contiguous().view(torch.uint8)
-    NP, tile = power_of_2(N), token_tile(N)
+    NP, tile = power_of_2(N), place_tile(T, N)
     alone = T <= ALONE
     chunk = ceil_div(T if alone else ceil_div(T, CHUNKS), tile) * tile
     programs = ceil_div(T, chunk)
@@ -149,7 +157,7 @@ def _forward(
         counts = torch.empty(programs, NP, dtype=torch.int32, device=selected.device)
         launch(count_kernel, (programs,), (marks, counts, T, chunk), (N, NP, tile))
     args = (marks, weights, counts, token, pair, offset, slot, weight, T, chunk, T * M)
-    MP, P = power_of_2(M), power_of_2(programs)
+    MP, P = power_of_2(M), min(power_of_2(programs), max(2, 4096 // NP))
     launch(place_kernel, (programs,), args, (N, M, MP, NP, P, tile, 1024, alone))
     return outputs
 

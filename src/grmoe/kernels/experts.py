@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu, grouped_mm, silu
 
 from grmoe.kernels import rows
+from grmoe.kernels.fused_backward import gathered_gradient, hidden_gradient
 from grmoe.kernels.grouped_gemm import Tiles, grouped_gemm, weight_gradient
 from grmoe.kernels.launch import dense, power_of_2
 from grmoe.kernels.runtime import attempt, is_hopper
@@ -31,6 +32,20 @@ class Engines(NamedTuple):
     grad_weight: Tiles | None  # None: torch's grouped_mm
 
 
+class Fused(NamedTuple):
+    """Parts of the backward that `fused_backward` computes, in place of separate passes around plain GEMMs."""
+
+    hidden: bool  # q with gather, activation and ∂w in one kernel
+    down: bool  # ∂W_down with the output's gradient gathered on load
+    up: bool  # ∂W_up with the tokens gathered on load
+
+
+# What the backward fuses: nothing, until measured. `grmoe bench layer --contender backward` compares the choices.
+FUSED_BACKWARD = Fused(hidden=False, down=False, up=False)
+
+GRADIENT = Tiles(128, 256, 64, 8, 3)  # of weights, in 16 bits on Hopper
+
+
 def engines(dtype: torch.dtype, hopper: bool) -> Engines:
     """Measured on Hopper, see docs/results/performance.md; elsewhere small enough for any multiprocessor."""
     if dtype == torch.float32:  # three tf32 products need the registers
@@ -40,7 +55,7 @@ def engines(dtype: torch.dtype, hopper: bool) -> Engines:
         small = Tiles(128, 128, 32, 8, 2)
         return Engines(Tiles(128, 64, 32, 8, 2), small, small)
     # torch's grouped_mm has bf16 kernels only; otherwise it loops over experts and the host waits.
-    grad_weight = None if dtype == torch.bfloat16 else Tiles(128, 256, 64, 8, 3)
+    grad_weight = None if dtype == torch.bfloat16 else GRADIENT
     return Engines(Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 3, flatten=True), grad_weight)
 
 
@@ -105,12 +120,26 @@ def _backward(
         return x_grad, weight_grad, up_grad, down_grad
     x, grad, up, down = dense(x), dense(grad), dense(up), dense(down)
     tiles = engines(x.dtype, is_hopper(x.device))
-    grad_rows = rows.gather(grad, token, offset)
-    hidden = grouped_gemm(grad_rows, down, offset, tiles.plain, transposed=False)
-    grad_inner, grad_weight = rows.activation_backward(inner, hidden, pair, weight, offset, glu, spend)
-    grad_down = _weight_gradient(grad_rows, hidden, offset, tiles.grad_weight)
+    fused = FUSED_BACKWARD
+    # Fused kernels gather by themselves.
+    grad_rows = grad if fused.hidden and fused.down else rows.gather(grad, token, offset)
+    if fused.hidden:
+        grad_inner, hidden, grad_weight = hidden_gradient(
+            grad, down, inner, token, pair, weight, offset, tiles.up, glu=glu, spend=spend
+        )
+    else:
+        hidden = grouped_gemm(grad_rows, down, offset, tiles.plain, transposed=False)
+        grad_inner, grad_weight = rows.activation_backward(inner, hidden, pair, weight, offset, glu, spend)
+    gradient = tiles.grad_weight or GRADIENT
+    if fused.down:
+        grad_down = gathered_gradient(grad, hidden, token, offset, gradient, turned=False)
+    else:
+        grad_down = _weight_gradient(grad_rows, hidden, offset, tiles.grad_weight)
     del grad_rows, hidden
-    grad_up = _weight_gradient(grad_inner, rows.gather(x, token, offset), offset, tiles.grad_weight)
+    if fused.up:
+        grad_up = gathered_gradient(x, grad_inner, token, offset, gradient, turned=True)
+    else:
+        grad_up = _weight_gradient(grad_inner, rows.gather(x, token, offset), offset, tiles.grad_weight)
     per_row = grouped_gemm(grad_inner, up, offset, tiles.plain, transposed=False)
     return rows.combine(per_row, slot, None), grad_weight, grad_up, grad_down
 

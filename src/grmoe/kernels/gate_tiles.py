@@ -47,9 +47,11 @@ SHARED = 200_000  # bytes that the pipeline's tiles may take of a multiprocessor
 
 
 def _linear(columns: int, itemsize: int) -> Tiles:
-    """As many stages as fit: a matrix of 64 rows in fp32, or of 256 in bf16, leaves room for fewer than four."""
-    stage = (LINEAR.tokens + columns) * LINEAR.width * itemsize
-    return LINEAR._replace(columns=columns, stages=max(1, min(LINEAR.stages, SHARED // stage)))
+    """As many stages as fit: a matrix of 256 rows in bf16 leaves room for fewer than four. In fp32, tiles are narrow,
+    because the parts of three tf32 products take room too."""
+    width = LINEAR.width if itemsize == 2 else 32
+    stage = (LINEAR.tokens + columns) * width * itemsize
+    return LINEAR._replace(columns=columns, width=width, stages=max(1, min(LINEAR.stages, SHARED // stage)))
 
 
 @cache
@@ -64,8 +66,8 @@ def plan(dtype: torch.dtype, num_experts: int, rank: int, square: bool, hopper: 
         forward, gradient = Tiles(64, max(NP, 64), 32, 4, 2), Tiles(64, 32, 128, 4, 2)
     elif rank * NP == 3 * ONE_PASS.columns:
         forward = ONE_PASS
-    elif rank * NP >= 2 * WIDE.columns or NARROW.columns < NP:
-        forward = WIDE
+    elif rank * NP >= (2 if 8 <= NP <= 64 else 3) * WIDE.columns or NARROW.columns < NP:
+        forward = WIDE  # Triton unrolls a loop over the second of two tiles, and registers run out
     else:
         forward = NARROW
     if not square:

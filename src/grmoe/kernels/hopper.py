@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Tiles of a grouped GEMM: 64 rows for each of the two groups that multiply; four of 48 KB in flight.
@@ -40,3 +42,41 @@ def layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(
         [rows, columns], gl.float16 if dtype == torch.float16 else gl.bfloat16
     )
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def tiles_of_experts(offset_ptr, num_experts: gl.constexpr, BM: gl.constexpr, NP: gl.constexpr):
+    """(expert, end, start, row tiles, running sum of row tiles) of each expert, and the total."""
+    expert = gl.arange(0, NP, gl.BlockedLayout([1], [32], [4], [0]))
+    end_N = gl.load(offset_ptr + expert, mask=expert < num_experts, other=0)
+    start_N = gl.load(offset_ptr + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0)
+    tiles_N = gl.where(expert < num_experts, (end_N - start_N + BM - 1) // BM, 0)
+    return (expert, end_N, start_N, tiles_N, gl.associative_scan(tiles_N, 0, _add)), gl.sum(tiles_N, axis=0)
+
+
+@gluon.jit
+def copy_rows(tile, ptr, row, inside, column, WIDTH: gl.constexpr):
+    """Copy columns of given rows of a matrix into shared memory, asynchronously. Zeros where not `inside`.
+
+    A tile has 128 columns; those past WIDTH get zeros too.
+    """
+    LAYOUT: gl.constexpr = row.type.layout.parent
+    here = column + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+    place = row[:, None].to(gl.int64) * WIDTH + here[None, :]
+    async_copy.async_copy_global_to_shared(tile, ptr + place, mask=inside[:, None] & (here < WIDTH)[None, :])
+
+
+@gluon.jit
+def store_wide(ptr, tile, first, column, end, O: gl.constexpr, STRIDE: gl.constexpr):
+    """A tile of 64 × 128, through shared memory: from the tensor cores' layout a row would go in 16-byte pieces."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    tile = gl.convert_layout(tile.to(ptr.dtype.element_ty), WIDE)
+    row = first + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
+    here = column + gl.arange(0, 128, gl.SliceLayout(0, WIDE))
+    place = row[:, None].to(gl.int64) * STRIDE + here[None, :]
+    gl.store(ptr + place, tile, mask=(row < end)[:, None] & (here < O)[None, :])

@@ -83,7 +83,8 @@ def _multiply(
     acc_BC = warpgroup_mma_wait(num_outstanding=0, deps=(acc_BC,))
     mbarrier.arrive(empty.index((steps - 1) % STAGES), count=1)
     sums_BN = _sum_directions(acc_BC, log_kappa_ptr, 0, num_experts, K, DIAGONAL, BT, BC, NP, SUMS)
-    for tile in range(1, C // BC):
+    # A count that is known only at run time: a loop of one round would be unrolled, and registers run out.
+    for tile in range(1, C // BC + (num_tokens < 0).to(gl.int32)):
         acc_BC = gl.zeros([BT, BC], gl.float32, PRODUCTS)
         for step in range(steps):
             i = tile * steps + step

@@ -21,22 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from grmoe.kernels.grouped_gemm import locate
+from grmoe.kernels.hopper import store_wide, tiles_of_experts
 from grmoe.kernels.rows import gelu, sigmoid
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _tiles_of_experts(offset_ptr, num_experts: gl.constexpr, BM: gl.constexpr, NP: gl.constexpr):
-    """(expert, end, start, row tiles, running sum of row tiles) of each expert, and the total."""
-    expert = gl.arange(0, NP, gl.BlockedLayout([1], [32], [4], [0]))
-    end_N = gl.load(offset_ptr + expert, mask=expert < num_experts, other=0)
-    start_N = gl.load(offset_ptr + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0)
-    tiles_N = gl.where(expert < num_experts, (end_N - start_N + BM - 1) // BM, 0)
-    return (expert, end_N, start_N, tiles_N, gl.associative_scan(tiles_N, 0, _add)), gl.sum(tiles_N, axis=0)
 
 
 @gluon.jit
@@ -47,7 +33,7 @@ def _fetch(
 ):  # fmt: skip
     """Four warps: fetch the rows and weights of every tile of this program, as buffers become empty."""
     a_tiles, b_tiles, full, empty = tiles
-    lists, row_tiles = _tiles_of_experts(offset_ptr, num_experts, BM, NP)
+    lists, row_tiles = tiles_of_experts(offset_ptr, num_experts, BM, NP)
     column_tiles: gl.constexpr = (O + BO - 1) // BO
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     i = 0
@@ -79,17 +65,6 @@ def _fetch(
 
 
 @gluon.jit
-def _store(ptr, tile, first, column, end, O: gl.constexpr, STRIDE: gl.constexpr):
-    """A tile of 64 × 128, through shared memory: from the tensor cores' layout a row would go in 16-byte pieces."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    tile = gl.convert_layout(tile.to(ptr.dtype.element_ty), WIDE)
-    row = first + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
-    here = column + gl.arange(0, 128, gl.SliceLayout(0, WIDE))
-    place = row[:, None].to(gl.int64) * STRIDE + here[None, :]
-    gl.store(ptr + place, tile, mask=(row < end)[:, None] & (here < O)[None, :])
-
-
-@gluon.jit
 def _multiply(
     HALF: gl.constexpr, tiles, out_ptr, inner_ptr, offset_ptr,
     num_experts: gl.constexpr, K: gl.constexpr, O: gl.constexpr, GLU: gl.constexpr, SAVE: gl.constexpr,
@@ -97,7 +72,7 @@ def _multiply(
 ):  # fmt: skip
     """Four warps: one half of the rows of every tile of this program."""
     a_tiles, b_tiles, full, empty = tiles
-    lists, row_tiles = _tiles_of_experts(offset_ptr, num_experts, BM, NP)
+    lists, row_tiles = tiles_of_experts(offset_ptr, num_experts, BM, NP)
     column_tiles: gl.constexpr = (O + BO - 1) // BO
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]
@@ -123,15 +98,15 @@ def _multiply(
         left, right = acc.reshape([64, 2, 128]).permute((0, 2, 1)).split()
         if GLU:
             if SAVE:
-                _store(inner_ptr, left, first, column, end, O, 2 * O)
-                _store(inner_ptr + O, right, first, column, end, O, 2 * O)
-            _store(out_ptr, left * sigmoid(left) * right, first, column, end, O, O)
+                store_wide(inner_ptr, left, first, column, end, O, 2 * O)
+                store_wide(inner_ptr + O, right, first, column, end, O, 2 * O)
+            store_wide(out_ptr, left * sigmoid(left) * right, first, column, end, O, O)
         else:
             if SAVE:
-                _store(inner_ptr, left, first, column, end, O, O)
-                _store(inner_ptr, right, first, column + 128, end, O, O)
-            _store(out_ptr, gelu(left), first, column, end, O, O)
-            _store(out_ptr, gelu(right), first, column + 128, end, O, O)
+                store_wide(inner_ptr, left, first, column, end, O, O)
+                store_wide(inner_ptr, right, first, column + 128, end, O, O)
+            store_wide(out_ptr, gelu(left), first, column, end, O, O)
+            store_wide(out_ptr, gelu(right), first, column + 128, end, O, O)
 
 
 @gluon.jit

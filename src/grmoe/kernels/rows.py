@@ -56,6 +56,18 @@ def gelu(a):
     return tl.maximum(a, 0.0) - tl.abs(a) * tail
 
 
+@triton.jit
+def differentiate(first, up, GLU: tl.constexpr):
+    """(h, ∂h/∂first, ∂h/∂up) of h = silu(first)·up with GLU, else of h = gelu(first), where `up` is ignored."""
+    if GLU:
+        s = sigmoid(first)
+        silu = first * s
+        return silu * up, up * s * (1.0 + first * (1.0 - s)), silu
+    cdf, bell = normal(first)
+    slope = cdf + first * (0.3989422804014327 * bell)  # Φ(a) + a·φ(a)
+    return first * cdf, slope, slope
+
+
 @triton.jit(do_not_specialize=["last"])
 def gather_kernel(
     x_ptr, token_ptr, offset_ptr, out_ptr, last, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
@@ -143,26 +155,14 @@ def activation_backward_kernel(
         first = tl.load(inner_ptr + inner_row + column[None, :], mask=inside, other=0.0).to(tl.float32)
         place = grad_ptr + row[:, None].to(tl.int64) * I + column[None, :]
         q = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        up = first
         if GLU:
             up = tl.load(inner_ptr + inner_row + I + column[None, :], mask=inside, other=0.0).to(tl.float32)
-            s = sigmoid(first)
-            silu = first * s
-            h = silu * up
-            tl.store(
-                grad_inner_ptr + inner_row + I + column[None, :],
-                (weight * q * silu).to(grad_inner_ptr.dtype.element_ty),
-                mask=inside,
-            )
-            slope = up * s * (1.0 + first * (1.0 - s))
-        else:
-            cdf, bell = normal(first)
-            h = first * cdf
-            slope = cdf + first * (0.3989422804014327 * bell)  # Φ(a) + a·φ(a)
-        tl.store(
-            grad_inner_ptr + inner_row + column[None, :],
-            (weight * q * slope).to(grad_inner_ptr.dtype.element_ty),
-            mask=inside,
-        )
+        h, slope, slope_up = differentiate(first, up, GLU)
+        grad_place = grad_inner_ptr + inner_row + column[None, :]
+        if GLU:
+            tl.store(grad_place + I, (weight * q * slope_up).to(grad_inner_ptr.dtype.element_ty), mask=inside)
+        tl.store(grad_place, (weight * q * slope).to(grad_inner_ptr.dtype.element_ty), mask=inside)
         dot += tl.sum(q * h, axis=1)
         tl.store(place, (weight * h).to(grad_ptr.dtype.element_ty), mask=inside)
     tl.store(grad_weight_ptr + pair, dot.to(grad_weight_ptr.dtype.element_ty), mask=row < used)

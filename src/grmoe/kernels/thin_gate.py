@@ -23,6 +23,7 @@ from grmoe.kernels.runtime import INTERPRETED
 MOST_TOKENS = 512
 DIRECTIONS = 16  # of one program: the least a tensor core takes, so that many programs read
 EXPERTS, WIDTH = 16, 256  # of one program of a linear gate
+NARROW = 64  # its width in fp32, where three tf32 products need the registers
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -126,16 +127,18 @@ def sum_parts(x: Tensor, matrix: Tensor, log_kappa: Tensor | None, norm: Tensor)
     BT = min(64, max(16, power_of_2(T)))
     precision = "tf32x3" if x.dtype == torch.float32 and not INTERPRETED else "ieee"
     if log_kappa is None:
-        parts = ceil_div(D, WIDTH)
+        width = NARROW if x.dtype == torch.float32 else WIDTH
+        parts = ceil_div(D, width)
         sums = torch.empty(parts, T, N, dtype=torch.float32, device=x.device)
         grid = (ceil_div(N, EXPERTS), parts, ceil_div(T, BT))
-        launch(products_kernel, grid, (x, matrix, sums, T), (D, N, precision, BT, EXPERTS, WIDTH))
+        launch(products_kernel, grid, (x, matrix, sums, T), (D, N, precision, BT, EXPERTS, width))
         return sums
     K = matrix.shape[2]
     parts = ceil_div(K, DIRECTIONS)
     sums = torch.empty(parts, T, N, dtype=torch.float32, device=x.device)
     grid = (N + 1, parts, ceil_div(T, BT))
-    constants = (D, K, N, log_kappa.ndim == 2, precision, BT, DIRECTIONS, 128)
+    width = NARROW if x.dtype == torch.float32 else 128
+    constants = (D, K, N, log_kappa.ndim == 2, precision, BT, DIRECTIONS, width)
     launch(energies_kernel, grid, (x, matrix, log_kappa, sums, norm, T), constants, warps=4, stages=4)
     return sums
 

@@ -171,8 +171,10 @@ class BatchGenerator:
         sequence.exact, sequence.alone = True, sequence.ties == MAX_TIES
         return logits_V
 
-    def _append(self, sequence: Sequence, token: int, logits_V: Tensor) -> None:
+    def _append(self, sequence: Sequence, token: int, logits_V: Tensor | None) -> None:
+        """Add a token. Logits are needed only where it is scored."""
         if sequence.alternatives is not None:
+            assert logits_V is not None
             sequence.scores.append(score_token(logits_V, token, sequence.alternatives))
         sequence.tokens.append(token)
         sequence.sampler.advance()

@@ -32,6 +32,9 @@ class Options:
     """"auto" (as saved), "fp32" or "bf16". Routers always compute in fp32."""
     together: bool | None = None
     """Compute requests in one batch. None: in fp32 only, because there near ties can be computed again alone."""
+    graphs: bool = False
+    """Decode by CUDA graphs: many more tokens per second on a GPU. Implies `together`, and near ties are not computed
+    again. The cache of all answers is reserved at the start."""
     concurrency: int = 16
     """Answers computed at the same time."""
     queue: int = 64
@@ -69,6 +72,8 @@ class Options:
             raise ValueError(
                 f"alpha_range must have 0 <= low <= high <= {LARGEST_ALPHA:g}, got {low:g}, {high:g}"
             )
+        if self.graphs and self.together is False:
+            raise ValueError("graphs compute requests in one batch: leave out --alone")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.alpha is not None and self.budget is not None:

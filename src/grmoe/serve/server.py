@@ -23,6 +23,7 @@ from grmoe.serve.batching import BatchGenerator, why_not_batch
 from grmoe.serve.chat import ChatTemplate
 from grmoe.serve.connections import Config, Connection
 from grmoe.serve.engine import Engine
+from grmoe.serve.graphs import GraphGenerator
 from grmoe.serve.options import Options
 from grmoe.serve.service import Service
 
@@ -53,8 +54,13 @@ def make_service(options: Options) -> Service:
     loaded = open_model(folder, alpha=options.alpha, dtype=DTYPES[options.dtype], budget=options.budget)
     alone = why_not_batch(loaded.model)
     require(not (options.together and alone), f"{alone}: leave out --together")
+    require(not (options.graphs and alone), f"{alone}: leave out --graphs")
     together = loaded.model.dtype == torch.float32 if options.together is None else options.together
-    generator = BatchGenerator(loaded.model, together and not alone)
+    generator = (
+        GraphGenerator(loaded.model, options.concurrency)
+        if options.graphs
+        else BatchGenerator(loaded.model, together and not alone)
+    )
     engine = Engine(generator, concurrency=options.concurrency, queue=options.queue)
     loaded.tokenizer("warm")  # builds the tokenizer's lazy state before threads share it
     return Service(
@@ -171,5 +177,5 @@ def _describe(service: Service, host: str, port: int) -> list[str]:
     if options.api_key is None and not host.startswith("127.") and host != "::1":
         lines.append("no key is set: everyone who reaches this address is answered; set GRMOE_API_KEY")
     if generator.together and not generator.repeat_ties:
-        lines.append("16-bit batches round differently: answers may differ from those of single requests")
+        lines.append("batches round differently: answers may differ from those of single requests")
     return lines

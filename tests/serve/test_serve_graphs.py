@@ -1,0 +1,103 @@
+"""The step that CUDA graphs replay, run without a graph: answers, joining and leaving, numbers per row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_model import CURVE, make_model, offline, options
+from test_serve_batching import Asked, crowd, together
+
+from grmoe.serve.batching import BatchGenerator, Sequence
+from grmoe.serve.graphs import GraphGenerator
+from grmoe.serve.sampling import Sampling, TokenSampler
+from grmoe.serve.server import make_service
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"router": "softmax", "router_kappa": None},
+        {"num_key_value_heads": 1, "shared_experts": 1, "identity_experts": 1, "moe_every": 1},
+    ],
+    ids=["softmax", "all layers, identity"],
+)
+def test_answers_equal_generate(changes: dict[str, Any]) -> None:
+    """In fp32 near ties are rare, and none is among these."""
+    model = make_model(**changes)
+    asked = crowd(1, 6, temperatures=(0.0, 0.7))
+    expected = [offline(model, a.prompt, a.alpha, a.tokens, a.sampling) for a in asked]
+    assert together(GraphGenerator(model, rows=6), asked) == expected
+
+
+def test_budgets_share_a_step() -> None:
+    model = make_model(budget_curve=CURVE)
+    asked = [
+        Asked([10 * i + j for j in range(3 + i)], 1.0, 8, Sampling(), arrives=i % 3, budget=1 + i / 2)
+        for i in range(4)
+    ]
+    expected = [offline(model, a.prompt, 1.0, 8, budget=a.budget) for a in asked]
+    assert together(GraphGenerator(model, rows=4), asked) == expected
+
+
+def test_scores_and_experts_are_those_of_the_batch() -> None:
+    model = make_model()
+    found = []
+    for generator in (GraphGenerator(model, rows=3), BatchGenerator(model, together=False)):
+        sequences = [
+            Sequence(
+                prompt=[1, 2, 3 + i],
+                numbers=tuple(model.config.layer_numbers(None)),
+                sampler=TokenSampler(Sampling()),
+                alternatives=2,
+            )
+            for i in range(3)
+        ]
+        for sequence in sequences:
+            generator.start(sequence)
+        for _ in range(5):
+            generator.step(sequences)
+        found.append(sequences)
+    for ours, plain in zip(*found, strict=True):
+        assert ours.tokens == plain.tokens
+        assert ours.experts == pytest.approx(plain.experts)
+        for a, b in zip(ours.scores, plain.scores, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+def test_sizes_are_few_and_rows_are_reused() -> None:
+    generator = GraphGenerator(make_model(), rows=12)
+    assert [generator._round_rows(n) for n in (1, 2, 3, 4, 5, 8, 9, 12)] == [1, 2, 4, 4, 8, 8, 12, 12]
+    generator.model.config.max_position_embeddings = 1000
+    assert [generator._round_length(n) for n in (1, 256, 257, 600)] == [256, 256, 512, 1000]
+
+
+@torch.no_grad()
+def test_a_row_that_ends_frees_its_place() -> None:
+    """The last row moves into it, with its cache."""
+    model = make_model()
+    generator = GraphGenerator(model, rows=3)
+    numbers = tuple(model.config.layer_numbers(None))
+    one, two, three = (
+        Sequence(prompt=[7 * i, 5], numbers=numbers, sampler=TokenSampler(Sampling())) for i in range(3)
+    )
+    for sequence in (one, two, three):
+        generator.start(sequence)
+    generator.step([one, two, three])
+    generator.step([three, two])
+    assert generator.batch == [three, two]
+    assert all(s.cache is None for s in generator.batch)
+    generator.step([two, three])  # the order that is asked for does not matter
+    assert generator.batch == [three, two]
+    for i, sequence in enumerate((one, two, three)):
+        assert sequence.tokens == offline(make_model(), [7 * i, 5], 1.0, len(sequence.tokens))
+
+
+def test_the_server_takes_it(folder: Path) -> None:
+    generator = make_service(options(folder, graphs=True, concurrency=3)).engine.generator
+    assert isinstance(generator, GraphGenerator)
+    assert len(generator.next_R) == 3
+    with pytest.raises(ValueError, match="leave out --alone"):
+        options(folder, graphs=True, together=False)
