@@ -74,14 +74,11 @@ def test_the_slider_stops_where_something_was_measured(page: Path, measured: Any
         for key in ("experts_per_token", "perplexity"):
             assert slider[name][key] == pytest.approx(measured[name][key], rel=1e-5)
     # Every speed is one that was timed, at the experts per token it was timed at.
-    timed = {
-        (round(p["experts_per_token"], 4), round(p["speed"]["relative"], 3))
-        for p in measured["points"]
-        if p["speed"]
-    }
-    found = {(round(s["experts_per_token"], 4), round(s["speed"]["relative"], 3)) for s in slider["speeds"]}
-    assert len(found) >= 3
-    assert found <= timed
+    timed = [(p["experts_per_token"], p["speed"]["relative"]) for p in measured["points"] if p["speed"]]
+    assert len(slider["speeds"]) >= 3
+    for s in slider["speeds"]:
+        found = (s["experts_per_token"], s["speed"]["relative"])
+        assert any(found == pytest.approx(pair, rel=1e-4) for pair in timed)
     counts = [s["experts_per_token"] for s in slider["speeds"]]
     assert counts == sorted(set(counts))
 

@@ -83,7 +83,10 @@ def test_gates_without_such_an_alpha_are_refused() -> None:
 
 
 def test_it_trains_like_kappa_and_is_saved_as_the_models_own(settings: Settings) -> None:
-    options: dict[str, Any] = {"model": {"num_hidden_layers": 4, "alpha": [0.8, 1.5]}, "optim": {"lr": 0.02}}
+    options: dict[str, Any] = {
+        "model": {"num_hidden_layers": 4, "alpha": [0.8, 1.5]},
+        "optim": {"lr": 0.02, "kappa_lr": 0.1},
+    }
     config = settings(steps=30, alpha={"schedule": "learned"}, **options)
     trainer = build_trainer(config, World(0, 1, 0, torch.device("cpu"), None))
     own = {r.log_alpha for r in routers(trainer.model)}
