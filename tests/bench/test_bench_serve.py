@@ -38,8 +38,8 @@ def test_command(tmp_path: Path) -> None:
             (answers,) = row["times"][bench.ANSWER]["rounds_ms"]
             (first,) = row["times"][bench.FIRST]["rounds_ms"]
             assert len(answers) == len(first) == 2 * clients
-            # Clients work at the same time: no more than all of them one after the other.
-            assert row["tokens/s"] >= 0.9e3 * 5 * 2 * clients / sum(answers)
+            # All tokens over the time of all answers, which is no shorter than the longest one.
+            assert 0 < row["tokens/s"] <= 1.001e3 * 5 * 2 * clients / max(answers)
         (ratio,) = shape["ratios"]
         assert ratio["value"] == pytest.approx(shape["rows"][0]["tokens/s"] / shape["rows"][1]["tokens/s"])
 
