@@ -97,7 +97,7 @@ def test_the_defaults_of_every_router() -> None:
     frames, kappa = geometry.haar_frames(D, 3, N, generator=rng()), torch.ones(N)
     energies = (x[0] @ frames).square().sum(-1).T
     torch.testing.assert_close(grassmann_logits_reference(x[0], frames, kappa).float(), energies)
-    assert defaults(LoadCounter.add) == {"prior": None, "kernels": False}
+    assert defaults(LoadCounter.add) == {"prior": None, "leads": False, "kernels": False}
     assert not fuses(x, Dense(), 10**6)
     assert defaults(GateOperands) == {"log_kappa": None, "energy_scale": 1.0, "posterior": True}
     assert {r.__name__: r.reads_prior for r in (Router, LinearRouter, VMFRouter, HashRouter, SoftMoERouter)} == {
