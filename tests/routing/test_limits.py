@@ -174,7 +174,8 @@ def test_when_the_kernels_are_tried(
     router.eval()(tokens(3))
     kernels = backend == "triton" or (backend == "auto" and not interpreted)
     # Training learns the prior and keeps no packed copy.
-    assert counted == [{"prior": p, "kernels": kernels} for p in (router.budget, None)]
+    trains = [(router.budget, True), (None, False)]
+    assert counted == [{"prior": prior, "leads": leads, "kernels": kernels} for prior, leads in trains]
     assert [given[-1] for given in tried] == ([None, router._packed.get] if kernels and fusable else [])
 
 
