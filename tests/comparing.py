@@ -46,6 +46,9 @@ def assert_same(a: TrainConfig, b: TrainConfig, steps: Iterable[int] = (20,)) ->
         ours, theirs = state_of(a, step), state_of(b, step)
         for name, value in theirs["model"].items():
             assert torch.equal(ours["model"][name], value), name
+        assert ours.keys() == theirs.keys()
+        for name, share_N in theirs.get("leading", {}).items():
+            assert torch.equal(ours["leading"][name], share_N), name
         for name, moments in theirs["moments"].items():
             for key, value in moments.items():
                 assert torch.equal(ours["moments"][name][key], value), (name, key)

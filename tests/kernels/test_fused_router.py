@@ -90,6 +90,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 def test_routing_metrics_and_prior(name: str, options: dict[str, Any], calls: list[str]) -> None:
     """Two batches with a NaN token in train mode, one in eval mode: also what accumulates."""
     router = make(name, **options)
+    router.use_leading(0.5)
+    assert router.leading_share is not None
+    router.leading_share.copy_(torch.arange(N) / 6)
     plain = by_torch(router)
     x = tokens(3, 11)
     bad = x.clone()
@@ -102,11 +105,11 @@ def test_routing_metrics_and_prior(name: str, options: dict[str, Any], calls: li
         seen: list[Any] = [routing, *(p.grad.clone() for p in r.parameters() if p.grad is not None), x.grad]
         x.grad = None
         r(bad)
-        seen += [r.counter.sums.clone(), r.prior_sums.clone()]
+        seen += [r.counter.sums.clone(), r.prior_sums.clone(), r.counter.leading_sums.clone()]
         r.eval()(x.detach())
-        seen += [r.counter.sums.clone(), r.prior_sums.clone()]
+        seen += [r.counter.sums.clone(), r.prior_sums.clone(), r.counter.leading_sums.clone()]
         r.train().update_prior(0.1)
-        results.append([*seen, r.log_prior])
+        results.append([*seen, r.log_prior, r.leading_share])
     assert calls.count("_forward") == 3
     assert_same_routing(results[0][0], results[1][0])
     for ours, expected in zip(results[0][1:], results[1][1:], strict=True):

@@ -97,7 +97,7 @@ def test_the_defaults_of_every_router() -> None:
     frames, kappa = geometry.haar_frames(D, 3, N, generator=rng()), torch.ones(N)
     energies = (x[0] @ frames).square().sum(-1).T
     torch.testing.assert_close(grassmann_logits_reference(x[0], frames, kappa).float(), energies)
-    assert defaults(LoadCounter.add) == {"prior": None, "kernels": False}
+    assert defaults(LoadCounter.add) == {"prior": None, "leads": False, "kernels": False}
     assert not fuses(x, Dense(), 10**6)
     assert defaults(GateOperands) == {"log_kappa": None, "energy_scale": 1.0, "posterior": True}
     assert {r.__name__: r.reads_prior for r in (Router, LinearRouter, VMFRouter, HashRouter, SoftMoERouter)} == {
@@ -174,7 +174,8 @@ def test_when_the_kernels_are_tried(
     router.eval()(tokens(3))
     kernels = backend == "triton" or (backend == "auto" and not interpreted)
     # Training learns the prior and keeps no packed copy.
-    assert counted == [{"prior": p, "kernels": kernels} for p in (router.budget, None)]
+    trains = [(router.budget, True), (None, False)]
+    assert counted == [{"prior": prior, "leads": leads, "kernels": kernels} for prior, leads in trains]
     assert [given[-1] for given in tried] == ([None, router._packed.get] if kernels and fusable else [])
 
 

@@ -113,9 +113,10 @@ def test_the_search_for_nan_draws_what_the_step_drew(settings: Settings) -> None
 
 
 def test_full_steps_only_are_the_plain_run(settings: Settings) -> None:
-    full = settings("full", steps=4, elastic={"full_share": 1.0})
-    plain = settings("plain", steps=4, elastic={"unit": "off"})
-    drawn = settings("drawn", steps=4)
+    same: dict[str, Any] = {"steps": 4, "routing": {"leading_weight": 0.01}}
+    full = settings("full", **same, elastic={"full_share": 1.0})
+    plain = settings("plain", **same, elastic={"unit": "off"})
+    drawn = settings("drawn", **same)
     for config in (full, plain, drawn):
         train(config)
     assert_same(full, plain, steps=(4,))
@@ -238,7 +239,11 @@ def test_models_without_a_choice_are_off_unless_it_is_asked_for(
     settings: Settings, model: dict[str, Any], reason: str
 ) -> None:
     found = settings(model=model).resolved()
-    assert (found.elastic.unit, found.routing.prior_counts) == ("off", "computed")
+    assert (found.elastic.unit, found.routing.prior_counts, found.routing.leading_weight) == (
+        "off",
+        "computed",
+        0,
+    )
     for asked in ({"unit": "step"}, {"distill": 1.0}, {"full_share": 0.5}):
         with pytest.raises(ValueError, match=rf"elastic\.unit must be off, because {reason}"):
             build_trainer(settings(model=model, elastic=asked), World(0, 1, 0, torch.device("cpu"), None))
@@ -248,6 +253,7 @@ def test_models_without_a_choice_are_off_unless_it_is_asked_for(
 def test_every_choice_is_resolved_once(settings: Settings) -> None:
     found = settings().resolved()
     assert (found.elastic, found.routing.prior_counts) == (ElasticConfig(unit="token"), "candidates")
+    assert found.routing.leading_weight == 0.01
     assert found.model["norm_topk_prob"] is False
     assert found.resolved() == found
     given = settings(
@@ -271,6 +277,7 @@ def as_older_version(run: Path) -> None:
     tree = yaml.safe_load((run / CONFIG).read_text())
     assert tree.pop("elastic")["unit"] == "off"
     assert tree["routing"].pop("prior_counts") == "computed"
+    assert tree["routing"].pop("leading_weight") == 0.0
     assert tree["model"].pop("norm_topk_prob") is True
     (run / CONFIG).write_text(yaml.safe_dump(tree))
 

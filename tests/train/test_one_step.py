@@ -115,6 +115,8 @@ class Reference:
     prior_rate = 0.2
     entropy_weight = 0.4
     entropy_target = 0.6 * math.log(4)
+    leading_weight = 0.01  # only with random budgets
+    leading_step = "before"
     decays_vectors = False
     clip = 0.2
     micro_batches = 2  # the mean of a micro-batch's loss counts 1/2
@@ -132,22 +134,29 @@ class Reference:
         self.model, self.router, self.elastic = copy.deepcopy(model), router, elastic
         for found in routers(self.model):
             found.budget.elastic, found.budget.balances = None, "computed"  # both are written out here
+            found.use_leading(0.0)  # and so is this
         self.params = dict(self.model.named_parameters())
         self.m = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self.v = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self.v_frames = {n: p.new_zeros(p.shape[0]) for n, p in self.params.items() if n.endswith(".frames")}
         self.count = 0
+        # Per layer, of the step before. The trainer's first step has not been.
+        self.leading_N = [torch.full((4,), 0.25, dtype=torch.float64) for _ in routers(self.model)]
 
     def buffers(self, name: str) -> list[Tensor]:
         return [t for n, t in self.model.named_buffers() if n.endswith(name)]
 
     # -- the loss ------------------------------------------------------------------------------------------
 
-    def router_losses(self, logits_TN: Tensor, chosen_TN: Tensor) -> Tensor:
-        """Load balancing N·Σ_e f_e P_e over the experts of the full budget, the z-loss, and the entropy term."""
+    def router_losses(self, logits_TN: Tensor, chosen_TN: Tensor, leading_N: Tensor) -> Tensor:
+        """Load balancing N·Σ_e f_e P_e over the experts of the full budget, z-loss, entropy term and leading term."""
         N, probs_TN = logits_TN.shape[-1], logits_TN.softmax(-1)
         H_T = -(probs_TN * probs_TN.log()).sum(-1)
         entropy = self.entropy_weight * (H_T - self.entropy_target).square().mean()
+        if self.elastic != "off":
+            if self.leading_step == "this":
+                leading_N = one_hot(probs_TN.argmax(-1), N).double().mean(0)
+            entropy = entropy + self.leading_weight * N * (probs_TN @ leading_N).mean()
         if self.router == "grassmann":
             return entropy
         share_N = chosen_TN.sum(0) / chosen_TN.sum()
@@ -192,14 +201,16 @@ class Reference:
             router.budget.tau = torch.as_tensor(limit)
         out = self.model(input_ids=rows_BS[:, :-1], output_router_logits=True)
         logits_TV = out.logits.flatten(0, 1)
-        chosen: dict[str, Any] = {"computed": [], "candidates": []}
+        chosen: dict[str, Any] = {"computed": [], "candidates": [], "leading": []}
         for logits_TN, limit in zip(out.router_logits, limits, strict=True):
             probs_TN = logits_TN.detach().softmax(-1)
             first_TN, two_TN = (one_hot(probs_TN.topk(k).indices, 4).sum(1).double() for k in (1, 2))
             enough_T1 = probs_TN.max(-1, keepdim=True).values >= torch.as_tensor(limit).reshape(-1, 1)
             chosen["computed"].append(torch.where(enough_T1, first_TN, two_TN))
             chosen["candidates"].append(two_TN)
-        R = [self.router_losses(*pair) for pair in zip(out.router_logits, chosen["candidates"], strict=True)]
+            chosen["leading"].append(first_TN)
+        layers = zip(out.router_logits, chosen["candidates"], self.leading_N, strict=True)
+        R = [self.router_losses(*layer) for layer in layers]
         CE = cross_entropy(logits_TV, rows_BS[:, 1:].flatten())
         return logits_TV, CE, torch.stack(R).sum(), chosen
 
@@ -208,7 +219,8 @@ class Reference:
         for own, alpha in zip((0.8, 1.7), self.buffers("alpha_value"), strict=True):
             alpha.fill_(0.3 ** (1 - done) * own**done if self.anneals else own)
 
-        M, cross_entropies, router_losses, divergences, counted = [], [], [], [], []
+        M, cross_entropies, router_losses, divergences = [], [], [], []
+        counted, leads = [], []
         for number, rows_BS in enumerate(batch_BS.split(4)):
             limits = self.limits(step, number * self.micro_batch_rows, rows_BS.shape[1] - 1)
             logits_TV, CE, R, chosen = self.forward(rows_BS, limits)
@@ -224,6 +236,7 @@ class Reference:
                     full_CE + self.coefficient * full_R
                 )
             counted.append(chosen[self.prior_counts])
+            leads.append(chosen["leading"])
         language, routing = (
             torch.stack(parts).sum() / self.micro_batches for parts in (cross_entropies, router_losses)
         )
@@ -235,6 +248,7 @@ class Reference:
         norm = math.sqrt(sum(float(g.square().sum()) for g in grads.values()))
         self.update(step, {name: g * min(1.0, self.clip / (norm + 1e-6)) for name, g in grads.items()})
         self.update_priors(step, [torch.cat(layer) for layer in zip(*counted, strict=True)])
+        self.leading_N = [torch.cat(layer).mean(0) for layer in zip(*leads, strict=True)]
         numbers = {"loss": language, "router_loss": routing, "divergence": divergence, "overlap": overlap}
         return {name: float(value.detach()) for name, value in numbers.items()} | {"norm": norm}
 
@@ -320,6 +334,11 @@ def test_steps_equal_those_by_hand(settings: Settings, router: str, steps: int, 
         expected = reference.step(step, batch)
         assert vars(result) == pytest.approx(expected, rel=1e-6)
     assert largest_difference(trainer, reference) < 1e-9
+    shares = [found.leading_share for found in routers(trainer.model)]
+    if elastic == "off":
+        assert shares == [None, None]
+    else:
+        torch.testing.assert_close(shares, reference.leading_N)
 
 
 @pytest.mark.parametrize("mistake", [None, "random unit", "all pairs", "not scaled up"])
@@ -366,6 +385,8 @@ ELASTIC_MISTAKES: dict[str, dict[str, Any]] = {
     "micro-batches draw the same budgets": {"micro_batch_rows": 0},
     "layers draw the same budgets": {"layers_differ": False},
     "the prior counts what was computed": {"prior_counts": "computed"},
+    "no leading term": {"leading_weight": 0.0},
+    "a leading term from this step's leads": {"leading_step": "this"},
     "no distillation": {"distill": 0.0},
     "the full budget learns from the drawn one": {"teacher_learns": True},
     "the full budget is not trained": {"full_share": 0.0},

@@ -162,12 +162,12 @@ def test_other_numbers_of_processes_go_on(
     assert losses(config)[20] == pytest.approx(losses(wanted)[20], abs=1e-3)
 
 
-def test_distillation_and_the_entropy_term_are_the_same_for_one_and_for_two(settings: Settings) -> None:
+def test_distillation_and_the_terms_of_routers_are_the_same_for_one_and_for_two(settings: Settings) -> None:
     options: dict[str, Any] = {
         "model": {"initializer_range": 0.3},  # so that experts change predictions from the start
         "elastic": {"distill": 3.0},
         "data": {"micro_batch_size": 2},
-        "routing": {"entropy_weight": 0.5, "entropy_target": 0.3},
+        "routing": {"entropy_weight": 0.5, "entropy_target": 0.3, "leading_weight": 0.5},
     }
     alone = first_steps(settings(**options))
     assert all(step["divergence"] > 1e-3 and step["router_loss"] > 1e-3 for step in alone)

@@ -204,11 +204,13 @@ def split_by_mesh(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def sync_routers(model: nn.Module, world: World) -> None:
-    """Call before `update_priors`: give every process the loads of all tokens.
+    """Call before `update_priors`: give every process the loads and leads of all tokens.
 
     It averages the sums. A load is a ratio of two sums, so calling it twice counts nothing twice.
     """
-    sums = [router.prior_sums for router in all_routers(model)]
+    counters = [router.counter for router in all_routers(model)]
+    sums = [counter.prior_sums for counter in counters]
+    sums += [counter.leading_sums for counter in counters if counter.leading_sums is not None]
     if world.mesh is not None and sums:
         _write(mean(world, _flat(sums)), sums)
 

@@ -15,6 +15,7 @@ from grmoe.routing.controls import (
     set_elastic,
     set_entropy,
     set_layer_numbers,
+    set_leading,
     uncounted,
     update_priors,
 )
@@ -27,6 +28,7 @@ from grmoe.routing.grassmann import GrassmannRouter, grassmann_logits_reference
 from grmoe.routing.grassmann_soft_moe import GrassmannSoftMoERouter, grassmann_soft_moe_reference
 from grmoe.routing.hash import HashRouter
 from grmoe.routing.heads import HeadRouter
+from grmoe.routing.leading import leading_loss
 from grmoe.routing.linear import LinearRouter
 from grmoe.routing.metrics import RoutingMetrics
 from grmoe.routing.result import Routing, SlotMixing
@@ -90,6 +92,7 @@ __all__ = [
     "gate_entropy",
     "grassmann_logits_reference",
     "grassmann_soft_moe_reference",
+    "leading_loss",
     "load_balancing_loss",
     "routers",
     "set_alpha",
@@ -98,6 +101,7 @@ __all__ = [
     "set_elastic",
     "set_entropy",
     "set_layer_numbers",
+    "set_leading",
     "step_key",
     "uncounted",
     "update_priors",

@@ -23,6 +23,7 @@ from grmoe.routing.budget import Budget
 from grmoe.routing.counting import LoadCounter
 from grmoe.routing.entropy import EntropyTerm
 from grmoe.routing.fused import GateOperands, GateParts, try_fused
+from grmoe.routing.leading import leading_loss, next_leading_share
 from grmoe.routing.metrics import RoutingMetrics
 from grmoe.routing.packed import PackedCopy
 from grmoe.routing.prior import next_log_prior
@@ -44,6 +45,9 @@ class Router(nn.Module):
     backend: attribute. "auto" and "triton" run gate and selection as one kernel where one exists (see
         `grmoe.routing.fused`; "auto" does not in Triton's interpreter). "reference" never does.
     entropy: attribute. A term of the training loss that keeps the gate's entropy near a target. Default: none.
+    leading_weight: attribute. Weight of the leading term in the training loss (`grmoe.routing.leading`). Default: 0.
+        `use_leading` sets it. `leading_share` is then its state: the share of the tokens that each expert led in the
+        step before. Checkpoints of a training run have it; exported models do not.
     """
 
     reads_prior: ClassVar[bool] = True  # False: the gate has no prior, so `balance` would do nothing
@@ -52,6 +56,7 @@ class Router(nn.Module):
     log_prior: Tensor
     alpha_value: Tensor
     log_alpha: nn.Parameter | None
+    leading_share: Tensor | None
 
     def __init__(
         self,
@@ -83,6 +88,8 @@ class Router(nn.Module):
         )
         self.counter = LoadCounter(num_experts, identity)
         self.entropy: EntropyTerm | None = None
+        self.leading_weight = 0.0
+        self.register_buffer("leading_share", None, persistent=False)
         self._packed = PackedCopy()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -153,8 +160,11 @@ class Router(nn.Module):
         routing.aux_loss = self.losses(routing)
         if self.entropy is not None and self.training:
             routing.aux_loss = routing.aux_loss + self.entropy(routing.logits)
+        if self.leading_share is not None and self.training:
+            leading = self.leading_weight * leading_loss(routing.probs, self.leading_share)
+            routing.aux_loss = routing.aux_loss + leading
         prior = self.budget if self.balance and self.training else None
-        self.counter.add(routing, prior=prior, kernels=kernels)
+        self.counter.add(routing, prior=prior, leads=self.training, kernels=kernels)
         return routing
 
     def route(self, x: Tensor, token_ids: Tensor | None) -> Routing:
@@ -217,6 +227,18 @@ class Router(nn.Module):
         now, self.log_alpha = self.alpha, None
         self.alpha = now
 
+    def use_leading(self, weight: float) -> None:
+        """Add the leading term to the training loss, from uniform shares on. 0: no longer."""
+        checks.finite("weight", weight, at_least=0)
+        own = type(self).route is not Router.route or type(self).select is not Router.select
+        kind = type(self).__name__
+        checks.require(
+            not (weight and own), f"a leading term needs a router that a selection chooses for, got a {kind}"
+        )
+        self.leading_weight = weight
+        self.leading_share = torch.full_like(self.log_prior, 1 / self.num_experts) if weight else None
+        self.counter.count_leads(weight > 0)
+
     def uncounted(self) -> AbstractContextManager[None]:
         """A context in which forward passes leave metrics and prior sums unchanged."""
         return self.counter.pause()
@@ -224,11 +246,15 @@ class Router(nn.Module):
     @torch.no_grad()
     def update_prior(self, rate: float) -> None:
         """One step of the balanced prior (`grmoe.routing.prior`) from the load since the last call; once per
-        optimiser step. Does nothing without `balance`."""
+        optimiser step. Without `balance` the prior stays. With a leading term `leading_share` is updated too."""
         checks.finite("rate", rate, at_least=0)
         if self.balance:
             self.log_prior.copy_(next_log_prior(self.log_prior, self.prior_sums, rate))
             self.prior_sums.zero_()
+        sums = self.counter.leading_sums
+        if self.leading_share is not None and sums is not None:
+            self.leading_share.copy_(next_leading_share(self.leading_share, sums))
+            sums.zero_()
 
     @property
     def prior_sums(self) -> Tensor:

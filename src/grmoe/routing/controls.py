@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from grmoe.routing.curve import LayerNumbers
 from grmoe.routing.elastic import Elastic
 from grmoe.routing.entropy import EntropyTerm
 from grmoe.routing.hash import HashRouter
+from grmoe.routing.leading import next_leading_share
 from grmoe.routing.prior import next_log_prior
 from grmoe.routing.selection import Mass, Selection, TopK
 
@@ -69,6 +70,17 @@ def set_entropy(module: nn.Module, term: EntropyTerm | None) -> None:
         router.entropy = term
 
 
+def set_leading(module: nn.Module, weight: float) -> None:
+    """Add the leading term (`grmoe.routing.leading`) to the losses of a model's routers while they train; 0: no longer.
+
+    `update_priors` must follow after each step: it also turns the leads of the step into shares.
+    """
+    for router in routers(module):
+        learns = not weight or not isinstance(router, HashRouter)
+        checks.require(learns, "a leading term needs a gate that learns, got a HashRouter")
+        router.use_leading(weight)
+
+
 @torch.no_grad()
 def set_draw(module: nn.Module, key: int, first_row: int = 0) -> None:
     """What the next forward pass draws its budgets from. The host does not wait for the device.
@@ -118,18 +130,29 @@ def uncounted(found: nn.Module | Iterable[Router]) -> Iterator[None]:
 def update_priors(found: Iterable[Router], rate: float, skip: Tensor | None = None) -> None:
     """`Router.update_prior` of many routers; those of one size and device are updated together.
 
-    skip: a 0-d tensor. Where it is nonzero, priors stay as they are.
+    skip: a 0-d tensor. Where it is nonzero, priors and leading shares stay as they are.
     """
     checks.finite("rate", rate, at_least=0)
-    groups: dict[Any, list[Router]] = {}
-    for router in found:
-        if router.balance:
-            groups.setdefault((router.num_experts, router.log_prior.device), []).append(router)
+    found = list(found)
+    balanced = [(r.log_prior, r.prior_sums) for r in found if r.balance]
+    _update(balanced, lambda prior, sums: next_log_prior(prior, sums, rate), skip)
+    counted = [(r.leading_share, r.counter.leading_sums) for r in found]
+    leading = [(share, sums) for share, sums in counted if share is not None and sums is not None]
+    _update(leading, next_leading_share, skip)
+
+
+def _update(
+    pairs: Iterable[tuple[Tensor, Tensor]], rule: Callable[[Tensor, Tensor], Tensor], skip: Tensor | None
+) -> None:
+    """(numbers, sums) ← (rule(numbers, sums), 0), all of one size and device together."""
+    groups: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+    for numbers, sums in pairs:
+        groups.setdefault((numbers.shape, numbers.device), []).append((numbers, sums))
     for group in groups.values():
-        priors, sums = [r.log_prior for r in group], [r.prior_sums for r in group]
-        stacked = torch.stack(priors)
-        updated = next_log_prior(stacked, torch.stack(sums), rate)
+        old, sums_of = [numbers for numbers, _ in group], [sums for _, sums in group]
+        stacked = torch.stack(old)
+        updated = rule(stacked, torch.stack(sums_of))
         if skip is not None:
             updated = torch.where(skip.bool(), stacked, updated)
-        torch._foreach_copy_(priors, updated.unbind())
-        torch._foreach_zero_(sums)
+        torch._foreach_copy_(old, updated.unbind())
+        torch._foreach_zero_(sums_of)

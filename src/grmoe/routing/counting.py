@@ -20,14 +20,16 @@ from grmoe.routing.result import Routing
 
 
 class LoadCounter(nn.Module):
-    """Two buffers of sums. Neither is part of a checkpoint.
+    """Buffers of sums. None is part of a checkpoint.
 
     sums: what `summarize` turns into metrics, since `reset`. See `routing_sums` for the layout.
     prior_sums: each expert's summed share of tokens (N), then the token count, since the last prior update.
+    leading_sums: how many tokens each expert led (N), since the last prior update. None unless `count_leads` asks.
     """
 
     sums: Tensor
     prior_sums: Tensor
+    leading_sums: Tensor | None
 
     def __init__(self, num_experts: int, identity_experts: int = 0) -> None:
         super().__init__()
@@ -36,6 +38,11 @@ class LoadCounter(nn.Module):
         # fp64, because a count in fp32 stops growing at 2^24 tokens.
         self.register_buffer("sums", torch.zeros(3 * num_experts + 4, dtype=torch.float64), persistent=False)
         self.register_buffer("prior_sums", torch.zeros(num_experts + 1), persistent=False)
+        self.register_buffer("leading_sums", None, persistent=False)
+
+    def count_leads(self, on: bool) -> None:
+        """Whether `leading_sums` exist, from zero."""
+        self.leading_sums = self.prior_sums.new_zeros(self.num_experts) if on else None
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -47,16 +54,30 @@ class LoadCounter(nn.Module):
             self.paused = before
 
     @torch.no_grad()
-    def add(self, routing: Routing, *, prior: Budget | None = None, kernels: bool = False) -> None:
+    def add(
+        self, routing: Routing, *, prior: Budget | None = None, leads: bool = False, kernels: bool = False
+    ) -> None:
         """Count one forward pass. No value is read by the host.
 
-        prior: count for the balanced prior too, as its `balances` says. kernels: by Triton where it runs.
+        prior: count for the balanced prior too, as its `balances` says. leads: count `leading_sums` too.
+        kernels: by Triton where it runs.
         Activation checkpointing runs the forward a second time, inside the backward; that run is not counted.
         """
         # The graph task is set during a backward. Dynamo cannot trace the call.
         in_backward = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if self.paused or in_backward:
             return
+        counts = self.leading_sums if leads else None
+        if counts is None:
+            self._add(routing, prior, kernels)
+            return
+        # `sums` have what each expert led. The difference spares a second pass over the gates.
+        led = slice(self.num_experts, 2 * self.num_experts)
+        before_N = self.sums[led].clone()
+        self._add(routing, prior, kernels)
+        counts.add_((self.sums[led] - before_N).to(counts.dtype))
+
+    def _add(self, routing: Routing, prior: Budget | None, kernels: bool) -> None:
         if kernels and routing.slots is None and available(routing.probs) and not has_failed("metrics"):
             attempt("metrics", lambda: self._add_fused(routing, prior), lambda: None)
             if not has_failed("metrics"):

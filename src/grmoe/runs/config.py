@@ -127,10 +127,17 @@ class RoutingConfig:
     entropy_target: float = 0.5
     """The entropy that a token's gate should have, as a share of log N. 0: all of the gate on one expert. 1: every
     expert alike."""
+    leading_weight: float | None = None
+    """Weight of the leading term: N·Σ_e s_e·p_e, summed over layers. p_e is the mean probability of expert e. s_e is
+    the share of the tokens that it led in the step before. The term makes the load more even where tokens get one or
+    few experts. It is logged as part of `router_loss`. 0: none. Default: 0.01 with random budgets (`elastic`), else
+    0."""
 
     def __post_init__(self) -> None:
         for name in ("overlap_weight", "overlap_rho", "prior_rate", "entropy_weight", "entropy_target"):
             finite(name, getattr(self, name), at_least=0)
+        if self.leading_weight is not None:
+            finite("leading_weight", self.leading_weight, at_least=0)
         if not isinstance(self.overlap_pairs, str):
             positive_int("overlap_pairs", self.overlap_pairs)
         require(
@@ -315,6 +322,11 @@ class TrainConfig:
             f"routing.entropy_weight must be 0 with the router 'hash', which learns no gate, "
             f"got {self.routing.entropy_weight}",
         )
+        require(
+            not self.routing.leading_weight or model.router not in OWN_CHOICE,
+            f"routing.leading_weight must be 0 with the router {model.router!r}, which chooses by itself, "
+            f"got {self.routing.leading_weight}",
+        )
         if elastic.unit == "auto":
             elastic = replace(elastic, unit="off" if why_not else "token")
         N, pairs = model.num_experts, self.routing.overlap_pairs
@@ -322,7 +334,10 @@ class TrainConfig:
             isinstance(pairs, str) or pairs <= N * (N - 1) // 2,
             f"routing.overlap_pairs must be at most the {N * (N - 1) // 2} pairs of {N} experts, got {pairs}",
         )
-        routing = RoutingConfig(prior_counts="candidates" if elastic.on else "computed")
+        routing = RoutingConfig(
+            prior_counts="candidates" if elastic.on else "computed",
+            leading_weight=0.01 if elastic.on else 0.0,
+        )
         model_choices = {"norm_topk_prob": model.norm_topk_prob}
         return self.filled_from(TrainConfig(model=model_choices, elastic=elastic, routing=routing))
 
@@ -333,6 +348,8 @@ class TrainConfig:
             elastic = replace(elastic, unit=other.elastic.unit)
         if routing.prior_counts == "auto":
             routing = replace(routing, prior_counts=other.routing.prior_counts)
+        if routing.leading_weight is None:
+            routing = replace(routing, leading_weight=other.routing.leading_weight)
         norm = self.model.get("norm_topk_prob", other.model["norm_topk_prob"])
         model = {**self.model, "norm_topk_prob": norm}
         optim = (
@@ -345,9 +362,10 @@ class TrainConfig:
         return replace(self, optim=replace(self.optim, warmup=shorter.schedule("weights")[0]))
 
     def as_old_run(self) -> TrainConfig:
-        """With the choices of versions that saved none: weights that sum to one, full budgets."""
+        """With the choices of versions that saved none: weights that sum to one, full budgets, no leading term."""
         experts = self.model_config(1, 0).num_experts_per_tok or 1
-        routing, elastic = RoutingConfig(prior_counts="computed"), ElasticConfig(unit="off")
+        routing = RoutingConfig(prior_counts="computed", leading_weight=0.0)
+        elastic = ElasticConfig(unit="off")
         return self.filled_from(
             TrainConfig(model={"norm_topk_prob": experts > 1}, elastic=elastic, routing=routing)
         )

@@ -30,6 +30,8 @@ _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
 def gather(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """{"model": tensors, "moments": optimiser states, "groups": their options}, for `Checkpoints` to write or fill.
 
+    With a leading term also {"leading": the routers' `leading_share`}.
+
     A parameter without a step has its initial moments, so that a checkpoint has the same entries at every step.
     """
     names = _names(model)
@@ -41,8 +43,10 @@ def gather(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
             options = {key: _plain(value) for key, value in group.items() if key not in _IMPLEMENTATION}
             groups.append({"params": [names[p] for p in group["params"]], **options})
     tensors = {name: tensor.detach() for name, tensor in _once(model)}
+    leading = dict(_leading(model))
     # One string, because in a tree every option of every group would be a separate entry of the checkpoint.
-    return {"model": tensors, "moments": moments, "groups": json.dumps(groups)}
+    found = {"model": tensors, "moments": moments, "groups": json.dumps(groups)}
+    return found | ({"leading": leading} if leading else {})
 
 
 @torch.no_grad()
@@ -53,6 +57,8 @@ def restore(model: nn.Module, optimizers: Sequence[Optimizer], state: dict[str, 
     """
     for name, tensor in _once(model):
         tensor.copy_(state["model"][name])
+    for name, share_N in _leading(model):
+        share_N.copy_(state["leading"][name])
     names = _names(model)
     options = {}
     for saved in json.loads(state["groups"]):
@@ -105,6 +111,13 @@ def _once(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor
+
+
+def _leading(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`leading_share` of the routers that have one. They are of training alone, so no saved model has them."""
+    for name, tensor in model.named_buffers():
+        if name.endswith(".leading_share"):
+            yield name.replace("_orig_mod.", ""), tensor
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:

@@ -19,7 +19,7 @@ from grmoe.optim import GrassmannAdam, ProjectedAdam, QRAdam, optimizer_groups
 from grmoe.parallel.build import build_model
 from grmoe.parallel.shard import split_by_mesh
 from grmoe.parallel.world import World
-from grmoe.routing import Elastic, EntropyTerm, routers, set_balances, set_elastic, set_entropy
+from grmoe.routing import Elastic, EntropyTerm, routers, set_balances, set_elastic, set_entropy, set_leading
 from grmoe.routing.budget import Balances
 from grmoe.routing.elastic import Unit
 from grmoe.runs.config import OptimConfig, TrainConfig
@@ -136,6 +136,7 @@ def build_learner(
     set_balances(model, cast(Balances, config.routing.prior_counts))
     if config.routing.entropy_weight:
         set_entropy(model, EntropyTerm(config.routing.entropy_weight, config.routing.entropy_target))
+    set_leading(model, config.routing.leading_weight or 0.0)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable()
     cuda = world.device.type == "cuda"
