@@ -187,6 +187,8 @@ BUDGETS = (
         *_TOKEN_MASS, "routing.prior_counts=computed",
     ),
     _budget("token-mass-both", "per token, mass, prior counts both", *_TOKEN_MASS, "routing.prior_counts=both"),
+    _budget("token-mass-unled", "per token, mass, no leading term", *_TOKEN_MASS, "routing.leading_weight=0"),
+    _budget("token-mass-led", "per token, mass, leading term 0.03", *_TOKEN_MASS, "routing.leading_weight=0.03"),
 )  # fmt: skip
 SOFTMAX_BUDGET = Recipe(
     "softmax-token-mass", "softmax, per token, mass", (*_SOFTMAX, _BIAS, *_TOKEN_MASS)
