@@ -115,3 +115,23 @@ def test_every_key_is_described() -> None:
 
     walk(to_dict(TrainConfig()))
     assert set(found) == leaves
+
+
+def test_a_run_of_before_keeps_its_model_and_its_rates() -> None:
+    """Presets and default rates changed. A run that was saved before does not, and one of today writes them down."""
+    tree: dict[str, Any] = {
+        "model": {"preset": "small", "norm_topk_prob": False}, "optim": {"lr": 1e-3},
+        "elastic": {"unit": "token"}, "routing": {"prior_counts": "candidates"},
+    }  # fmt: skip
+    old = from_dict(TrainConfig, tree).as_old_run()
+    model = old.model_config(1, 0)
+    assert (model.router_rank, model.embedding_multiplier, model.residual_loss_coef) == (32, 1.0, 0.0)
+    assert (old.optim.frames_lr, old.optim.kappa_lr) == (0.003 * 32**0.5, 5e-3)
+    assert (old.elastic.unit, old.routing.leading_weight) == ("token", 0.0)
+    assert old.as_old_run() == old
+    new = from_dict(TrainConfig, tree).resolved()
+    assert new.model | {"preset": None} == {
+        "preset": None, "norm_topk_prob": False, "router_rank": 64, "embedding_multiplier": 22.6,
+        "residual_loss_coef": 0.01,
+    }  # fmt: skip
+    assert (new.optim.frames_lr, new.as_old_run()) == (None, new)

@@ -15,6 +15,9 @@ from grmoe.model.configuration_grmoe import OWN_CHOICE
 from grmoe.parallel.world import ParallelConfig
 from grmoe.runs.model_settings import convert_model
 
+# Fields of a model that a run writes down, because a later version of its preset may have others.
+_OF_PRESET = ("norm_topk_prob", "embedding_multiplier", "residual_loss_coef", "router_rank")
+
 # Kinds of parameters. Each has its own peak learning rate and may have its own schedule.
 Kind = Literal["weights", "kappa", "frames"]
 KINDS: tuple[Kind, ...] = ("weights", "kappa", "frames")
@@ -338,7 +341,7 @@ class TrainConfig:
             prior_counts="candidates" if elastic.on else "computed",
             leading_weight=0.01 if elastic.on else 0.0,
         )
-        model_choices = {"norm_topk_prob": model.norm_topk_prob}
+        model_choices = {name: getattr(model, name) for name in _OF_PRESET}
         return self.filled_from(TrainConfig(model=model_choices, elastic=elastic, routing=routing))
 
     def filled_from(self, other: TrainConfig) -> TrainConfig:
@@ -350,11 +353,9 @@ class TrainConfig:
             routing = replace(routing, prior_counts=other.routing.prior_counts)
         if routing.leading_weight is None:
             routing = replace(routing, leading_weight=other.routing.leading_weight)
-        norm = self.model.get("norm_topk_prob", other.model["norm_topk_prob"])
-        model = {**self.model, "norm_topk_prob": norm}
-        optim = (
-            self.optim if self.optim.warmup is not None else replace(self.optim, warmup=other.optim.warmup)
-        )
+        model = {name: value for name, value in other.model.items() if name in _OF_PRESET} | self.model
+        open_rates = [n for n in ("warmup", "frames_lr", "kappa_lr") if getattr(self.optim, n) is None]
+        optim = replace(self.optim, **{name: getattr(other.optim, name) for name in open_rates})
         return replace(self, model=model, optim=optim, elastic=elastic, routing=routing)
 
     def continuing(self, shorter: TrainConfig) -> TrainConfig:
@@ -362,12 +363,24 @@ class TrainConfig:
         return replace(self, optim=replace(self.optim, warmup=shorter.schedule("weights")[0]))
 
     def as_old_run(self) -> TrainConfig:
-        """With the choices of versions that saved none: weights that sum to one, full budgets, no leading term."""
-        experts = self.model_config(1, 0).num_experts_per_tok or 1
-        routing = RoutingConfig(prior_counts="computed", leading_weight=0.0)
-        elastic = ElasticConfig(unit="off")
+        """With the choices of versions that saved none: weights that sum to one, full budgets, no leading term, a
+        residual stream as it comes, slow subspaces and fast κ. A run of today has saved them all."""
+        if self.routing.leading_weight is not None:
+            return self
+        present = self.model_config(1, 0)
+        rank = self.model.get("router_rank", 32 if self.preset == "small" else present.router_rank)
+        model = {
+            "norm_topk_prob": (present.num_experts_per_tok or 1) > 1, "embedding_multiplier": 1.0,
+            "residual_loss_coef": 0.0, "router_rank": rank,
+        }  # fmt: skip
+        slow = self.optim.lr if self.optim.frames_method == "projected" else 0.003 * (rank or 0) ** 0.5
         return self.filled_from(
-            TrainConfig(model={"norm_topk_prob": experts > 1}, elastic=elastic, routing=routing)
+            TrainConfig(
+                model=model,
+                elastic=ElasticConfig(unit="off"),
+                routing=RoutingConfig(prior_counts="computed", leading_weight=0.0),
+                optim=OptimConfig(frames_lr=slow, kappa_lr=5 * self.optim.lr),
+            )
         )
 
 
