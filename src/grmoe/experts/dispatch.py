@@ -137,7 +137,14 @@ class _Combine(torch.autograd.Function):
         total: Tensor | float = 0.0
         for m, rows_TD in enumerate(_slots(y_AD, slot_TM)):
             weight_T1 = weight_TM[:, m : m + 1].to(rows_TD.dtype)
-            total = rows_TD * weight_T1 if isinstance(total, float) else total.addcmul_(rows_TD, weight_T1)
+            if isinstance(total, float):
+                total = rows_TD * weight_T1
+            elif (
+                torch.compiler.is_compiling()
+            ):  # in place saves nothing here, and PyTorch 2.11 loses the gradient
+                total = torch.addcmul(total, rows_TD, weight_T1)
+            else:
+                total.addcmul_(rows_TD, weight_T1)
         return _as_tokens(total, y_AD, slot_TM)
 
     @staticmethod
@@ -157,7 +164,8 @@ def _as_tokens(total: Tensor | float, rows_AD: Tensor, slot_TM: Tensor) -> Tenso
     """The sum in the rows' precision; zeros if there were no rows."""
     if isinstance(total, float):
         return rows_AD.new_zeros(len(slot_TM), rows_AD.shape[1])
-    return total.to(rows_AD.dtype)
+    # Not `to` the same dtype: an alias, and the compiler of PyTorch 2.11 loses the gradient of such an output.
+    return total if total.dtype == rows_AD.dtype else total.to(rows_AD.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
