@@ -55,7 +55,7 @@ def shift(number: Number, draw: random.Random) -> Number | None:
 
 def test_the_readme_with_one_wrong_digit_fails() -> None:
     page = text_of("README.md")
-    for right, wrong in (("61.18", "61.81"), ("75.6 %", "75.3 %"), ("2.46×", "2.64×"), ("22 %", "23 %")):
+    for right, wrong in (("51.72", "51.27"), ("75.6 %", "75.3 %"), ("2.46×", "2.64×"), ("22 %", "23 %")):
         assert right in page
         text = numbers(wrong)[0].text
         assert any(
@@ -90,17 +90,17 @@ def test_the_rule() -> None:
 def test_what_a_mark_covers() -> None:
     mark, table = (
         "<!-- numbers: results/demo.json -->",
-        "| a | b |\n|---|---|\n| 9.9 | 61.18 |\n| 9.9 | {} |\n",
+        "| a | b |\n|---|---|\n| 9.9 | 51.72 |\n| 9.9 | {} |\n",
     )
-    assert not missing(f"{mark}\n{table.format('60.94')}")
-    assert missing(f"{mark}\n{table.format('60.49')}") == [
-        "60.49: not found in results/demo.json: 9.9 | 60.49"
+    assert not missing(f"{mark}\n{table.format('51.56')}")
+    assert missing(f"{mark}\n{table.format('51.65')}") == [
+        "51.65: not found in results/demo.json: 9.9 | 51.65"
     ]
-    assert len(missing(f"{mark}\n{table.format('60.94')}\n60.94\n")) == 1, "the next paragraph is not covered"
-    assert not missing(f"# A\n\n{mark}\n\n{table.format('60.94')}\n60.94\n\n    60.94\n")
-    assert len(missing(f"# A\n\n{mark}\n\n60.94\n\n    61.94\n\n- 62.94\n")) == 2
-    assert len(missing(f"# A\n\n{mark}\n\n60.94\n\n## B\n\n60.94\n")) == 1
-    assert len(missing(f"- 60.94 {mark}\n- 60.94\n")) == 1
+    assert len(missing(f"{mark}\n{table.format('51.56')}\n51.56\n")) == 1, "the next paragraph is not covered"
+    assert not missing(f"# A\n\n{mark}\n\n{table.format('51.56')}\n51.56\n\n    51.56\n")
+    assert len(missing(f"# A\n\n{mark}\n\n51.56\n\n    61.94\n\n- 62.94\n")) == 2
+    assert len(missing(f"# A\n\n{mark}\n\n51.56\n\n## B\n\n51.56\n")) == 1
+    assert len(missing(f"- 51.56 {mark}\n- 51.56\n")) == 1
     with pytest.raises(AssertionError, match="there is no file"):
         missing("1.5 <!-- numbers: results/none.json -->")
 
