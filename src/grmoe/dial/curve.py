@@ -2,7 +2,8 @@
 
 A curve has one rule, because no setting lies between two rules. Usually it varies τ at the trained α, because turning α
 also changes the weights of the experts that are kept. Where a k per layer or gate × norm was chosen, the curve is made
-of that rule. It goes from one expert per token to all that the cap allows, and has the chosen setting as a point.
+of that rule. It goes from one expert per token to all that the cap allows, and has the chosen setting as a point. The
+full budget is the trained setting, unless another one has a lower loss there.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def build_curve(
     ]
     found = {p: c for p in family if (c := _curve_point(p, cap, num_experts)) and c["cap"] == cap}
     top = max(p.experts_per_token for p in found)
-    end = None if chosen.setting.norms else _curve_point(trained, cap, num_experts)
-    if trained.experts_per_token > top and end:
+    end = _curve_point(trained, cap, num_experts)
+    # At the full budget also where the curve is of gate × norm: there its bias fades out.
+    if end and trained.experts_per_token >= top:
         found[trained] = end
     picked = _curve_point(chosen, cap, num_experts)
     if picked is not None:

@@ -33,7 +33,8 @@ def draw(result: Result, path: Path) -> Path:
         above = [p for p in _drawn(body) if p.perplexity > high]
         _mark_above(left, {(p.experts_per_token, p.perplexity) for p in above})
         _mark_above(right, {(p.speed.tokens_per_second, p.perplexity) for p in above if p.speed is not None})
-        left.legend(frameon=False, ncols=2 if body.budgets else 1, fontsize=8)
+        # Below the axes: a frontier may run anywhere between them.
+        left.legend(frameon=False, ncols=3, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14))
     return path
 
 
