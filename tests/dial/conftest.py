@@ -53,7 +53,8 @@ def train_run(out: Path, data: Path, **model: object) -> Path:
         "data": {"path": str(data), "batch_size": 8},
         # Slow subspaces: gates stay flat, so that the dial has something to choose from after 40 steps.
         "optim": {"lr": 1e-2, "frames_lr": 0.0085, "kappa_lr": 5e-2},
-        "routing": {"leading_weight": 0.0},  # uneven at one expert per token, so that there is something to even out
+        # Uneven at one expert per token, so that there is something to even out.
+        "routing": {"leading_weight": 0.0},
         "validation": {"every": 0, "tokens": 500},
         "checkpoint": {"every": 0},
     }
