@@ -230,8 +230,11 @@ def test_a_curve_of_gate_times_norm_has_no_other_rule() -> None:
     plain = Point(mass(alphas, 0.4, 2), "uniform", measured(1.3, 1.0))
     curve = build_curve([trained, plain, chosen, *own, caps_point((1, 2), 0.1)], trained, chosen, 2, 4)
     assert [(p["experts_per_token"], p["tau"], p["loss"]) for p in curve] == [
-        (1.0, 0.225, 2.0), (1.5, 0.5, 1.5), (2.0, 1.0, 1.0),
+        (1.0, 0.225, 2.0), (1.5, 0.5, 1.5), (2.0, 1.0, 0.5),
     ]  # fmt: skip
+    # The full budget is the better one of the rule's own top-2 and the trained setting.
+    worse = Point(top_k(alphas, 2), "trained", measured(2.0, 1.5))
+    assert build_curve([worse, chosen, *own], worse, chosen, 2, 4)[-1]["loss"] == 1.0
     # And the other way round.
     curve = build_curve([trained, plain, chosen, *own], trained, plain, 2, 4)
     assert [p["experts_per_token"] for p in curve] == [1.3, 2.0]
