@@ -219,22 +219,21 @@ def test_a_curve_of_k_per_layer_only_adds_experts_on_the_way_up() -> None:
     assert chosen_budget(curve, chosen) == round(7 / 3, 4)
 
 
-def test_a_curve_of_gate_times_norm_has_no_other_rule() -> None:
+def test_a_curve_of_gate_times_norm_has_no_other_rule_below_the_full_budget() -> None:
     def ranked(setting: Setting, experts: float) -> Point:
         return Point(setting, "gate × norm", measured(experts, 3.0 - experts))
 
     alphas = (1.0, 1.0)
     own = [ranked(top_k(alphas, k, NORMS), float(k)) for k in (1, 2)]
     chosen = ranked(mass(alphas, 0.5, 2, NORMS), 1.5)
-    trained = Point(top_k(alphas, 2), "trained", measured(2.0, 0.5))
     plain = Point(mass(alphas, 0.4, 2), "uniform", measured(1.3, 1.0))
-    curve = build_curve([trained, plain, chosen, *own, caps_point((1, 2), 0.1)], trained, chosen, 2, 4)
-    assert [(p["experts_per_token"], p["tau"], p["loss"]) for p in curve] == [
-        (1.0, 0.225, 2.0), (1.5, 0.5, 1.5), (2.0, 1.0, 0.5),
-    ]  # fmt: skip
-    # The full budget is the better one of the rule's own top-2 and the trained setting.
-    worse = Point(top_k(alphas, 2), "trained", measured(2.0, 1.5))
-    assert build_curve([worse, chosen, *own], worse, chosen, 2, 4)[-1]["loss"] == 1.0
+    for loss, biased in ((1.1, True), (0.5, False)):  # the trained setting ends the curve where it is better
+        trained = Point(top_k(alphas, 2), "trained", measured(2.0, loss))
+        curve = build_curve([trained, plain, chosen, *own, caps_point((1, 2), 0.1)], trained, chosen, 2, 4)
+        assert [(p["experts_per_token"], p["tau"], p["loss"]) for p in curve] == [
+            (1.0, 0.225, 2.0), (1.5, 0.5, 1.5), (2.0, 1.0, min(1.0, loss)),
+        ]  # fmt: skip
+        assert ["bias" in p for p in curve] == [True, True, biased]
     # And the other way round.
     curve = build_curve([trained, plain, chosen, *own], trained, plain, 2, 4)
     assert [p["experts_per_token"] for p in curve] == [1.3, 2.0]

@@ -353,6 +353,29 @@ def test_the_penalty_on_the_residual_stream(build: Build, ids: torch.Tensor) -> 
         build(residual_loss_coef=-1)
 
 
+def test_a_token_of_zeros_leaves_the_penalty_finite(build: Build, ids: torch.Tensor) -> None:
+    """The embedding of the padding token is zero. At the start of a text so is what attention adds to it."""
+    model = build(residual_loss_coef=0.5, pad_token_id=0).train()
+    ids = ids.clone()
+    ids[:, 0] = 0
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_parts_of_a_batch_add_up_with_the_routers_losses(build: Build, ids: torch.Tensor) -> None:
+    """Trainer gives `num_items_in_batch` and adds up the losses of micro-batches: the sum is the loss of all rows."""
+    model = build(residual_loss_coef=0.5).train()
+    whole = model(ids, labels=ids)
+    items = ids[:, 1:].numel()
+    for extra in ({}, {"skip_logits": True}):
+        parts = [model(row, labels=row, num_items_in_batch=items, **extra) for row in ids.split(1)]
+        for name in ("loss", "router_loss"):
+            total = torch.stack([getattr(part, name) for part in parts]).sum()
+            torch.testing.assert_close(total, getattr(whole, name))
+
+
 def test_tied_embeddings_are_one_tensor(build: Build) -> None:
     model = build(tie_word_embeddings=True)
     assert model.lm_head.weight is model.get_input_embeddings().weight

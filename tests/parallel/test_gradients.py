@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from grmoe.parallel.shard import accumulate, clip_gradients, shard
 from grmoe.parallel.world import ParallelConfig, World, mean
-from grmoe.routing import Elastic, routers, set_draw, set_elastic
+from grmoe.routing import Elastic, routers, set_draw, set_elastic, set_leading
 
 WORLDS = {
     "fsdp": (ParallelConfig(), 2),
@@ -24,7 +24,13 @@ WORLDS = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "swiglu, tied": {},
-    "random budgets": {"elastic": Elastic(), "num_experts_per_tok": 3},
+    "random budgets": {
+        "elastic": Elastic(),
+        "num_experts_per_tok": 3,
+        "leading": 0.5,
+        "residual_loss_coef": 0.1,
+        "embedding_multiplier": 5.0,
+    },
     "gelu, untied, shared expert": {
         "hidden_act": "gelu",
         "tie_word_embeddings": False,
@@ -54,9 +60,14 @@ TOLERANCE = 1e-5
 MAX_NORM = 0.5  # below every norm here
 
 
-def build(favourite: int | None = None, elastic: Elastic | None = None, **changes: Any) -> Any:
+def build(
+    favourite: int | None = None, elastic: Elastic | None = None, leading: float = 0.0, **changes: Any
+) -> Any:
     model = tiny(**changes)
     set_elastic(model, elastic)
+    set_leading(model, leading)
+    for router in routers(model) if leading else ():
+        router.leading_share.copy_(torch.tensor([0.6, 0.3, 0.1, 0.0]))  # uniform ones have no gradient
     if favourite is not None:
         for router in routers(model):
             router.log_prior[favourite] = 1000.0  # the other experts get no token at all

@@ -260,14 +260,15 @@ def test_gates_follow_the_budget(page: Path, show: Callable[[Path], Page]) -> No
 
 
 def test_any_curve_is_followed_as_the_library_follows_it(page: Path, show: Callable[[Path], Page]) -> None:
-    """Caps that differ by layer, an α per layer, and a bias at one end only."""
+    """Caps that differ by layer, an α per layer, a bias at one end only, and a cap that falls."""
     curve: list[dict[str, Any]] = [
         {"experts_per_token": 1.0, "tau": 0.2, "alpha": [1.0, 2.0, 1.0], "cap": [1, 1, 1]},
         {"experts_per_token": 1.4, "tau": [0.3, 0.5, 0.4], "alpha": 1.5, "cap": 2, "bias": [[0.1, -0.1]] * 3},
         {"experts_per_token": 2.0, "tau": 1.0, "alpha": 1.0, "cap": [2, 3, 2]},
+        {"experts_per_token": 2.2, "tau": 1.0, "alpha": 1.0, "cap": [2, 2, 4]},
     ]
     shown = show(page)
-    for budget in (1.0, 1.1, 1.25, 1.39, 1.4, 1.7, 1.99, 2.0):
+    for budget in (1.0, 1.1, 1.25, 1.39, 1.4, 1.7, 1.99, 2.0, 2.05, 2.15, 2.2):
         found = shown.js("return curveNumbers(arguments[0], arguments[1], 3)", curve, budget)
         for mine, want in zip(found, curve_numbers(curve, budget, 3), strict=True):
             assert mine["cap"] == want.cap

@@ -278,6 +278,11 @@ def test_agreeing_settings_are_accepted(source: TrainConfig, tmp_path: Path) -> 
     assert found.model["hidden_size"] == 32
 
 
+def test_what_training_adds_to_the_loss_may_change(source: TrainConfig, tmp_path: Path) -> None:
+    found = started(*given(Path(source.out), source, tmp_path, "model.residual_loss_coef=0.02"))
+    assert found.model["residual_loss_coef"] == 0.02
+
+
 def test_a_curve_of_budgets_is_not_taken(source: TrainConfig, tmp_path: Path) -> None:
     """It was calibrated for the weights of the source."""
     model = open_model(Path(source.out).parent / "model").model

@@ -272,8 +272,11 @@ class GrmoeDecoderLayer(GradientCheckpointingLayer):
 
 
 def residual_loss(x_BSH: Tensor) -> Tensor:
-    """Mean over tokens of (log mean square)²: zero for tokens of RMS one, equal for RMS c and 1/c."""
-    return x_BSH.float().square().mean(-1).log().square().mean()
+    """Mean over tokens of (log mean square)²: zero for tokens of RMS one, equal for RMS c and 1/c.
+
+    An RMS below 1e-3 counts as that, and has no gradient: a padding token at the start of a text is all zero.
+    """
+    return x_BSH.float().square().mean(-1).clamp(min=1e-6).log().square().mean()
 
 
 # -- the models ------------------------------------------------------------------------------------------------
@@ -612,6 +615,8 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
         cross_entropy = router_loss = None
         if loss is not None and aux_loss is not None:
             cross_entropy, router_loss = loss, self.config.router_aux_loss_coef * aux_loss
+            if kwargs.get("num_items_in_batch") is not None:
+                router_loss = router_loss * _share_of_batch(labels, **kwargs)
             loss = cross_entropy + router_loss
         apart = None
         if teacher is not None:
@@ -650,6 +655,15 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
         count = torch.as_tensor(count, device=hidden.device)
         x = as_autocast(hidden)
         return next_token_loss(x.reshape(-1, x.shape[-1]), self.lm_head.weight, target_T, count)
+
+
+def _share_of_batch(
+    labels: Tensor, num_items_in_batch: Tensor | int, shift_labels: Tensor | None = None, **_: Any
+) -> Tensor:
+    """The targets here, as a share of those of the whole batch. Trainer adds up the losses of a step's micro-batches,
+    so that each of them must have its share of the routers' losses too."""
+    targets = labels[..., 1:] if shift_labels is None else shift_labels
+    return (targets != IGNORED).sum() / torch.as_tensor(num_items_in_batch, device=labels.device)
 
 
 @contextmanager

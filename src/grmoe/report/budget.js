@@ -9,10 +9,12 @@ function curveNumbers(curve, budget, L) {
   const below = pointLayers(curve[Math.max(0, at - 1)], L), above = pointLayers(curve[at], L);
   const share = at ? (budget - counts[at - 1]) / (counts[at] - counts[at - 1]) : 1;
   const apart = below.map((_, i) => i).filter((i) => below[i].cap !== above[i].cap);
-  let left = share * apart.reduce((sum, i) => sum + above[i].cap - below[i].cap, 0) + 1e-9;
+  const grown = apart.map((i) => above[i].cap - below[i].cap);
+  const gains = grown.some((g) => g < 0) ? grown.map(() => 1) : grown; // a smaller cap with a larger τ
+  let left = share * gains.reduce((sum, g) => sum + g, 0) + 1e-9;
   const turned = new Set();
-  for (const i of apart) {
-    left -= above[i].cap - below[i].cap;
+  for (const [place, i] of apart.entries()) {
+    left -= gains[place];
     if (left < 0) break;
     turned.add(i);
   }

@@ -35,7 +35,7 @@ tags: [grmoe, mixture-of-experts]
 {kind}
 """
 _GRASSMANN = """A Grassmannian Mixture-of-Experts language model. Each expert owns a subspace. A token goes to the
-experts that hold most of its energy. One number, α, sets the sparsity after training."""
+experts that hold most of its energy. How many experts compute a token is chosen after training."""
 _OTHER = "A Mixture-of-Experts language model of grmoe, with its router `{router}`."
 
 # The section of these lines before it had marks.

@@ -31,7 +31,8 @@ CPU_SELECTION = {"selection": "mass", "selection_tau": 0.5}
 # Fields of a model that no weight depends on. A run that starts from other weights may change them.
 FREE_FIELDS = (
     "alpha", "weight_alpha", "selection", "selection_tau", "num_experts_per_tok", "norm_topk_prob",
-    "attention_dropout", "max_position_embeddings", "router_aux_loss_coef", "use_cache", "output_router_logits",
+    "attention_dropout", "max_position_embeddings", "router_aux_loss_coef", "residual_loss_coef", "use_cache",
+    "output_router_logits",
 )  # fmt: skip
 # A budget is calibrated for certain weights, and training changes them.
 _NOT_TAKEN = ("budget", "budget_curve")

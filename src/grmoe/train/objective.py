@@ -8,7 +8,8 @@ R   a router's own losses (load balancing, z-loss), with their coefficients; c i
     With `routing.entropy_weight` = w > 0 also w·mean over tokens of (H − η·log N)², H the entropy of a token's gate and
     η = `routing.entropy_target` (`grmoe.routing.entropy`). With `routing.leading_weight` = w > 0 also
     w·N·Σ_e s_e·(mean over tokens of p_e): p a token's gate, s_e the share of the tokens that expert e led in the step
-    before (`grmoe.routing.leading`)
+    before (`grmoe.routing.leading`). With `model.residual_loss_coef` = r > 0 also r·mean over tokens of
+    (log mean square of the residual stream before the layer)²
 O   Σ_{e≠e'} max(0, ‖U_eᵀU_e'‖²_F − hinge), the overlap penalty (eq:subspace_reg). The hinge is ρ₀·k²/d, a share of the
     overlap of random subspaces, or the paper's ρ₀·k with `routing.overlap_unit=absolute`. β is
     `routing.overlap_weight`, ρ₀ is `routing.overlap_rho`
