@@ -168,8 +168,9 @@ def _backward(
     p = plan(x.dtype, N, K, log_kappa is not None, is_hopper(x.device))
     if log_kappa is None:
         grad = torch.empty(T, N, dtype=x.dtype, device=x.device)
-        constants: tuple[Any, ...] = (N, renormalize, *flags, 128, p.experts)
-        launch(kernels.linear_backward_kernel, (ceil_div(T, 128),), (*gates, alpha, grad, T), constants)
+        tile = max(2, 2048 // p.experts)  # it holds several such tiles, which must stay in registers
+        constants: tuple[Any, ...] = (N, renormalize, *flags, tile, p.experts)
+        launch(kernels.linear_backward_kernel, (ceil_div(T, tile),), (*gates, alpha, grad, T), constants)
         total = grad.sum(0, dtype=torch.float32)  # with α, because it multiplies the prior too
         grad_prior = total if posterior else total / alpha
         return grad @ packed[:N], _wide_mm(grad.T, x), alpha.new_zeros(0), grad_prior
