@@ -30,6 +30,7 @@ from grmoe.kernels import (
     hopper_up,
     hopper_weights,
     metrics,
+    scores,
     thin_gate,
 )
 from grmoe.kernels import (
@@ -201,7 +202,7 @@ def compile_launch(
 
 def compile_launches() -> dict[str, str]:
     """Triton's kernels as their callers launch them. Memory is reserved, never touched."""
-    for module in (dispatch, grouped_gemm, thin_gate, fused_backward, metrics, gate_module):
+    for module in (dispatch, grouped_gemm, thin_gate, fused_backward, metrics, gate_module, scores):
         module.launch = compile_launch
     for module in (grouped_gemm, fused_backward):
         module.num_programs, module.specialises = lambda _: 132, lambda _: False
@@ -220,7 +221,10 @@ def compile_launches() -> dict[str, str]:
         weights, packed = make(128, 64), make(128, 64, dtype=bf16)
         gate_module.is_hopper = lambda _: True
         given = (x, weights, None, make(), probs, selected, make(1), packed)
-        gate_module._backward(None, None, probs, *given, 1.0, True, True)
+        gate_module._backward(None, None, probs, None, *given, 1.0, True, True, False)
+        parts = scores.Parts(probs, make(128), probs, probs, make(32768))
+        scores._Blend.apply(1.0, *parts)
+        scores._blend_backward(probs, parts, 1.0)
     thin_gate.sum_parts(make(40, 2048), make(16, 2048), None, make(1))
     thin_gate.sum_parts(make(128, 2048, dtype=bf16), make(16, 2048, 32), make(16), make(128))
     tiles = experts.thin_engines(experts.engines(bf16, True), 1024, 64, 128)

@@ -130,8 +130,9 @@ def test_nan_token_touches_no_other() -> None:
     ours = run(moe, x)
     keep = torch.arange(12) != 5
     assert ours[0][5].isnan().all()
-    assert torch.equal(ours[0][keep], clean[0][keep])
-    assert torch.equal(ours[1][keep], clean[1][keep])
+    # Without a gate it goes elsewhere, and later tokens move up by a row. The interpreter's products depend on that.
+    for a, b in zip(ours[:2], clean[:2], strict=True):
+        torch.testing.assert_close(a[keep], b[keep], rtol=1e-6, atol=1e-7)
 
 
 def test_truncation_bound_on_kernels() -> None:
