@@ -357,6 +357,17 @@ def test_ranks_beside_sonicmoe_and_the_better_of_hugging_face() -> None:
     assert ratios["best of Hugging Face (Hugging Face OLMoE block, batched_mm) / ours, forward"] == 2.0
     assert ratios["best peer (SonicMoE) / ours, forward"] == 0.75
 
+    fused = max(BACKWARDS, key=lambda name: BACKWARDS[name])
+    rows = [
+        Row("SonicMoE", "peer", "torch", {BOTH: Times([[3.0]])}, peak=400),
+        Row(fused, "ours", "grmoe", {BOTH: Times([[2.0]])}, peak=300),
+    ]
+    ratios = {ratio.name: ratio.value for ratio in compare(many, rows).ratios}
+    assert ratios == {
+        f"SonicMoE / {fused}, forward+backward": 1.5,
+        f"peak memory, {fused} / SonicMoE": 0.75,
+    }
+
 
 def test_a_gate_of_smaller_rank_has_the_first_directions() -> None:
     setting = Setting(LayerShape(16, 16, 4, 8, 2), 4, CPU, torch.float32)

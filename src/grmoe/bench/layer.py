@@ -253,11 +253,12 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
         result.add_ratio(f"{gates}, same experts, {mode}", OURS, _SAME, mode, "excess")
         for name in GATES:
             result.add_ratio(f"{name} over the plain gate, {mode}", name, OURS, mode, "excess")
-        for row in _of_smaller_rank(rows):
-            result.add_ratio(f"{SONIC} / {row.name}, {mode}", SONIC, row.name, mode)
+        for smaller in _of_smaller_rank(rows):
+            result.add_ratio(f"{SONIC} / {smaller.name}, {mode}", SONIC, smaller.name, mode)
     in_parts, *others = BACKWARDS
     for name in others:
         result.add_ratio(f"{in_parts} / {name}", in_parts, name, BOTH)
+        result.add_ratio(f"{SONIC} / {name}, {BOTH}", SONIC, name, BOTH)
     row = result.row(OURS)
     if row is not None and FORWARD in row.times and "floor ms" in row.facts:
         name = f"{OURS} / floor (its experts and frames read once), {FORWARD}"
@@ -268,7 +269,7 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
         name = f"peak memory, {OURS} / best peer ({least.name})"
         result.ratios.append(Ratio(name, row.peak / (least.peak or 1)))
     sonic = result.row(SONIC)
-    for ours in (result.row(OURS), result.row(SOFTMAX)):
+    for ours in map(result.row, (OURS, SOFTMAX, *others)):
         if sonic is not None and ours is not None and sonic.peak and ours.peak:
             result.ratios.append(Ratio(f"peak memory, {ours.name} / {SONIC}", ours.peak / sonic.peak))
     return result

@@ -189,8 +189,8 @@ def _add_counts(
     constants = (prior, room, N, NP, tile, alone)
     launch(partial_kernel, (programs,), (*given, *sections, sums, prior_sums, T, chunk), constants)
     if not alone:
-        constants = (prior > 0, N, NP, power_of_2(programs))
-        launch(accumulate_kernel, (1,), (*sections, sums, prior_sums, programs), constants, warps=8)
+        args = (*sections, sums, prior_sums, programs)
+        launch(accumulate_kernel, (1,), args, (prior > 0, N, NP, power_of_2(programs)), warps=8)
 
 
 _add_counts_op = torch.library.custom_op(

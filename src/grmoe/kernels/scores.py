@@ -92,7 +92,7 @@ def _project_backward_plain(
     """By autograd through the specification, in case the kernel does not compile."""
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in (x, matrix, log_weight) if t is not None]
-        values = project_reference(*leaves[:2], leaves[2] if log_weight is not None else None, scale)
+        values = project_reference(leaves[0], leaves[1], None if log_weight is None else leaves[2], scale)
         given = [(value, g) for value, g in zip(values, grads, strict=True) if g is not None]
         return torch.autograd.grad(
             [v for v, _ in given], leaves, [g for _, g in given], allow_unused=True, materialize_grads=True
@@ -265,7 +265,9 @@ class _Blend(torch.autograd.Function):
 
         def plain() -> tuple[Tensor | None, ...]:
             with torch.enable_grad():
-                leaves = Parts(*(None if part is None else part.detach().requires_grad_() for part in parts))
+                leaves: Any = Parts(
+                    *(part if part is None else part.detach().requires_grad_() for part in parts)
+                )  # type: ignore[arg-type]
                 learned = [leaf for leaf in leaves if leaf is not None]
                 found = iter(torch.autograd.grad(blend_reference(leaves, ctx.length), learned, grad))
             return tuple(None if leaf is None else next(found) for leaf in leaves)

@@ -148,10 +148,12 @@ class GrassmannRouter(FrameRouter):
         from grmoe.kernels.scores import Parts, blend, project
 
         multiply = partial(project, x.reshape(-1, x.shape[-1]), thin=not self.training)
-        kind, log_kappa, kappa_N = self.amortizer, self.log_kappa, None
-        if kind == "affinity" and log_kappa.ndim == 1:  # its network reads the energies without κ
-            log_kappa, kappa_N = torch.zeros_like(log_kappa), log_kappa
-        energy_TN, norm_T = multiply(self.frames, log_kappa, self.energy_scale)
+        kind, ones = self.amortizer, self.frames.new_zeros  # λ = exp 0
+        # The network "affinity" reads the energies without κ.
+        kappa_N = self.log_kappa if kind == "affinity" and self.log_kappa.ndim == 1 else None
+        N = len(self.frames)
+        inside = self.log_kappa if kappa_N is None else ones(N)
+        energy_TN, norm_T = multiply(self.frames, inside, self.energy_scale)
         raw = self.scaling == "raw"
         if raw:
             energy_TN = energy_TN * norm_T.unsqueeze(-1)
@@ -162,9 +164,7 @@ class GrassmannRouter(FrameRouter):
             if kind == "affinity":
                 features_TN = energy_TN
                 if kappa_N is None:
-                    features_TN, _ = multiply(
-                        self.frames, self.frames.new_zeros(len(self.frames)), self.energy_scale
-                    )
+                    features_TN, _ = multiply(self.frames, ones(N), self.energy_scale)
                     features_TN = features_TN * norm_T.unsqueeze(-1) if raw else features_TN
                 network_TN = first(features_TN)
             elif len(first.weight) <= MAX_EXPERTS:
@@ -178,7 +178,7 @@ class GrassmannRouter(FrameRouter):
             energy_TN, network_TN = amortize(kind, network_TN, energy_TN), None
         linear_TN = None if self.mu is None else multiply(self.mu)[0]
         parts = Parts(energy_TN, kappa_N, network_TN, linear_TN, None if raw or self.mu is None else norm_T)
-        return blend(parts, self.token_norm).view(*x.shape[:-1], len(self.frames))
+        return blend(parts, self.token_norm).view(*x.shape[:-1], N)
 
     def log_prior_correction(self) -> Tensor:
         """log p(z=e) − log Z_e up to a constant, (N,): zero for "paper", where the two cancel.
