@@ -75,8 +75,9 @@ def thin_engines(tiles: Engines, rows: int, num_experts: int, tokens: int) -> En
     if tiles.up.inner < 64:  # fp32, or little shared memory
         up, plain = (Tiles(16, 32, 32, 4, t.stages, programs=2) for t in (tiles.up, tiles.plain))
     else:
-        inner = 128 if height < 64 else 64  # so that two programs fit
-        up, plain = (Tiles(height, columns, inner, 4, 4, programs=2) for columns in (32, 64))
+        # As much on its way as two programs have room for: one token's experts may give few of them work.
+        inner, stages = 128 if height < 64 else 64, 6 if height == 16 else 4
+        up, plain = (Tiles(height, columns, inner, 4, stages, programs=2) for columns in (32, 64))
     return tiles._replace(up=up, plain=plain)
 
 

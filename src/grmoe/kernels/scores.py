@@ -265,11 +265,11 @@ class _Blend(torch.autograd.Function):
 
         def plain() -> tuple[Tensor | None, ...]:
             with torch.enable_grad():
-                leaves: Any = Parts(
-                    *(part if part is None else part.detach().requires_grad_() for part in parts)
-                )  # type: ignore[arg-type]
+                leaves: list[Any] = [
+                    None if part is None else part.detach().requires_grad_() for part in parts
+                ]
                 learned = [leaf for leaf in leaves if leaf is not None]
-                found = iter(torch.autograd.grad(blend_reference(leaves, ctx.length), learned, grad))
+                found = iter(torch.autograd.grad(blend_reference(Parts(*leaves), ctx.length), learned, grad))
             return tuple(None if leaf is None else next(found) for leaf in leaves)
 
         grads = attempt(
