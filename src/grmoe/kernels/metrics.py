@@ -1,7 +1,7 @@
 """`routing_sums` and `prior_shares` (`grmoe.routing.metrics` and `counting`, the references) in two kernels.
 
-Each program sums its chunk of tokens. Then one program adds the partial sums to the accumulators in order, so that
-the same gates give the same bits. Few tokens are one chunk, and the first kernel does both.
+Each program sums its chunk of tokens. Then one program per kind of sum adds the partial sums to the accumulators in
+order, so that the same gates give the same bits. Few tokens are one chunk, and the first kernel does both.
 
 Legend: T tokens, N experts (padded to a power of two), P chunks, B tokens of a tile.
 """
@@ -130,35 +130,32 @@ def _column_sums(ptr, stride, index, chunks, inside):
     return tl.sum(value.to(tl.float64), axis=0)
 
 
-@triton.jit
-def _add_column_sums(place, ptr, stride, index, chunks, inside, real):
-    total = tl.load(place, mask=real) + _column_sums(ptr, stride, index, chunks, inside)
-    tl.store(place, total, mask=real)
-
-
 @triton.jit(do_not_specialize=["programs"])
 def accumulate_kernel(
     gate_ptr, led_ptr, received_ptr, share_ptr, scalar_ptr, sums_ptr, prior_ptr, programs,
     PRIOR: tl.constexpr, num_experts: tl.constexpr, NP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """sums += the batch's sums; prior_sums += its shares and tokens. One program."""
-    chunks, expert, column = tl.arange(0, P), tl.arange(0, NP), tl.arange(0, 4)
+    """sums += the batch's sums; prior_sums += its shares and tokens. Each of five programs adds one kind."""
+    kind, chunks, expert, column = tl.program_id(0), tl.arange(0, P), tl.arange(0, NP), tl.arange(0, 4)
     real_N, real_P = expert < num_experts, chunks < programs
     inside_PN = real_P[:, None] & real_N[None, :]
-    _add_column_sums(sums_ptr + expert, gate_ptr, NP, expert, chunks, inside_PN, real_N)
-    _add_column_sums(sums_ptr + num_experts + expert, led_ptr, NP, expert, chunks, inside_PN, real_N)
-    _add_column_sums(sums_ptr + 2 * num_experts + expert, received_ptr, NP, expert, chunks, inside_PN, real_N)
-    inside_P4 = real_P[:, None] & (column < 4)[None, :]
-    scalar_4 = _column_sums(scalar_ptr, 4, column, chunks, inside_P4)
-    place = sums_ptr + 3 * num_experts + column
-    tl.store(place, tl.load(place) + scalar_4)
-    if PRIOR:
-        share_N = _column_sums(share_ptr, NP, expert, chunks, inside_PN)
-        tl.store(
-            prior_ptr + expert, tl.load(prior_ptr + expert, mask=real_N) + share_N.to(tl.float32), mask=real_N
-        )
-        tokens = tl.sum(tl.where(column == 2, scalar_4, 0.0), axis=0).to(tl.float32)
-        tl.store(prior_ptr + num_experts, tl.load(prior_ptr + num_experts) + tokens)
+    if kind == 0:
+        _add(sums_ptr + expert, _column_sums(gate_ptr, NP, expert, chunks, inside_PN), real_N)
+    elif kind == 1:
+        place = sums_ptr + num_experts + expert
+        _add(place, _column_sums(led_ptr, NP, expert, chunks, inside_PN), real_N)
+    elif kind == 2:
+        place = sums_ptr + 2 * num_experts + expert
+        _add(place, _column_sums(received_ptr, NP, expert, chunks, inside_PN), real_N)
+    elif kind == 3:
+        if PRIOR:
+            _add(prior_ptr + expert, _column_sums(share_ptr, NP, expert, chunks, inside_PN), real_N)
+    else:
+        inside_P4 = real_P[:, None] & (column < 4)[None, :]
+        scalar_4 = _column_sums(scalar_ptr, 4, column, chunks, inside_P4)
+        _add(sums_ptr + 3 * num_experts + column, scalar_4, column < 4)
+        if PRIOR:
+            _add(prior_ptr + num_experts, tl.sum(tl.where(column == 2, scalar_4, 0.0), axis=0), True)
 
 
 def _add_counts(
@@ -190,7 +187,7 @@ def _add_counts(
     launch(partial_kernel, (programs,), (*given, *sections, sums, prior_sums, T, chunk), constants)
     if not alone:
         args = (*sections, sums, prior_sums, programs)
-        launch(accumulate_kernel, (1,), args, (prior > 0, N, NP, power_of_2(programs)), warps=8)
+        launch(accumulate_kernel, (5,), args, (prior > 0, N, NP, power_of_2(programs)), warps=8)
 
 
 _add_counts_op = torch.library.custom_op(
