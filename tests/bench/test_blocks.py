@@ -19,9 +19,21 @@ from torch.nn import functional as F
 from grmoe.bench.blocks import Block, Setting, skewed, softmax_gate
 from grmoe.bench.dial import fit_line, given_selection, near_tokens
 from grmoe.bench.hopper_peers import deinterleave, interleave, sonicmoe, triton_kernels
-from grmoe.bench.layer import BACKWARDS, BOTH, GATES, _backward_runs
+from grmoe.bench.layer import (
+    BACKWARDS,
+    BOTH,
+    FORWARD,
+    GATES,
+    HUGGING_FACE,
+    OURS,
+    _backward_runs,
+    compare,
+    contenders,
+)
+from grmoe.bench.measure import Row
 from grmoe.bench.shapes import LayerShape
 from grmoe.kernels.runtime import INTERPRETED
+from grmoe.probe.timing import Times
 from grmoe.routing import Mass
 
 CPU = torch.device("cpu")
@@ -319,3 +331,44 @@ def test_other_gates_share_the_frames_and_are_checked(name: str) -> None:
         "down_proj",
     }  # and its further weights
     assert all(error < 1e-5 for error in errors.values()), errors
+
+
+def test_ranks_beside_sonicmoe_and_the_better_of_hugging_face() -> None:
+    few, many = LayerShape(8, 64, 2, 8, 1), LayerShape(512, 64, 2, 8, 1)
+    names = [c.name for c in contenders(many, torch.device("cuda"), torch.bfloat16)]
+    assert [name for name in names if "rank" in name] == [
+        "ours, rank 16",
+        "ours, rank 8",
+    ]  # 32 // 2 and 32 // 4
+    assert not [c for c in contenders(few, torch.device("cuda"), torch.bfloat16) if "rank" in c.name]
+    assert [c.name for c in contenders(many, CPU, torch.float32, 16) if "rank" in c.name] == []
+
+    times = {
+        OURS: 2.0,
+        "ours, rank 16": 1.0,
+        "SonicMoE": 1.5,
+        HUGGING_FACE: 5.0,
+        f"{HUGGING_FACE}, batched_mm": 4.0,
+    }
+    kinds = {name: "ours" if name.startswith("ours") else "peer" for name in times}
+    rows = [Row(name, kinds[name], "torch", {FORWARD: Times([[ms]])}) for name, ms in times.items()]  # type: ignore[arg-type]
+    ratios = {ratio.name: ratio.value for ratio in compare(many, rows).ratios}
+    assert ratios["SonicMoE / ours, rank 16, forward"] == 1.5
+    assert ratios["best of Hugging Face (Hugging Face OLMoE block, batched_mm) / ours, forward"] == 2.0
+    assert ratios["best peer (SonicMoE) / ours, forward"] == 0.75
+
+    fused = max(BACKWARDS, key=lambda name: BACKWARDS[name])
+    rows = [
+        Row("SonicMoE", "peer", "torch", {BOTH: Times([[3.0]])}, peak=400),
+        Row(fused, "ours", "grmoe", {BOTH: Times([[2.0]])}, peak=300),
+    ]
+    ratios = {ratio.name: ratio.value for ratio in compare(many, rows).ratios}
+    assert ratios == {
+        f"SonicMoE / {fused}, forward+backward": 1.5,
+        f"peak memory, {fused} / SonicMoE": 0.75,
+    }
+
+
+def test_a_gate_of_smaller_rank_has_the_first_directions() -> None:
+    setting = Setting(LayerShape(16, 16, 4, 8, 2), 4, CPU, torch.float32)
+    assert torch.equal(setting.gate(2).frames, setting.grassmann.frames[..., :2])

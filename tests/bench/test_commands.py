@@ -119,6 +119,17 @@ def test_layer(tmp_path: Path) -> None:
     floor = ratios["ours / floor (its experts and frames read once), forward"]
     assert floor == pytest.approx(median(own, "forward") / own["floor ms"])
     assert "µs above that" in output
+    assert [line for line in content["shapes"][0]["lines"] if "µs above that" in line]
+
+
+def test_layer_of_many_tokens(tmp_path: Path) -> None:
+    content, output = run("layer", "256,32,4,32,2", tmp_path, "--rank", "4", "--contender", "ours")
+    (own,) = rows_of(content).values()
+    # x·U of 4 × 4 columns beside 2 experts of three products of width 32; 4 times, and 3 times with the backward.
+    assert own["gate's share of the FLOPs, forward"] == pytest.approx(16 / (16 + 2 * 3 * 32))
+    assert own["gate's share of the FLOPs, forward+backward"] == pytest.approx(64 / (64 + 2 * 9 * 32))
+    assert "a gate of rank 4 takes 7.7 % forward, 10.0 % forward+backward" in " ".join(output.split())
+    assert "floor ms" not in own
 
 
 def test_layer_runs_only_the_contenders_asked_for(tmp_path: Path) -> None:

@@ -65,6 +65,19 @@ def test_the_context_starts_again_before_the_cache_is_full() -> None:
     assert seen.count(1) == 3
 
 
+def test_a_step_that_cannot_be_captured_is_timed_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(bench, "warmed_up", refuse)
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    with pytest.warns(RuntimeWarning, match="not one CUDA graph: RuntimeError: operation not permitted"):
+        decoder = bench.decoder_of(shape(), CPU, torch.float32, "graphs", builders()[0])
+    assert not decoder.captured
+    decoder.run()
+    assert int(decoder.cache.layers[0].cumulative_length) == 9  # type: ignore[union-attr]
+
+
 def test_contenders_compute_what_their_names_say() -> None:
     for contender in bench.contenders(shape(16), CPU, torch.float32, "eager", (1.0, 1.5, 2.0))[2:]:
         runs = contender.build()

@@ -29,7 +29,12 @@ from grmoe.kernels import (
     hopper_hidden,
     hopper_up,
     hopper_weights,
+    metrics,
+    scores,
     thin_gate,
+)
+from grmoe.kernels import (
+    gate as gate_module,
 )
 
 triton.knobs.nvidia.dump_ptxas_log = True  # Triton prints what its assembler says
@@ -168,7 +173,7 @@ def weights(turned: bool, D: int, O: int) -> str:
 
 
 TYPES = {
-    torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8", torch.int64: "i64"
+    torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32", torch.uint8: "u8"
 }  # fmt: skip
 launched: dict[str, str] = {}
 
@@ -197,17 +202,29 @@ def compile_launch(
 
 def compile_launches() -> dict[str, str]:
     """Triton's kernels as their callers launch them. Memory is reserved, never touched."""
-    for module in (dispatch, grouped_gemm, thin_gate, fused_backward):
+    for module in (dispatch, grouped_gemm, thin_gate, fused_backward, metrics, gate_module, scores):
         module.launch = compile_launch
     for module in (grouped_gemm, fused_backward):
         module.num_programs, module.specialises = lambda _: 132, lambda _: False
     wide, bf16 = torch.float32, torch.bfloat16
 
     def make(*shape: int, dtype: torch.dtype = wide) -> Tensor:
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype)
 
     for T, N in ((1, 64), (32768, 128)):
-        dispatch._forward(make(T, N), make(T, N, dtype=torch.bool), 8)
+        gates = make(T, N), make(T, N), make(T, N, dtype=torch.bool)
+        dispatch._forward(*gates[1:], 8)
+        limits, sums = (make(), make(dtype=torch.int32)), (make(3 * N + 4, dtype=torch.float64), make(N + 1))
+        metrics._add_counts(*gates, *limits, *sums, metrics.PRIORS["candidates"], 8)
+    with torch.device("meta"):  # one of the kernels around them is PyTorch's
+        probs, selected, x = make(32768, 128), make(32768, 128, dtype=torch.bool), make(32768, 64, dtype=bf16)
+        weights, packed = make(128, 64), make(128, 64, dtype=bf16)
+        gate_module.is_hopper = lambda _: True
+        given = (x, weights, None, make(), probs, selected, make(1), packed)
+        gate_module._backward(None, None, probs, None, *given, 1.0, True, True, False)
+        parts = scores.Parts(probs, make(128), probs, probs, make(32768))
+        scores._Blend.apply(1.0, *parts)
+        scores._blend_backward(probs, parts, 1.0)
     thin_gate.sum_parts(make(40, 2048), make(16, 2048), None, make(1))
     thin_gate.sum_parts(make(128, 2048, dtype=bf16), make(16, 2048, 32), make(16), make(128))
     tiles = experts.thin_engines(experts.engines(bf16, True), 1024, 64, 128)

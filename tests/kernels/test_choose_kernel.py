@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from grmoe.kernels.choose import _backward_plain, choose_reference, project
+from grmoe.kernels.choose import _backward_plain, choose_reference
 from grmoe.routing import Dense, Mass, Selection, Threshold, TopK
 from grmoe.routing.budget import Budget
 from grmoe.routing.fused import GateParts, fused_choice
@@ -72,23 +70,3 @@ def test_numbers_per_sequence_and_the_weights_own_alpha() -> None:
     if budget.policy.renormalize:
         kept = kept / kept.sum(-1, keepdim=True)
     torch.testing.assert_close(found.weights, kept)
-
-
-@pytest.mark.parametrize("square", [True, False])
-def test_project(square: bool) -> None:
-    x, log_weight = draw(9, 16).requires_grad_(), 0.3 * draw(4, 3, seed=2)
-    matrix = draw(4, 16, 3, seed=1) if square else draw(4, 16, seed=1)
-    options: dict[str, Any] = {"log_weight": log_weight, "scale": 2.5} if square else {}
-    found = project(x, matrix, **options)
-    wide = x.detach().double().requires_grad_()
-    if square:
-        energy = torch.einsum("td,ndk->tnk", wide, matrix.double()).square() * log_weight.double().exp()
-        expected = 2.5 * energy.sum(-1) / wide.square().sum(-1, keepdim=True)
-    else:
-        expected = wide @ matrix.double().T
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-    upstream = draw(9, 4, seed=3)
-    (upstream * found).sum().backward()
-    (upstream * expected).sum().backward()
-    assert x.grad is not None
-    torch.testing.assert_close(x.grad.double(), wide.grad, rtol=1e-4, atol=1e-4)

@@ -93,8 +93,8 @@ def test_fused_parts_of_the_backward(monkeypatch: pytest.MonkeyPatch, parts: tup
 
 def test_tiles_are_thin_where_experts_have_few_rows() -> None:
     tiles = module.engines(torch.float16, True)
-    for tokens, rows in ((1, 16), (3, 16), (20, 32), (300, 64)):
-        thin = module.thin_engines(tiles, 8 * min(tokens, 10), 8, tokens)
+    for tokens, each, rows in ((1, 1, 16), (20, 8, 16), (20, 20, 32), (300, 9, 32), (300, 17, 64)):
+        thin = module.thin_engines(tiles, 8 * each, 8, tokens)
         assert (thin.up.rows, thin.plain.rows) == (rows, rows)
         assert thin.up.thin
         assert thin.grad_weight == tiles.grad_weight

@@ -72,6 +72,21 @@ def test_all_sums(T: int, N: int, selection: Selection, prior: Any, seed: int) -
         assert torch.equal(ours[1], torch.full_like(ours[1], 2.0))
 
 
+def test_few_tokens_take_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    original = module.launch
+
+    def spy(kernel: Any, *given: Any, **options: Any) -> None:
+        launched.append(kernel.fn.__name__)
+        original(kernel, *given, **options)
+
+    monkeypatch.setattr(module, "launch", spy)
+    for T, kernels in ((1, ["partial_kernel"]), (129, ["partial_kernel", "accumulate_kernel"])):
+        sums(gates(T, 4, TopK(2), seed=0), TopK(2), fused=True, prior="both")
+        assert launched == kernels
+        launched.clear()
+
+
 def test_chunks_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNKS", 2)
     routing = gates(300, 5, TopK(2), seed=0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmoe.probe.timing import Ratio, Timer, Times, peak_bytes, quantile, three_figures, time_ratio
+from grmoe.probe.timing import Ratio, Timer, Times, pause_ms, peak_bytes, quantile, three_figures, time_ratio
 
 CPU = torch.device("cpu")
 
@@ -61,3 +64,20 @@ def test_three_figures(value: float, text: str) -> None:
 
 def test_a_cpu_keeps_no_count_of_memory() -> None:
     assert peak_bytes(lambda: pytest.fail("must not run"), CPU) is None
+
+
+def test_the_device_pauses_as_long_as_the_host_needs() -> None:
+    assert [pause_ms(host) for host in (0.0, 1.0, 8.0, 1e3)] == [40.0, 40.0, 100.0, 200.0]
+
+    class Slow(Timer):
+        seen: ClassVar[list[float]] = []
+
+        def turn(self, run: Callable[[], object], host_ms: float = 0.0) -> list[float]:
+            self.seen.append(host_ms)
+            self.host_ms = 5.0
+            return [1.0]
+
+    timer, times = Slow(CPU), Times()
+    for _ in range(2):
+        times.add(timer, lambda: None)
+    assert timer.seen == [0.0, 5.0]  # the first turn knows nothing yet

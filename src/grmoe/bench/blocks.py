@@ -97,9 +97,10 @@ class Setting:
         served = self.layer(copy.deepcopy(router), backend).eval()
         return Block(prepared(moe), list(moe.parameters()), errors, moe, prepared(served))
 
-    def gate(self, **options: Any) -> GrassmannRouter:
-        """Another Grassmann gate with the same frames. Its further weights are random: zeros would do nothing."""
-        frames = self.grassmann.frames.detach().cpu()
+    def gate(self, rank: int | None = None, **options: Any) -> GrassmannRouter:
+        """Another Grassmann gate with the same frames, or with their first `rank` directions. Its further weights are
+        random: zeros would do nothing."""
+        frames = self.grassmann.frames.detach()[..., :rank].cpu()
         options = {"selection": self.grassmann.selection, "init": frames, **options}
         router = GrassmannRouter(self.shape.dim, self.shape.experts, frames.shape[2], **options)
         known = dict(self.grassmann.named_parameters())

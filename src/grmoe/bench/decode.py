@@ -15,6 +15,7 @@ Legend: B sequences, S tokens of context, N experts.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 from grmoe import checks
-from grmoe.bench.measure import SEED, Contender, Result, Row, Runs, bandwidth
+from grmoe.bench.measure import SEED, Contender, Result, Row, Runs, bandwidth, shorten
 from grmoe.bench.models import ModelShape, olmoe, ours
 from grmoe.bench.prefill import ALPHAS, STEPS, TAU, saved_share
 from grmoe.bench.run import Benchmark
@@ -38,7 +39,9 @@ BATCHES = (1, 8, 32)
 ROOM = 64  # steps before the context starts again
 FORMS = ("eager", "compiled", "graphs")
 GROUPED, BATCHED = "Hugging Face Olmoe, grouped_mm", "Hugging Face Olmoe, batched_mm"
-FACTS = {"experts": ".3f", "touched": ".2f", "tokens/s": ",.0f", "MB per step": ",.1f", "floor ms": ".4f"}
+FACTS = {
+    "experts": ".3f", "touched": ".2f", "tokens/s": ",.0f", "MB per step": ",.1f", "floor ms": ".4f", "captured": "g",
+}  # fmt: skip
 
 
 def benchmark(form: str, budgets: tuple[float, ...]) -> Benchmark[ModelShape]:
@@ -63,6 +66,8 @@ class Decoder:
     next_B: Tensor
     replay: Callable[[], object] | None = None
     """The step as it is timed."""
+    captured: bool = False
+    """Whether that is one CUDA graph."""
     taken: int = 0
 
     @torch.no_grad()
@@ -130,7 +135,7 @@ def contenders(
 
     def peer(experts: str) -> Runs:
         built = decoder(partial(olmoe, softmax, "sdpa", experts))
-        return Runs({MODE: built.run})
+        return Runs({MODE: built.run}, facts={"captured": built.captured})
 
     def own(budget: float) -> Runs:
         built = shared()
@@ -145,7 +150,8 @@ def contenders(
             built.run()
 
         facts = {"α": alpha, "experts": experts, "touched": touched, "MB per step": read / 1e6}
-        return Runs({MODE: run}, facts=facts | {"bandwidth": rate, "floor ms": 1e3 * read / rate})
+        facts |= {"bandwidth": rate, "floor ms": 1e3 * read / rate, "captured": built.captured}
+        return Runs({MODE: run}, facts=facts)
 
     wanted = budgets or (float(most), 0.75 * most, 0.5 * most)
     return [
@@ -175,10 +181,12 @@ def decoder_of(
     next_B = torch.zeros(shape.batch, dtype=torch.int64, device=device)
     decoder = Decoder(model, forward, ids_BS, ids_BS[:, :1].clone(), held, next_B)
     decoder.rewind()
-    if form == "graphs" and device.type == "cuda":
-        decoder.replay = warmed_up(decoder.step, device)
-    else:
-        decoder.replay = decoder.step
+    decoder.replay = decoder.step
+    if form == "graphs":
+        try:
+            decoder.replay, decoder.captured = warmed_up(decoder.step, device), device.type == "cuda"
+        except RuntimeError as error:  # a step that waits for the device is timed without a graph
+            warnings.warn(f"this step is not one CUDA graph: {shorten(error)}", RuntimeWarning, stacklevel=2)
     decoder.rewind()
     return decoder
 

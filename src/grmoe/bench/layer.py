@@ -15,10 +15,11 @@ from grmoe.bench.blocks import Block, Setting
 from grmoe.bench.hopper_peers import sonicmoe, triton_kernels
 from grmoe.bench.measure import Contender, Result, Row, Runs, bandwidth
 from grmoe.bench.run import Benchmark
-from grmoe.bench.shapes import LayerShape
+from grmoe.bench.shapes import LayerShape, default_rank
 from grmoe.experts import BACKENDS
 from grmoe.layer import MoE
 from grmoe.probe.timing import Ratio
+from grmoe.routing import GrassmannRouter
 
 CUDA_SHAPES = (
     LayerShape(16384, 768, 8, 1536, 2),
@@ -59,6 +60,8 @@ GATES: dict[str, dict[str, Any]] = {
     "ours, linear term": {"linear": True},
 }
 FACTS = {"touched experts": "g", "floor ms": ".4f"}
+SHARE = "gate's share of the FLOPs, "
+SMALLER = (2, 4)  # the gate's rank over these, where its FLOPs are a large part of the layer's
 
 # Which parts of the experts' backward are fused: hidden values, ∂W_down, ∂W_up (`grmoe.kernels.experts.Fused`).
 BACKWARDS = {
@@ -109,11 +112,26 @@ def contenders(
         listed.append(Contender(COMPILED, runs(lambda s: s.ours(compiled=True))))
         listed += [Contender(name, backward(parts)) for name, parts in BACKWARDS.items()]
         listed += [Contender(name, runs(partial(_other_gate, options))) for name, options in GATES.items()]
+        if shape.tokens > max(FEW_TOKENS):
+            full = default_rank(shape.dim, shape.experts) if rank is None else rank
+            ranks = [full // part for part in SMALLER if full // part >= 8]
+            listed += [Contender(rank_name(r), runs(partial(_other_gate, {"rank": r}))) for r in ranks]
     return listed
+
+
+def rank_name(rank: int) -> str:
+    return f"{OURS}, rank {rank}"
 
 
 def _other_gate(options: dict[str, Any], setting: Setting) -> Block:
     return setting.ours(router=setting.gate(**options))
+
+
+def gate_share(shape: LayerShape, rank: int, mode: str) -> float:
+    """FLOPs of the Grassmann gate over those of the layer. The backward computes the gate's first product again."""
+    gate = 2 * shape.experts * rank * (1 if mode == FORWARD else 4)
+    experts = 6 * shape.top_k * shape.width * (1 if mode == FORWARD else 3)
+    return gate / (gate + experts)
 
 
 def _block_runs(setting: Setting, block: Block, backward: bool = True) -> Runs:
@@ -121,13 +139,21 @@ def _block_runs(setting: Setting, block: Block, backward: bool = True) -> Runs:
     timed: dict[str, Callable[[], object]] = {FORWARD: lambda: block.forward(x_TD)}
     if backward:
         timed[BOTH] = lambda: block.both(x_TD, grad_TD)
-    return Runs(timed, block.errors, _floor(setting, block.module))
+    return Runs(timed, block.errors, _facts(setting, block.module))
 
 
-def _floor(setting: Setting, module: object) -> dict[str, float]:
-    """The experts that a few tokens touch, and the time to read their weights and the gate's once."""
-    if setting.shape.tokens > max(FEW_TOKENS) or not isinstance(module, MoE):
+def _facts(setting: Setting, module: object) -> dict[str, float]:
+    """Many tokens: the Grassmann gate's share of the FLOPs. Few tokens: the experts that they touch, and the time to
+    read the weights of these and of the gate once."""
+    if not isinstance(module, MoE):
         return {}
+    if setting.shape.tokens > max(FEW_TOKENS):
+        if not isinstance(module.router, GrassmannRouter):
+            return {}
+        rank = module.router.rank
+        return {"rank": rank} | {
+            SHARE + mode: gate_share(setting.shape, rank, mode) for mode in (FORWARD, BOTH)
+        }
     with torch.no_grad(), module.router.uncounted():
         touched = int(module.router(setting.x_TD).selected.any(0).sum())
     size = setting.x_TD.element_size()
@@ -215,6 +241,10 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
         if timed:
             best = min(timed, key=lambda peer: peer.times[mode].median)
             result.add_ratio(f"best peer ({best.name}) / {OURS}, {mode}", best.name, OURS, mode)
+        hugging = [peer for peer in timed if peer.name in (HUGGING_FACE, BATCHED)]
+        if hugging:
+            best = min(hugging, key=lambda peer: peer.times[mode].median)
+            result.add_ratio(f"best of Hugging Face ({best.name}) / {OURS}, {mode}", best.name, OURS, mode)
         gates = "Grassmann gate over softmax gate"
         result.add_ratio(f"ours, reference / {OURS}, {mode}", "ours, reference", OURS, mode)
         result.add_ratio(f"share of the dense rate, {mode}", DENSE, OURS, mode, "share")
@@ -223,9 +253,12 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
         result.add_ratio(f"{gates}, same experts, {mode}", OURS, _SAME, mode, "excess")
         for name in GATES:
             result.add_ratio(f"{name} over the plain gate, {mode}", name, OURS, mode, "excess")
+        for smaller in _of_smaller_rank(rows):
+            result.add_ratio(f"{SONIC} / {smaller.name}, {mode}", SONIC, smaller.name, mode)
     in_parts, *others = BACKWARDS
     for name in others:
         result.add_ratio(f"{in_parts} / {name}", in_parts, name, BOTH)
+        result.add_ratio(f"{SONIC} / {name}, {BOTH}", SONIC, name, BOTH)
     row = result.row(OURS)
     if row is not None and FORWARD in row.times and "floor ms" in row.facts:
         name = f"{OURS} / floor (its experts and frames read once), {FORWARD}"
@@ -236,16 +269,24 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
         name = f"peak memory, {OURS} / best peer ({least.name})"
         result.ratios.append(Ratio(name, row.peak / (least.peak or 1)))
     sonic = result.row(SONIC)
-    for ours in (result.row(OURS), result.row(SOFTMAX)):
+    for ours in map(result.row, (OURS, SOFTMAX, *others)):
         if sonic is not None and ours is not None and sonic.peak and ours.peak:
             result.ratios.append(Ratio(f"peak memory, {ours.name} / {SONIC}", ours.peak / sonic.peak))
     return result
 
 
+def _of_smaller_rank(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.name.startswith(rank_name(0)[:-1]) and row.times]
+
+
 def lines(result: Result) -> list[str]:
-    """How far a layer of a few tokens is from its floor, and what the Grassmann gate adds, in µs."""
+    """Few tokens: how far the layer is from its floor, and what the Grassmann gate adds, in µs. Many: the gate's share
+    of the FLOPs."""
     written = []
     for row in result.rows:
+        if "rank" in row.facts and row.name not in GATES:
+            shares = ", ".join(f"{100 * row.facts[SHARE + mode]:.1f} % {mode}" for mode in (FORWARD, BOTH))
+            written.append(f"{row.name}: of the FLOPs, a gate of rank {row.facts['rank']:g} takes {shares}")
         if "floor ms" in row.facts and FORWARD in row.times and row.name in (OURS, SOFTMAX):
             floor, ms = row.facts["floor ms"], row.times[FORWARD].median
             size, rate = row.facts["touched bytes"] / 1e6, row.facts["bandwidth"] / 1e12
@@ -254,7 +295,7 @@ def lines(result: Result) -> list[str]:
                 f"{row.name}: {read}; {1e3 * (ms - floor):.1f} µs above that, {ms / floor:.2f} times"
             )
     grassmann, softmax = (result.times(name, FORWARD) for name in (OURS, SOFTMAX))
-    if written and grassmann and softmax:
+    if grassmann and softmax and any("floor ms" in row.facts for row in result.rows):
         written.append(
             f"the Grassmann gate adds {1e3 * (grassmann.median - softmax.median):.1f} µs to the softmax gate"
         )

@@ -70,8 +70,8 @@ class Plan(Generic[S]):
         return pick(found, self.wanted)
 
     def write(self, results: list[Result]) -> None:
-        name = self.benchmark.name
-        write_json(name, results, self.device, self.dtype, self.rounds, self.numbers)
+        name, lines = self.benchmark.name, [self.benchmark.lines(result) for result in results]
+        write_json(name, results, lines, self.device, self.dtype, self.rounds, self.numbers)
 
 
 def run(plan: Plan[S], progress: Progress = silent) -> list[Result]:

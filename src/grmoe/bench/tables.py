@@ -52,8 +52,15 @@ def describe_machine(device: torch.device) -> str:
 
 
 def write_json(
-    command: str, results: list[Result], device: torch.device, dtype: torch.dtype, rounds: int, path: Path
+    command: str,
+    results: list[Result],
+    lines: list[list[str]],
+    device: torch.device,
+    dtype: torch.dtype,
+    rounds: int,
+    path: Path,
 ) -> None:
+    """lines: the text below each result's table."""
     versions = {library: version(library) for library in ("grmoe", *LIBRARIES)}
     content = {
         "command": f"bench {command}",
@@ -65,7 +72,9 @@ def write_json(
         "python": platform.python_version(),
         "versions": versions,
         "kernels_replaced_by_torch": runtime.failures(),
-        "shapes": [_plain(result, versions) for result in results],
+        "shapes": [
+            _plain(result, versions) | {"lines": text} for result, text in zip(results, lines, strict=True)
+        ],
     }
     write_file(path, json.dumps(content, indent=1, ensure_ascii=False).encode())
 

@@ -1,7 +1,7 @@
 """The gate from its scores on: prior, dial, softmax and selection as one differentiable operator.
 
-For gates that one kernel cannot compute whole, such as an amortised one. Their products come from `project`, what
-follows is PyTorch on (T, N), and the rest is this.
+For gates that one kernel cannot compute whole, such as an amortised one. Their products come from
+`grmoe.kernels.scores`, and the rest is this.
 
 Legend: T tokens, N experts.
 """
@@ -13,34 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
 from grmoe.kernels import gate_kernels as kernels
 from grmoe.kernels import thin_gate
-from grmoe.kernels.gate import gate
 from grmoe.kernels.launch import ceil_div, launch, power_of_2
-from grmoe.kernels.runtime import DENSE, FIXED, PER_TOKEN, attempt, missing
-
-
-def project(
-    x_TD: Tensor, matrix: Tensor, log_weight: Tensor | None = None, scale: float = 1.0, thin: bool = False
-) -> Tensor:
-    """Σ_j λ_ej (u_ejᵀx)²·scale/‖x‖² for frames (N, D, K) with λ = exp(log_weight), or x·Wᵀ for W (N, D). (T, N), fp32.
-
-    The gate's own kernel at α = 1 without a prior: products in x's precision, sums in fp32. thin: as in `gate`.
-    """
-    more = missing(x_TD.shape[1], x_TD)
-    if more:  # rows of whole 16 bytes; zeros change neither products nor lengths
-        x_TD = pad(x_TD, (0, more))
-        matrix = pad(matrix, (0, 0, 0, more) if matrix.ndim == 3 else (0, more))
-    one = torch.ones((), device=x_TD.device)
-    nothing = matrix.new_zeros(len(matrix), dtype=torch.float32)
-    cap = torch.ones((), dtype=torch.int32, device=x_TD.device)
-    found = gate(
-        x_TD, matrix, log_weight, nothing, one, tau=one, cap=cap, energy_scale=scale, mode=DENSE,
-        max_experts=len(matrix), renormalize=False, thin=thin,
-    )  # fmt: skip
-    return found[0]
+from grmoe.kernels.runtime import DENSE, FIXED, PER_TOKEN, attempt
 
 
 def _forward(

@@ -27,7 +27,7 @@ ALONE = 256  # tokens that one program handles without the first kernel
 
 def token_tile(num_experts: int) -> int:
     """Tokens per step: a tile of tokens × experts stays in registers."""
-    return 128 if num_experts <= 32 else 64
+    return min(128, max(2, 4096 // power_of_2(num_experts)))
 
 
 def place_tile(num_tokens: int, num_experts: int) -> int:

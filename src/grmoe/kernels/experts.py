@@ -20,7 +20,7 @@ from torch.nn.functional import gelu, grouped_mm, silu
 from grmoe.kernels import rows
 from grmoe.kernels.fused_backward import gathered_gradient, hidden_gradient
 from grmoe.kernels.grouped_gemm import Tiles, grouped_gemm, weight_gradient
-from grmoe.kernels.launch import dense, power_of_2
+from grmoe.kernels.launch import ceil_div, dense, power_of_2
 from grmoe.kernels.runtime import attempt, is_hopper
 
 
@@ -59,20 +59,25 @@ def engines(dtype: torch.dtype, hopper: bool) -> Engines:
     return Engines(Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 3, flatten=True), grad_weight)
 
 
-# Rows per expert, on average and at most, up to which tiles are thin. A larger share of an expert makes several tiles.
+# Rows per expert on average up to which tiles are thin, and the most rows of such a tile.
 THIN_MEAN, THIN_ROWS = 48, 64
 
 
 def thin_engines(tiles: Engines, rows: int, num_experts: int, tokens: int) -> Engines:
-    """Tiles of few rows, in many programs, where experts have few rows: `rows` in all, at most `tokens` each."""
+    """Tiles of few rows, in many programs, where experts have few rows: `rows` in all, at most `tokens` each.
+
+    A tile has room for twice the mean, because its unused rows take room and time. An expert with more rows takes
+    several tiles, one after the other, so that its weights are still in the cache.
+    """
     if rows > THIN_MEAN * num_experts:
         return tiles
-    height = max(16, min(THIN_ROWS, power_of_2(tokens)))
+    height = max(16, min(THIN_ROWS, power_of_2(2 * ceil_div(rows, num_experts)), power_of_2(tokens)))
     if tiles.up.inner < 64:  # fp32, or little shared memory
         up, plain = (Tiles(16, 32, 32, 4, t.stages, programs=2) for t in (tiles.up, tiles.plain))
     else:
-        inner = 128 if height < 64 else 64  # so that two programs fit
-        up, plain = (Tiles(height, columns, inner, 4, 4, programs=2) for columns in (32, 64))
+        # As much on its way as two programs have room for: one token's experts may give few of them work.
+        inner, stages = 128 if height < 64 else 64, 6 if height == 16 else 4
+        up, plain = (Tiles(height, columns, inner, 4, stages, programs=2) for columns in (32, 64))
     return tiles._replace(up=up, plain=plain)
 
 
@@ -136,12 +141,18 @@ def _backward(
     else:
         grad_down = _weight_gradient(grad_rows, hidden, offset, tiles.grad_weight)
     del grad_rows, hidden
+
+    def input_gradient() -> Tensor:
+        return rows.combine(grouped_gemm(grad_inner, up, offset, tiles.plain, transposed=False), slot, None)
+
+    # The order that needs less memory: either of the two holds a copy of all rows until it is done.
     if fused.up:
+        grad_x = input_gradient()
         grad_up = gathered_gradient(x, grad_inner, token, offset, gradient, turned=True)
     else:
         grad_up = _weight_gradient(grad_inner, rows.gather(x, token, offset), offset, tiles.grad_weight)
-    per_row = grouped_gemm(grad_inner, up, offset, tiles.plain, transposed=False)
-    return rows.combine(per_row, slot, None), grad_weight, grad_up, grad_down
+        grad_x = input_gradient()
+    return grad_x, grad_weight, grad_up, grad_down
 
 
 def _weight_gradient(p: Tensor, q: Tensor, offset: Tensor, tiles: Tiles | None) -> Tensor:

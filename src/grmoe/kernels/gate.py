@@ -144,6 +144,7 @@ def _backward(
     grad_logits: Tensor | None,
     grad_probs: Tensor | None,
     grad_weights: Tensor | None,
+    grad_norm: Tensor | None,
     x: Tensor,
     matrix: Tensor,
     log_kappa: Tensor | None,
@@ -155,21 +156,30 @@ def _backward(
     energy_scale: float,
     posterior: bool,
     renormalize: bool,
+    scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(∂x, ∂matrix, ∂log_kappa, ∂prior); ∂log_kappa is empty for a linear gate."""
+    """(∂x, ∂matrix, ∂log_kappa, ∂prior); ∂log_kappa is empty for a linear gate.
+
+    scores: the forward's mode was SCORES. Then probs and selected hold nothing, and ∂prior means nothing.
+    """
     (T, D), N, K = x.shape, len(matrix), _rank(matrix)
     if T == 0:
         kappa = alpha.new_zeros(0 if log_kappa is None else log_kappa.shape)
         return x.new_zeros(x.shape), matrix.new_zeros(matrix.shape), kappa, probs.new_zeros(N)
     x = dense(x)
+    if log_kappa is None and scores:
+        assert grad_logits is not None
+        grad = grad_logits.to(x.dtype)
+        return grad @ packed[:N], _wide_mm(grad.T, x), alpha.new_zeros(0), probs.new_zeros(N)
     given = [g.contiguous() if g is not None else None for g in (grad_logits, grad_probs, grad_weights)]
     gates = (probs, selected.view(torch.uint8), *(probs if g is None else g for g in given))
     flags = tuple(g is not None for g in given)
     p = plan(x.dtype, N, K, log_kappa is not None, is_hopper(x.device))
     if log_kappa is None:
         grad = torch.empty(T, N, dtype=x.dtype, device=x.device)
-        constants: tuple[Any, ...] = (N, renormalize, *flags, 128, p.experts)
-        launch(kernels.linear_backward_kernel, (ceil_div(T, 128),), (*gates, alpha, grad, T), constants)
+        tile = max(2, 2048 // p.experts)  # it holds several such tiles, which must stay in registers
+        constants: tuple[Any, ...] = (N, renormalize, *flags, tile, p.experts)
+        launch(kernels.linear_backward_kernel, (ceil_div(T, tile),), (*gates, alpha, grad, T), constants)
         total = grad.sum(0, dtype=torch.float32)  # with α, because it multiplies the prior too
         grad_prior = total if posterior else total / alpha
         return grad @ packed[:N], _wide_mm(grad.T, x), alpha.new_zeros(0), grad_prior
@@ -183,13 +193,13 @@ def _backward(
         tiled(x, t.tokens, t.width),
         tiled(packed, t.columns, t.width),
         tiled(scaled, t.tokens, t.columns),
-        *(log_kappa, alpha, norm, *gates, along, column_sums, prior_sums),
-        *(T, energy_scale),
+        *(log_kappa, alpha, norm, *gates, norm if grad_norm is None else grad_norm.contiguous()),
+        *(along, column_sums, prior_sums, T, energy_scale),
     )
     diagonal = log_kappa.ndim == 2
     constants = (
-        *(D, K, C, N, diagonal, posterior, renormalize, *flags, p.precision),
-        *(p.experts, t.tokens, t.columns, t.width),
+        *(D, K, C, N, diagonal, posterior, renormalize, *flags, grad_norm is not None, scores),
+        *(p.precision, p.experts, t.tokens, t.columns, t.width),
     )
     launch(kernels.gate_backward_kernel, (programs,), args, constants, t.warps, t.stages)
     grad_x, t = torch.empty_like(x), p.input_gradient
@@ -271,7 +281,7 @@ def _(x: Tensor, matrix: Tensor, log_kappa: Tensor | None, *rest: Any) -> tuple[
 
 @_backward_op.register_fake
 def _(
-    _a: Any, _b: Any, _c: Any, x: Tensor, matrix: Tensor, log_kappa: Tensor | None, *_: Any
+    _a: Any, _b: Any, _c: Any, _d: Any, x: Tensor, matrix: Tensor, log_kappa: Tensor | None, *_: Any
 ) -> tuple[Tensor, ...]:
     kappa = x.new_empty(0 if log_kappa is None else log_kappa.shape, dtype=torch.float32)
     return x.new_empty(x.shape), matrix.new_empty(matrix.shape), kappa, matrix.new_empty(len(matrix))
@@ -309,7 +319,7 @@ class _Gate(torch.autograd.Function):
         given = (grad_logits, grad_probs, grad_weights)
         grads = attempt(
             "gate backward",
-            lambda: run(*given, *saved, *ctx.options),
+            lambda: run(*given, None, *saved, *ctx.options, False),
             lambda: _backward_plain(given, x, matrix, log_kappa, prior, alpha, selected, ctx.options),
         )
         return (grads[0], grads[1], None if log_kappa is None else grads[2], grads[3], *nothing[4:])

@@ -13,9 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from grmoe.kernels import runtime
 from grmoe.kernels.select import alpha_B1, bias_BN, budget_B, grad_logits_BN, select_BN, softmax_BN, weigh_BN
 
 ZERO_TOKEN = tl.constexpr(1e-12)  # as in grmoe.routing.grassmann
+SCORES = tl.constexpr(runtime.SCORES)
 
 
 @triton.jit
@@ -101,13 +103,14 @@ def finish_gate(
     MODE: tl.constexpr, MAX_EXPERTS: tl.constexpr, RENORMALIZE: tl.constexpr,
     PER_ROW: tl.constexpr, APART: tl.constexpr, BIASED: tl.constexpr, ELASTIC: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """From the sums over directions and ‖x‖² to everything the gate returns, for a tile of tokens.
+    """From the sums over directions and ‖x‖² to everything the gate returns, for a tile of tokens. With MODE == SCORES
+    that is the scores, in place of the logits.
 
     budget: pointers to τ, cap, the bias of the choice, the key of a draw and its first row.
     """
     real_N = expert < num_experts
-    prior_N = tl.load(prior_ptr + expert, mask=real_N, other=0.0)
-    alpha_BN = alpha_B1(alpha_ptr, token, num_tokens, length, PER_ROW)
+    inside = (token < num_tokens)[:, None] & real_N[None, :]
+    place = token[:, None].to(tl.int64) * num_experts + expert[None, :]
     scores_BN = sums_BN
     if SQUARE:
         norm_B = tl.maximum(norm_B, ZERO_TOKEN)
@@ -115,79 +118,45 @@ def finish_gate(
         if not DIAGONAL:
             kappa_N = tl.exp(tl.load(log_kappa_ptr + expert, mask=real_N, other=0.0))
             scores_BN = scores_BN * kappa_N[None, :]
-    logits_BN = _dial(scores_BN, prior_N, alpha_BN, POSTERIOR)
-    probs_BN = softmax_BN(tl.where(real_N[None, :], logits_BN, float("-inf")))
-    tau_ptr, cap_ptr, bias_ptr, key_ptr, first_row_ptr = budget
-    tau_B, cap_B = budget_B(
-        token, num_tokens, tau_ptr, cap_ptr, key_ptr, first_row_ptr, length, layer, PER_ROW, ELASTIC, UNIT
-    )
-    ranks_BN = probs_BN
-    if BIASED:
-        biased_BN = logits_BN + bias_BN(bias_ptr, token, expert, num_tokens, length, num_experts, PER_ROW)
-        ranks_BN = softmax_BN(tl.where(real_N[None, :], biased_BN, float("-inf")))
-    chosen_BN = select_BN(ranks_BN, expert, real_N, tau_B, cap_B, MODE, MAX_EXPERTS)
-    if APART:
-        alpha_BN = alpha_B1(weight_alpha_ptr, token, num_tokens, length, PER_ROW)
+        tl.store(norm_ptr + token, norm_B, mask=token < num_tokens)
+    if MODE == SCORES:
+        tl.store(logits_ptr + place, scores_BN, mask=inside)
+    else:
+        prior_N = tl.load(prior_ptr + expert, mask=real_N, other=0.0)
+        alpha_BN = alpha_B1(alpha_ptr, token, num_tokens, length, PER_ROW)
         logits_BN = _dial(scores_BN, prior_N, alpha_BN, POSTERIOR)
         probs_BN = softmax_BN(tl.where(real_N[None, :], logits_BN, float("-inf")))
-    weights_BN = weigh_BN(probs_BN, chosen_BN, RENORMALIZE)
-
-    inside = (token < num_tokens)[:, None] & real_N[None, :]
-    place = token[:, None].to(tl.int64) * num_experts + expert[None, :]
-    tl.store(logits_ptr + place, logits_BN, mask=inside)
-    tl.store(probs_ptr + place, probs_BN, mask=inside)
-    tl.store(weights_ptr + place, weights_BN, mask=inside)
-    tl.store(selected_ptr + place, chosen_BN.to(tl.uint8), mask=inside)
-    if SQUARE:
-        tl.store(norm_ptr + token, norm_B, mask=token < num_tokens)
+        tau_ptr, cap_ptr, bias_ptr, key_ptr, first_row_ptr = budget
+        tau_B, cap_B = budget_B(
+            token, num_tokens, tau_ptr, cap_ptr, key_ptr, first_row_ptr, length, layer, PER_ROW, ELASTIC, UNIT
+        )
+        ranks_BN = probs_BN
+        if BIASED:
+            biased_BN = logits_BN + bias_BN(bias_ptr, token, expert, num_tokens, length, num_experts, PER_ROW)
+            ranks_BN = softmax_BN(tl.where(real_N[None, :], biased_BN, float("-inf")))
+        chosen_BN = select_BN(ranks_BN, expert, real_N, tau_B, cap_B, MODE, MAX_EXPERTS)
+        if APART:
+            alpha_BN = alpha_B1(weight_alpha_ptr, token, num_tokens, length, PER_ROW)
+            logits_BN = _dial(scores_BN, prior_N, alpha_BN, POSTERIOR)
+            probs_BN = softmax_BN(tl.where(real_N[None, :], logits_BN, float("-inf")))
+        weights_BN = weigh_BN(probs_BN, chosen_BN, RENORMALIZE)
+        tl.store(logits_ptr + place, logits_BN, mask=inside)
+        tl.store(probs_ptr + place, probs_BN, mask=inside)
+        tl.store(weights_ptr + place, weights_BN, mask=inside)
+        tl.store(selected_ptr + place, chosen_BN.to(tl.uint8), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "length", "layer"])
 def gate_kernel(
-    x_desc,
-    again_desc,
-    packed_desc,
-    log_kappa_ptr,
-    prior_ptr,
-    alpha_ptr,
-    weight_alpha_ptr,
-    tau_ptr,
-    cap_ptr,
-    bias_ptr,
-    key_ptr,
-    first_row_ptr,
-    logits_ptr,
-    probs_ptr,
-    weights_ptr,
-    selected_ptr,
-    norm_ptr,
-    aux_ptr,
-    num_tokens,
-    energy_scale,
-    length,
-    layer,
-    D: tl.constexpr,
-    K: tl.constexpr,
-    C: tl.constexpr,
-    num_experts: tl.constexpr,
-    SQUARE: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    POSTERIOR: tl.constexpr,
-    MODE: tl.constexpr,
-    MAX_EXPERTS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    APART: tl.constexpr,
-    BIASED: tl.constexpr,
-    ELASTIC: tl.constexpr,
-    UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NP: tl.constexpr,
-    BT: tl.constexpr,
-    BC: tl.constexpr,
-    BD: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
+    x_desc, again_desc, packed_desc,
+    log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, tau_ptr, cap_ptr, bias_ptr, key_ptr, first_row_ptr,
+    logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, aux_ptr, num_tokens, energy_scale, length, layer,
+    D: tl.constexpr, K: tl.constexpr, C: tl.constexpr, num_experts: tl.constexpr,
+    SQUARE: tl.constexpr, DIAGONAL: tl.constexpr, POSTERIOR: tl.constexpr, MODE: tl.constexpr,
+    MAX_EXPERTS: tl.constexpr, RENORMALIZE: tl.constexpr, PER_ROW: tl.constexpr, APART: tl.constexpr,
+    BIASED: tl.constexpr, ELASTIC: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    NP: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     """One program: BT tokens against all experts."""
     first = tl.program_id(0) * BT
     expert = tl.arange(0, NP)
@@ -257,18 +226,21 @@ def _logit_gradient(
     expert = tl.arange(0, NP)
     inside = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
     place = token[:, None].to(tl.int64) * num_experts + expert[None, :]
-    probs_BN = tl.load(probs_ptr + place, mask=inside, other=0.0)
-    chosen_BN = tl.load(selected_ptr + place, mask=inside, other=0)
-    # Rows past the end have no mass: keep 0/0 out of them.
-    spare_BN = (token >= num_tokens)[:, None] & (expert == 0)[None, :]
-    return grad_logits_BN(
-        tl.where(spare_BN, 1.0, probs_BN),
-        tl.where(spare_BN, 1, chosen_BN),
-        _load_or_zero(g_logits_ptr, place, inside, WITH_LOGITS, BT, NP),
-        _load_or_zero(g_probs_ptr, place, inside, WITH_PROBS, BT, NP),
-        _load_or_zero(g_weights_ptr, place, inside, WITH_WEIGHTS, BT, NP),
-        RENORMALIZE,
-    )
+    grad_BN = _load_or_zero(g_logits_ptr, place, inside, WITH_LOGITS, BT, NP)
+    if WITH_PROBS or WITH_WEIGHTS:
+        probs_BN = tl.load(probs_ptr + place, mask=inside, other=0.0)
+        chosen_BN = tl.load(selected_ptr + place, mask=inside, other=0)
+        # Rows past the end have no mass: keep 0/0 out of them.
+        spare_BN = (token >= num_tokens)[:, None] & (expert == 0)[None, :]
+        grad_BN = grad_logits_BN(
+            tl.where(spare_BN, 1.0, probs_BN),
+            tl.where(spare_BN, 1, chosen_BN),
+            grad_BN,
+            _load_or_zero(g_probs_ptr, place, inside, WITH_PROBS, BT, NP),
+            _load_or_zero(g_weights_ptr, place, inside, WITH_WEIGHTS, BT, NP),
+            RENORMALIZE,
+        )
+    return grad_BN
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -292,18 +264,20 @@ def linear_backward_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])
 def gate_backward_kernel(
     x_desc, packed_desc, scaled_desc, log_kappa_ptr, alpha_ptr, norm_ptr,
-    probs_ptr, selected_ptr, g_logits_ptr, g_probs_ptr, g_weights_ptr,
+    probs_ptr, selected_ptr, g_logits_ptr, g_probs_ptr, g_weights_ptr, g_norm_ptr,
     along_ptr, column_sums_ptr, prior_sums_ptr,
     num_tokens, energy_scale,
     D: tl.constexpr, K: tl.constexpr, C: tl.constexpr, num_experts: tl.constexpr,
     DIAGONAL: tl.constexpr, POSTERIOR: tl.constexpr, RENORMALIZE: tl.constexpr,
-    WITH_LOGITS: tl.constexpr, WITH_PROBS: tl.constexpr, WITH_WEIGHTS: tl.constexpr,
+    WITH_LOGITS: tl.constexpr, WITH_PROBS: tl.constexpr, WITH_WEIGHTS: tl.constexpr, WITH_NORM: tl.constexpr,
+    PLAIN: tl.constexpr,
     PRECISION: tl.constexpr, NP: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Recomputes q = x·U and writes p = 2·w·λ·q with w = α·c·(∂loss/∂ℓ)/‖x‖², for two plain GEMMs.
 
-        ∂x = p·Uᵀ + along·x,    ∂U = xᵀ·p,    along = −2 Σ_c λ w q² / ‖x‖²,    ∂λ_c = Σ_t w q²
+        ∂x = p·Uᵀ + along·x,    ∂U = xᵀ·p,    along = 2 ∂loss/∂‖x‖² − 2 Σ_c λ w q² / ‖x‖²,    ∂λ_c = Σ_t w q²
 
+    PLAIN: scores, that is α = 1. WITH_NORM: the loss depends on ‖x‖² in other ways too.
     column_sums (programs, C) and prior_sums (programs, N) are partial sums over a program's tokens.
     """
     program = tl.program_id(0)
@@ -313,7 +287,10 @@ def gate_backward_kernel(
         probs_ptr, selected_ptr, g_logits_ptr, g_probs_ptr, g_weights_ptr, token, num_tokens, num_experts,
         RENORMALIZE, WITH_LOGITS, WITH_PROBS, WITH_WEIGHTS, BT, NP,
     )  # fmt: skip
-    alpha = tl.load(alpha_ptr)
+    if PLAIN:
+        alpha = 1.0
+    else:
+        alpha = tl.load(alpha_ptr)
     norm_B = tl.load(norm_ptr + token, mask=token < num_tokens, other=1.0)
     prior_N = tl.sum(tl.where((token < num_tokens)[:, None], grad_BN, 0.0), axis=0)
     if POSTERIOR:
@@ -336,7 +313,10 @@ def gate_backward_kernel(
         tl.store(column_sums_ptr + program * C + here, tl.sum(square_BC, axis=0))
         along_B += tl.sum(square_BC * lambda_C[None, :], axis=1)
     # Below the floor ‖x‖² is constant and has no gradient.
-    along_B = tl.where(norm_B > ZERO_TOKEN, -2.0 * along_B / norm_B, 0.0)
+    along_B = -2.0 * along_B / norm_B
+    if WITH_NORM:
+        along_B += 2.0 * tl.load(g_norm_ptr + token, mask=token < num_tokens, other=0.0)
+    along_B = tl.where(norm_B > ZERO_TOKEN, along_B, 0.0)
     tl.store(along_ptr + token, along_B, mask=token < num_tokens)
 
 

@@ -91,7 +91,11 @@ def grouped_gemm_kernel(
         for k in range(0, K, BK):
             if GATHER:
                 here = k + tl.arange(0, BK)
-                if K % BK == 0:
+                if BM <= 64:  # of a thin tile most rows may be unused: they are not read
+                    a = tl.load(
+                        a_rows + here[None, :], mask=(row < end)[:, None] & (here < K)[None, :], other=0.0
+                    )
+                elif K % BK == 0:
                     a = tl.load(a_rows + here[None, :])
                 else:
                     a = tl.load(a_rows + here[None, :], mask=(here < K)[None, :], other=0.0)

@@ -1,14 +1,12 @@
 """`routing_sums` and `prior_shares` (`grmoe.routing.metrics` and `counting`, the references) in two kernels.
 
-Each program sums its chunk of tokens. Then one program adds the partial sums to the accumulators in order, so that
-the same gates give the same bits.
+Each program sums its chunk of tokens. Then one program per kind of sum adds the partial sums to the accumulators in
+order, so that the same gates give the same bits. Few tokens are one chunk, and the first kernel does both.
 
 Legend: T tokens, N experts (padded to a power of two), P chunks, B tokens of a tile.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -16,11 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from grmoe.kernels import runtime
-from grmoe.kernels.dispatch import token_tile
+from grmoe.kernels.dispatch import place_tile, token_tile
 from grmoe.kernels.launch import ceil_div, launch, power_of_2
 from grmoe.kernels.select import select_BN
 
 CHUNKS = 256
+ALONE = 128  # tokens that one program handles without the second kernel
 # What the prior counts. A kernel can read constexpr globals only.
 PRIORS = {None: 0, "computed": 1, "candidates": 2, "leading": 3, "both": 4}
 CANDIDATES, LEADING, BOTH = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
@@ -30,11 +29,15 @@ LARGEST = tl.constexpr(runtime.LARGEST)
 @triton.jit(do_not_specialize=["num_tokens", "chunk"])
 def partial_kernel(
     probs_ptr, weights_ptr, selected_ptr, tau_ptr, cap_ptr,
-    gate_ptr, led_ptr, received_ptr, share_ptr, scalar_ptr, num_tokens, chunk,
+    gate_ptr, led_ptr, received_ptr, share_ptr, scalar_ptr, sums_ptr, prior_ptr, num_tokens, chunk,
     PRIOR: tl.constexpr, ROOM: tl.constexpr, num_experts: tl.constexpr, NP: tl.constexpr, B: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
     """Sums of one chunk. (P, N): gate probabilities, led tokens, received tokens, prior shares.
-    (P, 4): entropy, 1/Σg², tokens, non-finite tokens."""
+    (P, 4): entropy, 1/Σg², tokens, non-finite tokens.
+
+    ALONE: this program is the only one and adds to `sums` and `prior_sums` by itself.
+    """
     program, expert = tl.program_id(0), tl.arange(0, NP)
     real_N = expert < num_experts
     gate_N, led_N, received_N, share_N = (
@@ -86,14 +89,33 @@ def partial_kernel(
             else:
                 share_BN = 0.5 * (share_BN + leads_BN)
         share_N += tl.sum(share_BN, axis=0)
-    tl.store(gate_ptr + program * NP + expert, gate_N)
-    tl.store(led_ptr + program * NP + expert, led_N)
-    tl.store(received_ptr + program * NP + expert, received_N)
-    tl.store(share_ptr + program * NP + expert, share_N)
-    tl.store(scalar_ptr + program * 4 + 0, tl.sum(entropy_B, axis=0))
-    tl.store(scalar_ptr + program * 4 + 1, tl.sum(inverse_B, axis=0))
-    tl.store(scalar_ptr + program * 4 + 2, tl.sum(tokens_B, axis=0))
-    tl.store(scalar_ptr + program * 4 + 3, tl.sum(bad_B, axis=0))
+    entropy, inverse = tl.sum(entropy_B, axis=0), tl.sum(inverse_B, axis=0)
+    tokens, bad = tl.sum(tokens_B, axis=0), tl.sum(bad_B, axis=0)
+    if ALONE:
+        _add(sums_ptr + expert, gate_N, real_N)
+        _add(sums_ptr + num_experts + expert, led_N, real_N)
+        _add(sums_ptr + 2 * num_experts + expert, received_N, real_N)
+        _add(sums_ptr + 3 * num_experts + 0, entropy, True)
+        _add(sums_ptr + 3 * num_experts + 1, inverse, True)
+        _add(sums_ptr + 3 * num_experts + 2, tokens, True)
+        _add(sums_ptr + 3 * num_experts + 3, bad, True)
+        if PRIOR:
+            _add(prior_ptr + expert, share_N, real_N)
+            _add(prior_ptr + num_experts, tokens, True)
+    else:
+        tl.store(gate_ptr + program * NP + expert, gate_N)
+        tl.store(led_ptr + program * NP + expert, led_N)
+        tl.store(received_ptr + program * NP + expert, received_N)
+        tl.store(share_ptr + program * NP + expert, share_N)
+        tl.store(scalar_ptr + program * 4 + 0, entropy)
+        tl.store(scalar_ptr + program * 4 + 1, inverse)
+        tl.store(scalar_ptr + program * 4 + 2, tokens)
+        tl.store(scalar_ptr + program * 4 + 3, bad)
+
+
+@triton.jit
+def _add(place, value, mask):
+    tl.store(place, tl.load(place, mask=mask) + value.to(place.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -108,35 +130,32 @@ def _column_sums(ptr, stride, index, chunks, inside):
     return tl.sum(value.to(tl.float64), axis=0)
 
 
-@triton.jit
-def _add_column_sums(place, ptr, stride, index, chunks, inside, real):
-    total = tl.load(place, mask=real) + _column_sums(ptr, stride, index, chunks, inside)
-    tl.store(place, total, mask=real)
-
-
 @triton.jit(do_not_specialize=["programs"])
 def accumulate_kernel(
     gate_ptr, led_ptr, received_ptr, share_ptr, scalar_ptr, sums_ptr, prior_ptr, programs,
     PRIOR: tl.constexpr, num_experts: tl.constexpr, NP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """sums += the batch's sums; prior_sums += its shares and tokens. One program."""
-    chunks, expert, column = tl.arange(0, P), tl.arange(0, NP), tl.arange(0, 4)
+    """sums += the batch's sums; prior_sums += its shares and tokens. Each of five programs adds one kind."""
+    kind, chunks, expert, column = tl.program_id(0), tl.arange(0, P), tl.arange(0, NP), tl.arange(0, 4)
     real_N, real_P = expert < num_experts, chunks < programs
     inside_PN = real_P[:, None] & real_N[None, :]
-    _add_column_sums(sums_ptr + expert, gate_ptr, NP, expert, chunks, inside_PN, real_N)
-    _add_column_sums(sums_ptr + num_experts + expert, led_ptr, NP, expert, chunks, inside_PN, real_N)
-    _add_column_sums(sums_ptr + 2 * num_experts + expert, received_ptr, NP, expert, chunks, inside_PN, real_N)
-    inside_P4 = real_P[:, None] & (column < 4)[None, :]
-    scalar_4 = _column_sums(scalar_ptr, 4, column, chunks, inside_P4)
-    place = sums_ptr + 3 * num_experts + column
-    tl.store(place, tl.load(place) + scalar_4)
-    if PRIOR:
-        share_N = _column_sums(share_ptr, NP, expert, chunks, inside_PN)
-        tl.store(
-            prior_ptr + expert, tl.load(prior_ptr + expert, mask=real_N) + share_N.to(tl.float32), mask=real_N
-        )
-        tokens = tl.sum(tl.where(column == 2, scalar_4, 0.0), axis=0).to(tl.float32)
-        tl.store(prior_ptr + num_experts, tl.load(prior_ptr + num_experts) + tokens)
+    if kind == 0:
+        _add(sums_ptr + expert, _column_sums(gate_ptr, NP, expert, chunks, inside_PN), real_N)
+    elif kind == 1:
+        place = sums_ptr + num_experts + expert
+        _add(place, _column_sums(led_ptr, NP, expert, chunks, inside_PN), real_N)
+    elif kind == 2:
+        place = sums_ptr + 2 * num_experts + expert
+        _add(place, _column_sums(received_ptr, NP, expert, chunks, inside_PN), real_N)
+    elif kind == 3:
+        if PRIOR:
+            _add(prior_ptr + expert, _column_sums(share_ptr, NP, expert, chunks, inside_PN), real_N)
+    else:
+        inside_P4 = real_P[:, None] & (column < 4)[None, :]
+        scalar_4 = _column_sums(scalar_ptr, 4, column, chunks, inside_P4)
+        _add(sums_ptr + 3 * num_experts + column, scalar_4, column < 4)
+        if PRIOR:
+            _add(prior_ptr + num_experts, tl.sum(tl.where(column == 2, scalar_4, 0.0), axis=0), True)
 
 
 def _add_counts(
@@ -153,17 +172,22 @@ def _add_counts(
     T, N = probs.shape
     if T == 0:
         return
-    NP, tile = power_of_2(N), token_tile(N)
-    chunk = ceil_div(ceil_div(T, CHUNKS), tile) * tile
+    NP, alone = power_of_2(N), T <= ALONE
+    tile = place_tile(T, N) if alone else token_tile(N)
+    chunk = ceil_div(T if alone else ceil_div(T, CHUNKS), tile) * tile
     programs = ceil_div(T, chunk)
-    partial = torch.empty(programs * (4 * NP + 4), dtype=torch.float32, device=probs.device)
-    sections = partial.split([programs * NP] * 4 + [programs * 4])
+    sections: tuple[Tensor, ...] = (sums,) * 5  # not written where alone
+    if not alone:
+        partial = torch.empty(programs * (4 * NP + 4), dtype=torch.float32, device=probs.device)
+        sections = partial.split([programs * NP] * 4 + [programs * 4])
     marks = selected.contiguous().view(torch.uint8)
     limits = [prior_sums if t is None else t for t in (tau, cap)]  # not read where None
-    args: tuple[Any, ...] = (probs.contiguous(), weights.contiguous(), marks, *limits, *sections, T, chunk)
-    launch(partial_kernel, (programs,), args, (prior, room, N, NP, tile))
-    args = (*sections, sums, prior_sums, programs)
-    launch(accumulate_kernel, (1,), args, (prior > 0, N, NP, power_of_2(programs)))
+    given = (probs.contiguous(), weights.contiguous(), marks, *limits)
+    constants = (prior, room, N, NP, tile, alone)
+    launch(partial_kernel, (programs,), (*given, *sections, sums, prior_sums, T, chunk), constants)
+    if not alone:
+        args = (*sections, sums, prior_sums, programs)
+        launch(accumulate_kernel, (5,), args, (prior > 0, N, NP, power_of_2(programs)), warps=8)
 
 
 _add_counts_op = torch.library.custom_op(

@@ -21,8 +21,8 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 # How the gate's kernel chooses experts: all of them, the largest until a mass or a count is reached, all above a
-# threshold. They are defined here, because callers use them where Triton may be missing.
-DENSE, LARGEST, ABOVE = 0, 1, 2
+# threshold; or not at all: scores alone. They are defined here, because callers use them where Triton may be missing.
+DENSE, LARGEST, ABOVE, SCORES = 0, 1, 2, 3
 # Random budgets (`grmoe.routing.elastic`): which number is drawn, and for what.
 FIXED, MASS, COUNT = 0, 1, 2
 PER_TOKEN, PER_SEQUENCE, PER_STEP = 0, 1, 2

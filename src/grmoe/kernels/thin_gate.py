@@ -137,7 +137,8 @@ def sum_parts(x: Tensor, matrix: Tensor, log_kappa: Tensor | None, norm: Tensor)
     parts = ceil_div(K, DIRECTIONS)
     sums = torch.empty(parts, T, N, dtype=torch.float32, device=x.device)
     grid = (N + 1, parts, ceil_div(T, BT))
-    width = NARROW if x.dtype == torch.float32 else 128
+    # With few programs, each must have much on its way: wide tiles, where those of x leave room.
+    width = NARROW if x.dtype == torch.float32 else WIDTH if BT <= 32 else 128
     constants = (D, K, N, log_kappa.ndim == 2, precision, BT, DIRECTIONS, width)
     launch(energies_kernel, grid, (x, matrix, log_kappa, sums, norm, T), constants, warps=4, stages=4)
     return sums

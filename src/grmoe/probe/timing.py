@@ -21,7 +21,8 @@ _FLUSH_BYTES = 256 << 20
 _CALLS_PER_TURN = 10  # on a GPU; one on a CPU, where nothing has to be kept busy
 WARM_UPS = 3  # calls before a capture
 Style = Literal["times", "share", "excess"]
-_PAUSE_CYCLES = 80_000_000  # 40 ms at 2 GHz: ten forward and backward passes can be enqueued meanwhile
+_CYCLES_PER_MS = 2_000_000  # at 2 GHz
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 40.0, 200.0  # ms
 
 
 class Timer:
@@ -33,15 +34,15 @@ class Timer:
         self.flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device) if cuda else None
         self.host_ms: float | None = None  # per call of the last turn, on a GPU
 
-    def turn(self, run: Callable[[], object]) -> list[float]:
-        """Milliseconds of each call."""
+    def turn(self, run: Callable[[], object], host_ms: float = 0.0) -> list[float]:
+        """Milliseconds of each call. host_ms: what the host needed for a call in an earlier turn."""
         if self.flush is None:
             start = self.clock()
             run()
             return [1e3 * (self.clock() - start)]
         new = torch.cuda.Event
         pairs = [(new(enable_timing=True), new(enable_timing=True)) for _ in range(_CALLS_PER_TURN)]
-        torch.cuda._sleep(_PAUSE_CYCLES)
+        torch.cuda._sleep(round(_CYCLES_PER_MS * pause_ms(host_ms)))
         host = 0.0
         for start_event, end_event in pairs:
             self.flush.zero_()
@@ -53,6 +54,12 @@ class Timer:
         self.host_ms = 1e3 * host / _CALLS_PER_TURN
         torch.cuda.synchronize()
         return [start_event.elapsed_time(end_event) for start_event, end_event in pairs]
+
+
+def pause_ms(host_ms: float) -> float:
+    """How long the device pauses, so that the host can enqueue a turn meanwhile. Bounded, because a call that waits for
+    the device waits for the pause too."""
+    return min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, 1.25 * _CALLS_PER_TURN * host_ms))
 
 
 def warmed_up(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -81,7 +88,7 @@ class Times:
 
     def add(self, timer: Timer, run: Callable[[], object]) -> None:
         """Time one more turn."""
-        self.rounds.append(timer.turn(run))
+        self.rounds.append(timer.turn(run, self.host[-1] if self.host else 0.0))
         if timer.host_ms is not None:
             self.host.append(timer.host_ms)
 

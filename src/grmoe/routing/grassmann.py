@@ -103,16 +103,12 @@ class GrassmannRouter(FrameRouter):
             self.amortizer_net = build_amortizer(amortizer, dim, num_experts, amortizer_hidden)
         self.mu = nn.Parameter(torch.zeros(num_experts, dim)) if linear else None
 
-    def energies(self, x: Tensor, weight_NK: Tensor | None = None, *, kernels: bool = False) -> Tensor:
+    def energies(self, x: Tensor, weight_NK: Tensor | None = None) -> Tensor:
         """c·‖U_eᵀx‖²/‖x‖² for every expert, (..., N); ‖U_eᵀx‖² under "raw". Columns weighted by `weight_NK` when given.
 
-        Computed as one GEMM x·[U₁…U_N], squares, and sums per expert. kernels: by the fused gate's, in fp32.
+        Computed as one GEMM x·[U₁…U_N], squares, and sums per expert.
         """
         N, D, K = self.frames.shape
-        if kernels:
-            log_weight = self.frames.new_zeros(N) if weight_NK is None else weight_NK.log()
-            energies = self._project(x, self.frames, log_weight, self.energy_scale)
-            return energies * _squared_norm(x) if self.scaling == "raw" else energies
         flat_D_NK = self.frames.permute(1, 0, 2).reshape(D, N * K).to(x.dtype)
         squares_NK = (x @ flat_D_NK).square().unflatten(-1, (N, K))
         if weight_NK is not None:
@@ -120,53 +116,69 @@ class GrassmannRouter(FrameRouter):
         energies = squares_NK.sum(-1)
         return energies if self.scaling == "raw" else self.energy_scale * energies / _squared_norm(x)
 
-    def amortized(self, x: Tensor, *, kernels: bool = False) -> tuple[Tensor, Tensor]:
+    def amortized(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(κ_e a_e, h_e κ_e a_e) of eq:amortized, (..., N) each; the same twice without an amortiser."""
-        kappa = self.kappa if kernels else self.kappa.to(x.dtype)
+        kappa = self.kappa.to(x.dtype)
         if kappa.ndim == 2:
-            plain = self.energies(x, kappa, kernels=kernels)
+            plain = self.energies(x, kappa)
         else:
-            energies = self.energies(x, kernels=kernels)
+            energies = self.energies(x)
             plain = kappa * energies
         if self.amortizer is None:
             return plain, plain
-        first, *rest = self.amortizer_net
-        assert isinstance(first, nn.Linear)
+        features = x
         if self.amortizer == "affinity":
-            features = energies if kappa.ndim == 1 else self.energies(x, kernels=kernels)
-            hidden = first(features.to(self.frames.dtype))
-        elif kernels and len(first.weight) <= MAX_EXPERTS:
-            hidden = self._project(x, first.weight) + first.bias
-        else:
-            hidden = first(x.to(self.frames.dtype))
-        for layer in rest:
-            hidden = layer(hidden)
-        return plain, amortize(self.amortizer, hidden, plain)
+            features = energies if kappa.ndim == 1 else self.energies(x)
+        return plain, amortize(self.amortizer, self.amortizer_net(features.to(self.frames.dtype)), plain)
 
-    def scores(self, x: Tensor, *, kernels: bool = False) -> Tensor:
-        """The log-likelihood of each expert without its normaliser: h κ a [+ μᵀx̂], (..., N).
-
-        kernels: products by the fused gate's kernels, which read tokens of 16 bits as they are; then fp32.
-        """
-        _, scores = self.amortized(x, kernels=kernels)
+    def scores(self, x: Tensor) -> Tensor:
+        """The log-likelihood of each expert without its normaliser: h κ a [+ μᵀx̂], (..., N)."""
+        _, scores = self.amortized(x)
         if self.mu is None:
             return scores
-        linear = self._project(x, self.mu) if kernels else x @ self.mu.to(x.dtype).T
+        linear = x @ self.mu.to(x.dtype).T
         if self.scaling == "raw":
             return scores + linear
         norm2 = _squared_norm(x)
         # At x = 0 the direction is undefined and the gradient of x/‖x‖ unbounded: padding gets no linear term.
         return scores + torch.where(norm2 > ZERO_TOKEN, self.token_norm * linear / norm2.sqrt(), 0.0)
 
-    def _project(
-        self, x: Tensor, matrix: Tensor, log_weight: Tensor | None = None, scale: float = 1.0
-    ) -> Tensor:
-        """`grmoe.kernels.choose.project` for tokens (..., D)."""
-        from grmoe.kernels.choose import project
+    def kernel_scores(self, x: Tensor) -> Tensor:
+        """`scores` by kernels (`grmoe.kernels.scores`), which read tokens of 16 bits as they are; then fp32."""
+        from grmoe.kernels.scores import Parts, blend, project
 
-        x_TD = x.reshape(-1, x.shape[-1])
-        found = project(x_TD, matrix, log_weight, scale, thin=not self.training)
-        return found.view(*x.shape[:-1], len(matrix))
+        multiply = partial(project, x.reshape(-1, x.shape[-1]), thin=not self.training)
+        kind, ones = self.amortizer, self.frames.new_zeros  # λ = exp 0
+        # The network "affinity" reads the energies without κ.
+        kappa_N = self.log_kappa if kind == "affinity" and self.log_kappa.ndim == 1 else None
+        N = len(self.frames)
+        inside = self.log_kappa if kappa_N is None else ones(N)
+        energy_TN, norm_T = multiply(self.frames, inside, self.energy_scale)
+        raw = self.scaling == "raw"
+        if raw:
+            energy_TN = energy_TN * norm_T.unsqueeze(-1)
+        network_TN = None
+        if kind is not None:
+            first, *rest = self.amortizer_net
+            assert isinstance(first, nn.Linear)
+            if kind == "affinity":
+                features_TN = energy_TN
+                if kappa_N is None:
+                    features_TN, _ = multiply(self.frames, ones(N), self.energy_scale)
+                    features_TN = features_TN * norm_T.unsqueeze(-1) if raw else features_TN
+                network_TN = first(features_TN)
+            elif len(first.weight) <= MAX_EXPERTS:
+                network_TN = multiply(first.weight)[0] + first.bias
+            else:
+                network_TN = first(x.reshape(-1, x.shape[-1]).to(self.frames.dtype))
+            for layer in rest:
+                network_TN = layer(network_TN)
+        if kind == "matrix":
+            assert network_TN is not None
+            energy_TN, network_TN = amortize(kind, network_TN, energy_TN), None
+        linear_TN = None if self.mu is None else multiply(self.mu)[0]
+        parts = Parts(energy_TN, kappa_N, network_TN, linear_TN, None if raw or self.mu is None else norm_T)
+        return blend(parts, self.token_norm).view(*x.shape[:-1], N)
 
     def log_prior_correction(self) -> Tensor:
         """log p(z=e) − log Z_e up to a constant, (N,): zero for "paper", where the two cancel.
@@ -186,8 +198,7 @@ class GrassmannRouter(FrameRouter):
         return GateOperands(self.frames, prior_N, self.log_kappa, self.energy_scale, posterior)
 
     def gate_parts(self) -> GateParts | None:
-        scores = partial(self.scores, kernels=True)
-        return GateParts(scores, self.log_prior_correction(), self.dial == "posterior")
+        return GateParts(self.kernel_scores, self.log_prior_correction(), self.dial == "posterior")
 
     def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
         scores, prior = self.scores(x), self.log_prior_correction().to(x.dtype)
@@ -283,10 +294,6 @@ class GrassmannRouter(FrameRouter):
 
 
 def _squared_norm(x: Tensor) -> Tensor:
-    """In fp32 at least. 16-bit tokens are read once, without a wider copy."""
-    if x.dtype in (torch.bfloat16, torch.float16):
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        return norm.square().clamp(min=ZERO_TOKEN)
     return x.square().sum(-1, keepdim=True).clamp(min=ZERO_TOKEN)
 
 
