@@ -11,15 +11,12 @@ import pytest
 
 from grmoe.runs.config import TrainConfig
 from grmoe.studies import depth, downstream, learned_normalizer, model_analysis, separation, token_analysis
-from grmoe.studies.measured import Kind, Measured, MeasuredStudy
-from grmoe.studies.model_study import Group
+from grmoe.studies.measured import Measured
 from grmoe.studies.models.recipes import Base, Recipe
-from grmoe.studies.models.runner import Job, run_folder
-from grmoe.studies.models.store import Row, Run, Store, Trained
 from grmoe.studies.page import Page, Verdict
 from grmoe.studies.pages import page_text
 from grmoe.studies.registry import find_study
-from grmoe.studies.study import Place, State
+from grmoe.studies.study import Place
 from grmoe.terminal import silent
 from grmoe.train.loop import train
 
@@ -160,62 +157,6 @@ def test_equal_alpha_is_compared_at_as_many_experts() -> None:
     assert depth.cost(body, "early .8, late 1.5") is None
 
 
-# -- the runner ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    """Two trained models in the store, of which one was not kept."""
-    row = Row(
-        text="validation", setting="top-2", experts_per_token=2, loss=3, load_cv=0, min_load=1, collapsed=False
-    )  # fmt: skip
-    runs = [
-        Run(seed=s, tokens=9, trained="top-2", revision=f"r{s}", machine="m", curve=[], rows=[row])
-        for s in (0, 1)
-    ]
-    place = Place(results=tmp_path / "results", work=tmp_path / "work", device="cpu")
-    Store(place.results).add(
-        BASE, Trained(recipe="mine", label="Mine", settings=(), config={}, data={}, runs=runs)
-    )
-    folder = run_folder(place.work, Job(BASE, MINE, 0))
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text("")
-    return place
-
-
-def a_study(measure: Any, **options: Any) -> MeasuredStudy:
-    return MeasuredStudy(
-        name="mine", title="Mine", where="here", kind=Kind("kind", measure, **options), group=Group(BASE, (MINE,), 2),
-        write=lambda models: Page([], notes=[str(run.body["x"]) for run in models["mine"]]),
-    )  # fmt: skip
-
-
-def test_a_model_is_measured_once_and_a_missing_one_is_named(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen: list[Path] = []
-    study = a_study(lambda folder, *_: seen.append(folder) or {"x": 1 / 3})
-    assert study.state(place.results) == State(0, 2)
-    study.run(place, silent)
-    assert seen == [run_folder(place.work, Job(BASE, MINE, 0))]
-    assert study.state(place.results) == State(1, 2)
-    assert "mine-1 are not in" in capsys.readouterr().err.replace("\n", " ")
-    assert study.page(place.results).notes == ["0.33333"]
-    kept = json.loads((place.results / "kind" / "tiny" / "mine-0.json").read_text())
-    assert (kept["seed"], kept["recipe"]) == (0, "mine")
-    assert kept["machine"].startswith("CPU, torch")
-    assert kept["revision"]
-    study.run(place, silent)
-    assert len(seen) == 1
-
-
-def test_what_a_place_lacks_is_said_before_any_work(place: Place) -> None:
-    study = a_study(lambda *_: pytest.fail("measured"), lacks=lambda _: "give a folder")
-    with pytest.raises(ValueError, match="mine: give a folder"):
-        study.run(place, silent)
-    assert "--tasks-from" in downstream._lacks(place)
-
-
 # -- downstream ---------------------------------------------------------------------------------------------------
 
 
@@ -256,4 +197,5 @@ def test_downstream_measures_every_task_and_number_of_examples(monkeypatch: pyte
     monkeypatch.setattr(downstream, "evaluate", evaluate)
     place = Place(results=Path("r"), work=Path("w"), tasks=Path("evals"))
     assert downstream.measure_run(Path("run"), place, silent) == {"0": {"piqa": 0}, "5": {"piqa": 5}}
+    assert "--tasks-from" in downstream._lacks(Place(results=Path("r"), work=Path("w")))
     assert all(plan.tasks == tuple(downstream.METRICS) and plan.scorer == "grmoe" for plan in plans)

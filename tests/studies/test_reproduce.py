@@ -19,13 +19,14 @@ from grmoe.studies import dynamics, language_model, post_hoc
 from grmoe.studies.judging import all_of, below, never, not_above
 from grmoe.studies.learning_rates import best_rates
 from grmoe.studies.model_study import ModelStudy
-from grmoe.studies.models import Job, Point, Store, Trained, worker
+from grmoe.studies.models import Point, Store, Trained, run_folder, worker
 from grmoe.studies.models.recipes import best_rate
 from grmoe.studies.models.summary import Mean, difference, mean, model_table
 from grmoe.studies.page import Verdict
 from grmoe.studies.pages import page_files, page_text, write_pages
 from grmoe.studies.registry import NAMES, check_only, find_studies, find_study
 from grmoe.studies.study import Place, State
+from grmoe.studies.tasks import result_file
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGES = ROOT / "results", ROOT / "docs" / "results" / "paper"
@@ -182,30 +183,34 @@ def test_dips_and_spread() -> None:
     assert dynamics.spread([smooth, dipping], 1) is None
 
 
-def test_speed_is_timed_when_the_models_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_first_seed_is_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(results=tmp_path / "results", work=tmp_path / "work", device="cpu")
     place.results.mkdir()
-    monkeypatch.setattr(ModelStudy, "run", lambda *_: None)
-    post_hoc.STUDY.run(place, lambda *_: None)
-    assert "speed is not timed: the models of grmoe-dense" in capsys.readouterr().err
-    for recipe in post_hoc.TIMED:
-        folder = post_hoc.run_folder(place.work, Job(language_model.BASE, recipe, 0))
-        folder.mkdir(parents=True)
-        (folder / "config.yaml").touch()
+    jobs = post_hoc.STUDY.needs(place).models
+    assert [job.name for job in jobs] == ["grmoe-dense-0", "token-mass-0", "softmax-bias-0", "softmax-one-0"]
+    seen = []
 
     def timed(recipe: str, folder: Path, device: str) -> list[post_hoc.Speed]:
+        seen.append(recipe)
         setting = post_hoc.cut(1.0) if recipe == "grmoe-dense" else "top-1"
         return [post_hoc.Speed(recipe=recipe, setting=setting, tokens_per_second=100.0, how="eager")]
 
     monkeypatch.setattr(post_hoc, "time_run", timed)
-    post_hoc.STUDY.run(place, lambda *_: None)
-    speeds = post_hoc.read_speeds(place.results)
-    assert set(speeds) == {
-        (r.name, "mass 0.9, α 1" if r is post_hoc.DENSE else "top-1") for r in post_hoc.TIMED
+    for job in jobs[:2]:  # the others are not trained yet
+        folder = run_folder(place.work, job)
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").touch()
+        result_file(folder).touch()
+    post_hoc.STUDY.finish(place, lambda *_: None)
+    post_hoc.STUDY.finish(place, lambda *_: None)
+    assert seen == ["grmoe-dense", "token-mass"]
+    assert set(post_hoc.read_speeds(place.results)) == {
+        ("grmoe-dense", "mass 0.9, α 1"),
+        ("token-mass", "top-1"),
     }
-    assert post_hoc.STUDY.state(place.results).done == 1
+    assert post_hoc.STUDY.state(place.results).done == 2
+    assert list(post_hoc.STUDY.needs(place).models) == jobs[2:]
+    assert post_hoc.STUDY.needs(replace(place, steps=7)).models == []
 
 
 def test_learning_rates_are_those_that_were_best() -> None:

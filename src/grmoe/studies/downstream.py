@@ -10,7 +10,8 @@ from grmoe.evaluate import Plan
 from grmoe.evaluate import run as evaluate
 from grmoe.studies.judging import all_of, below, in_doubt
 from grmoe.studies.language_model import BASE, SEEDS
-from grmoe.studies.measured import Kind, Measured, MeasuredStudy, Models, labels
+from grmoe.studies.measured import MeasuredStudy, Models, labels
+from grmoe.studies.measuring import Kind, Measured
 from grmoe.studies.model_study import Group
 from grmoe.studies.models.recipes import RECIPES
 from grmoe.studies.models.summary import Mean, mean

@@ -14,7 +14,7 @@ from grmoe.runs.open import LoadedModel
 from grmoe.runs.results import plain
 from grmoe.studies.language_model import BASE, SEEDS
 from grmoe.studies.learned_kappa import learned
-from grmoe.studies.measured import Kind
+from grmoe.studies.measuring import Kind
 from grmoe.studies.model_study import Group
 from grmoe.studies.models.recipes import RECIPES
 from grmoe.studies.study import Place

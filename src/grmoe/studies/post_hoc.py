@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from grmoe.files import read_json, write_file
@@ -17,13 +17,14 @@ from grmoe.studies.judging import MIN_SEEDS, all_of, below, in_doubt
 from grmoe.studies.language_model import BASE
 from grmoe.studies.model_study import Group, ModelStudy, runs_of
 from grmoe.studies.models.recipes import RECIPES, Recipe
-from grmoe.studies.models.runner import Job, run_folder
+from grmoe.studies.models.runner import Job, has_model, run_folder
 from grmoe.studies.models.store import Run, Store
 from grmoe.studies.models.summary import Mean, difference, mean_of, show_mean
 from grmoe.studies.page import Claim, Figure, Page, Verdict
+from grmoe.studies.queue import Needs
 from grmoe.studies.study import Place, State, provenance
 from grmoe.tables import Table
-from grmoe.terminal import Progress, note
+from grmoe.terminal import Progress
 
 WHERE = "Table 3, Section 6.4.2"
 SEEDS = 3
@@ -77,27 +78,31 @@ class PostHoc(ModelStudy):
     """Trains the models, then times the first seed of each."""
 
     def state(self, results: Path) -> State:
-        before = super().state(results)
-        return State(before.done + speed_file(results).is_file(), before.total + 1)
+        before, timed = super().state(results), {recipe for recipe, _ in read_speeds(results)}
+        return State(before.done + len(timed), before.total + len(TIMED))
 
-    def run(self, place: Place, progress: Progress) -> None:
-        super().run(place, progress)
-        in_part = place.only or place.steps is not None
-        if in_part or speed_file(place.results).is_file() or place.time_left < 0:
-            return
-        folders = {recipe.name: run_folder(place.work, Job(BASE, recipe, 0)) for recipe in TIMED}
-        missing = [name for name, folder in folders.items() if not (folder / "config.yaml").is_file()]
-        if missing:
-            note(
-                f"speed is not timed: the models of {', '.join(missing)} are not in {place.work} (see --keep)"
-            )
-            return
-        rows = []
-        for number, (name, folder) in enumerate(folders.items()):
-            progress(f"timing {name}", number, len(folders))
-            rows += time_run(name, folder, place.device)
-        about = {**provenance(place), "rows": [asdict(row) for row in rows]}
-        write_file(speed_file(place.results), (json.dumps(about, indent=1) + "\n").encode())
+    def needs(self, place: Place) -> Needs:
+        return replace(super().needs(place), models=_untimed(place))
+
+    def finish(self, place: Place, progress: Progress) -> None:
+        for number, job in enumerate(todo := _untimed(place)):
+            if place.time_left <= 0 or not has_model(place.work, job):
+                continue
+            progress(f"timing {job.recipe.name}", number, len(todo))
+            rows = time_run(job.recipe.name, run_folder(place.work, job), place.device)
+            about = {
+                **provenance(place),
+                "rows": [asdict(row) for row in (*read_speeds(place.results).values(), *rows)],
+            }
+            write_file(speed_file(place.results), (json.dumps(about, indent=1) + "\n").encode())
+
+
+def _untimed(place: Place) -> list[Job]:
+    """First seeds without a speed. Parts of the study and other numbers of steps are not timed."""
+    if place.only or place.steps is not None:
+        return []
+    timed = {recipe for recipe, _ in read_speeds(place.results)}
+    return [Job(BASE, recipe, 0) for recipe in TIMED if recipe.name not in timed]
 
 
 def time_run(recipe: str, folder: Path, device: str) -> list[Speed]:

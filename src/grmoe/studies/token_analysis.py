@@ -8,7 +8,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from grmoe.studies.judging import MIN_SEEDS, all_of, below, decide, in_doubt
-from grmoe.studies.measured import Measured, MeasuredStudy, Models, labels
+from grmoe.studies.measured import MeasuredStudy, Models, labels
+from grmoe.studies.measuring import Measured
 from grmoe.studies.model_analysis import AMORTISED, GROUP, KIND
 from grmoe.studies.models.summary import Mean, mean, show_mean
 from grmoe.studies.page import Claim, Page, Verdict
