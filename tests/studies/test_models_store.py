@@ -261,3 +261,5 @@ def test_a_wrong_recipe_is_named_before_anything_is_trained(place: Place) -> Non
         run_jobs([*jobs(), *jobs(Recipe("typo", "", ("optim.lrr=1",)))], place)
     with pytest.raises(ValueError, match="give prepared text with --data FOLDER"):
         run_jobs(jobs(), replace(place, data=None))
+    with pytest.raises(ValueError, match=r"source missing\.txt is neither a file"):
+        run_jobs(jobs(), replace(place, texts=(Path("missing.txt"),)))

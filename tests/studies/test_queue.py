@@ -276,6 +276,30 @@ def test_a_kill_stops_the_jobs_too(place: Place, started: list[str], monkeypatch
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_trained_model_may_still_be_measured_when_the_time_is_up(
+    place: Place, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, it was stopped with the others, and what ended in the last second was lost."""
+    trained, training = (
+        replace(task, progress=lambda share=share: share)
+        for task, share in zip(training_tasks(jobs(), place), (1.0, 0.5), strict=True)
+    )
+
+    class Ends(FakeProcess):
+        def wait(self, timeout: float = 0) -> int | None:
+            self.status = 0 if self.status is None else self.status
+            return self.status
+
+    def writes(order: dict[str, Any]) -> None:
+        trains(order)
+
+    monkeypatch.setattr(tasks.subprocess, "Popen", Ends)
+    monkeypatch.setattr(FakeProcess, "behave", staticmethod(writes))
+    now = tasks._Slice([trained, training], replace(place, at_once=2, until=time.monotonic() + 0.1), silent)
+    now.run()
+    assert [run.seed for run in Store(place.results).runs(BASE, MINE)] == [0]
+
+
 def test_the_time_of_a_continued_job_is_not_kept(place: Place, started: list[str]) -> None:
     """It would be that of its last part."""
 

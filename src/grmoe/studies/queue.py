@@ -83,8 +83,8 @@ def run_queue(studies: Sequence[QueueStudy], place: Place, progress: Progress) -
 def run_studies(studies: Sequence[Study], place: Place, progress: Progress) -> None:
     """In their order. The first one that needs trained models starts the queue of all that do."""
     queued = [study for study in studies if isinstance(study, QueueStudy)]
-    for study in queued:
-        study.needs(place)  # what is missing is said before any work
+    for asking in queued:
+        asking.needs(place)  # what is missing is said before any work
     for study in studies:
         if place.time_left <= 0:
             return

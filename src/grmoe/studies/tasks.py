@@ -107,8 +107,7 @@ class _Slice:
                     time.sleep(POLL)
                     self._collect()
         finally:
-            stopped = len(self.running)
-            self._stop_all()
+            stopped = self._stop_all()
         left = len(self.waiting) + stopped
         if left:
             note(f"{left} of {self.total} jobs are left; the same command continues")
@@ -189,12 +188,15 @@ class _Slice:
         more = f" and {len(self.running) - 3} more" if len(self.running) > 3 else ""
         self.progress(f"{self.done} of {self.total} jobs done; now {names}{more}", self.done, self.total)
 
-    def _stop_all(self) -> None:
-        """Ask the running tasks to save and stop, and wait for them."""
+    def _stop_all(self) -> int:
+        """Ask the running tasks to save and stop, and wait for them. A training that only has to be measured may end.
+
+        Returns how many did not finish.
+        """
         for one in self.running:
-            if one.process.poll() is None:
+            if one.process.poll() is None and one.task.progress() < 1:
                 one.process.terminate()
-        end = time.monotonic() + GRACE
+        end, stopped = time.monotonic() + GRACE, 0
         for one in self.running:
             try:
                 one.process.wait(max(0.1, end - time.monotonic()))
@@ -202,7 +204,12 @@ class _Slice:
                 one.process.kill()
                 one.process.wait()
             one.screen.close()
+            if one.process.poll() == 0 and one.task.result.is_file():
+                self._finish(one)
+            else:
+                stopped += 1
         self.running.clear()
+        return stopped
 
 
 @contextmanager

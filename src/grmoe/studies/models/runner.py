@@ -138,9 +138,13 @@ def _seconds_before(store: Store, job: Job) -> float | None:
 def _plans(jobs: Sequence[Job], place: Place, store: Store) -> dict[tuple[str, str], Trained]:
     """What will be kept of each recipe, without its runs. Every recipe is checked before anything is trained."""
     from grmoe.config import read_tree
+    from grmoe.data.sources import find_units
     from grmoe.runs.start import starting_config
     from grmoe.studies.models.worker import default_identity, describe, identity
 
+    find_units(
+        place.texts
+    )  # raises for a text that cannot be read, which would fail every job after its training
     if place.data is None:
         raise ValueError("this study trains language models: give prepared text with --data FOLDER")
     data, defaults = describe(place.data), default_identity()
