@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_a_page_without_results_is_open(module: Any, tmp_path: Path) -> None:
 def with_types(body: dict[str, Any], r: float = -0.5) -> dict[str, Any]:
     """As if the text had tokens of all types. The small corpus has two."""
     correlation = {"r": r, "lower": r - 0.1, "upper": r + 0.1, "n": 8}
-    found = planted(body, type_entropy=[[1.0] * 7, [1.1] * 7])
+    found = planted(body, type_entropy=[[1.0] * 7, [1.1] * 7], amortized=[amortized(0.9, 1.1, 1.0)] * 2)
     return found | {
         "type_tokens": [100] * 7, "kappa_correlation": correlation, "kappa_correlation_within": correlation,
     }  # fmt: skip
@@ -111,6 +112,14 @@ def planted(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return found
 
 
+def amortized(low: float, high: float, ambiguous: float) -> dict[str, Any]:
+    """h of the leading expert is 1.2, but for the first two types."""
+    return {
+        "ratio": 1.0, "ratio_low": low, "ratio_high": high, "type_ratio": [1.0] * 7,
+        "type_h": [ambiguous] * 2 + [1.2] * 5,
+    }  # fmt: skip
+
+
 def test_verdicts_follow_the_numbers(body: dict[str, Any]) -> None:
     """Measurements as the paper has them, and the opposite."""
     code, names = [0.0] * 7, [0.0] * 7
@@ -119,6 +128,7 @@ def test_verdicts_follow_the_numbers(body: dict[str, Any]) -> None:
     as_paper = planted(
         with_types(body, -0.9), kappa=[[1.0, 1.2, 1.1, 1.1], [0.4, 4.2, 3.5, 1.0]], entropy=[1.65, 1.15],
         of_type=[shares, shares], type_entropy=[[1.9, 1.9, 1.2, 1.2, 1.2, 1.2, 1.2]] * 2,
+        amortized=[amortized(0.97, 1.03, 0.9)] * 2,
     )  # fmt: skip
     runs = [Measured(recipe="x", seed=s, revision="r", machine="m", body=as_paper) for s in range(3)]
     assert set(verdicts(Page(token_analysis._claims(runs)))) == {Verdict.HOLDS}
@@ -127,7 +137,7 @@ def test_verdicts_follow_the_numbers(body: dict[str, Any]) -> None:
     assert (found.code, found.math, found.nouns) == (0.8, 0.7, 0.75)
     flat = planted(
         with_types(body, 0.3), kappa=[[2.0] * 4, [1.0] * 4], entropy=[1.0, 1.3], of_type=[[[0.25] * 7] * 4] * 2,
-        type_entropy=[[1.0, 1.0, 1.2, 1.2, 1.2, 1.2, 1.2]] * 2,
+        type_entropy=[[1.0, 1.0, 1.2, 1.2, 1.2, 1.2, 1.2]] * 2, amortized=[amortized(0.97, 1.3, 1.3)] * 2,
     )  # fmt: skip
     runs = [Measured(recipe="x", seed=s, revision="r", machine="m", body=flat) for s in range(3)]
     assert set(verdicts(Page(token_analysis._claims(runs)))) == {Verdict.FAILS}
@@ -183,7 +193,9 @@ def test_accuracy_is_compared_by_seed(other: float, verdict: Verdict, tmp_path: 
     assert "paper, 350M: GrMoE + amortiser" in page_text(downstream.STUDY, page, tmp_path)
 
 
-def test_downstream_measures_every_task_and_number_of_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downstream_measures_every_task_and_number_of_examples(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     plans: list[Any] = []
 
     def evaluate(plan: Any, progress: Any) -> Any:
@@ -197,5 +209,9 @@ def test_downstream_measures_every_task_and_number_of_examples(monkeypatch: pyte
     monkeypatch.setattr(downstream, "evaluate", evaluate)
     place = Place(results=Path("r"), work=Path("w"), tasks=Path("evals"))
     assert downstream.measure_run(Path("run"), place, silent) == {"0": {"piqa": 0}, "5": {"piqa": 5}}
-    assert "--tasks-from" in downstream._lacks(Place(results=Path("r"), work=Path("w")))
+    (tmp_path / "piqa_val.jsonl").touch()
+    assert "no rows of arc_easy, hellaswag, lambada_openai" in downstream._lacks(
+        replace(place, tasks=tmp_path)
+    )
+    assert "--tasks-from" in downstream._lacks(replace(place, tasks=None))
     assert all(plan.tasks == tuple(downstream.METRICS) and plan.scorer == "grmoe" for plan in plans)
