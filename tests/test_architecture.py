@@ -32,7 +32,7 @@ ONE_HOME = {
             "serve/server.py",
             "studies/models/worker.py",
             "studies/learned_kappa.py",
-            "studies/post_hoc.py",
+            "studies/throughput.py",
             "runs/start.py",
         ),
     },

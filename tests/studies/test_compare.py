@@ -10,8 +10,9 @@ from test_models_store import TINY, FakeProcess, a_run, seed_of
 from typer.testing import CliRunner
 
 from grmoe.cli import app
+from grmoe.studies import tasks
 from grmoe.studies.compare import Plan, Result, show
-from grmoe.studies.models import Recipe, runner, worker
+from grmoe.studies.models import Recipe, worker
 
 
 def test_a_comparison_and_the_same_again(
@@ -24,8 +25,8 @@ def test_a_comparison_and_the_same_again(
         return worker.main(order["result"].replace(".result.", ".order."))
 
     started: list[tuple[str, int]] = []
-    monkeypatch.setattr(runner, "POLL", 0.0)
-    monkeypatch.setattr(runner.subprocess, "Popen", FakeProcess)
+    monkeypatch.setattr(tasks, "POLL", 0.0)
+    monkeypatch.setattr(tasks.subprocess, "Popen", FakeProcess)
     monkeypatch.setattr(FakeProcess, "behave", staticmethod(really), raising=False)
     arguments = [
         "compare", *TINY, f"data.path={prepared}", "steps=2", "device=cpu", "checkpoint.every=0", "--recipe",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,10 @@ import grmoe.prune
 from grmoe.model import GrmoeConfig
 from grmoe.prune.certificate import Certified
 from grmoe.studies import future
-from grmoe.studies.model_study import ModelStudy
-from grmoe.studies.models import Job, Store, Trained
+from grmoe.studies.models import Store, Trained, run_folder
 from grmoe.studies.page import Verdict
 from grmoe.studies.study import Place
+from grmoe.terminal import silent
 
 
 def put(results: Path, losses: dict[str, list[float]]) -> None:
@@ -70,15 +71,13 @@ def an_outcome(method: str, loss: float) -> Any:
     return SimpleNamespace(method=method, experts=6, divergence=0.01, texts=[SimpleNamespace(loss=loss)])
 
 
-def test_models_are_pruned_when_they_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = Place(results=tmp_path / "results", work=tmp_path / "work", device="cpu")
-    place.results.mkdir()
-    monkeypatch.setattr(ModelStudy, "run", lambda *_: None)
+def test_models_of_the_plain_recipe_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(results=tmp_path / "results", work=tmp_path / "work", device="cpu", tokens=99)
+    wanted = future.STUDY.needs(place).measurements
+    assert [w.job.name for w in wanted] == ["grmoe-0", "grmoe-1", "grmoe-2"]
     asked = []
 
-    def prune(plan: grmoe.prune.Plan) -> Any:
+    def prune(plan: grmoe.prune.Plan, progress: Any) -> Any:
         asked.append(plan)
         seed = int(str(plan.model)[-1])
         losses = {
@@ -96,19 +95,20 @@ def test_models_are_pruned_when_they_are_there(
         return SimpleNamespace(body=body)
 
     monkeypatch.setattr(grmoe.prune, "run", prune)
-    future.STUDY.run(place, lambda *_: None)
-    assert "not pruned: the model grmoe-0 is not in" in capsys.readouterr().err
-    for seed in range(3):
-        folder = future.run_folder(place.work, Job(future.BASE, future.GRMOE, seed))
-        folder.mkdir(parents=True)
-        (folder / "config.yaml").touch()
-    future.STUDY.run(place, lambda *_: None)
-    assert [plan.experts for plan in asked] == [6, 6, 6]
+    for one in wanted:
+        body = future.prune_run(run_folder(place.work, one.job), place, silent)
+        path = one.kind.path(place.results, one.job)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            json.dumps(
+                {"recipe": "grmoe", "seed": one.job.seed, "revision": "r", "machine": "m", "body": body}
+            )
+        )
+    assert [(plan.experts, plan.tokens) for plan in asked] == [(6, 99)] * 3
     assert future.STUDY.state(place.results).done == 3
+    assert future.STUDY.needs(place).measurements == []
     found = verdicts(place.results)
     assert found["Certificates guide pruning that preserves quality"] is Verdict.HOLDS
     assert found["Fisher information guides pruning that preserves quality"] is Verdict.FAILS
     table = next(t for t in future.STUDY.page(place.results).tables if t.title.startswith("Pruned from"))
     assert ("certificate drop", "3", "+0.1000 ± 0.0000", "0.0100 ± 0.0000", "21 of 30") in table.rows
-    future.STUDY.run(place, lambda *_: None)
-    assert len(asked) == 3  # each model once

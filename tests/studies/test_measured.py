@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,12 @@ import pytest
 
 from grmoe.runs.config import TrainConfig
 from grmoe.studies import depth, downstream, learned_normalizer, model_analysis, separation, token_analysis
-from grmoe.studies.measured import Kind, Measured, MeasuredStudy
-from grmoe.studies.model_study import Group
+from grmoe.studies.measured import Measured
 from grmoe.studies.models.recipes import Base, Recipe
-from grmoe.studies.models.runner import Job, run_folder
-from grmoe.studies.models.store import Row, Run, Store, Trained
 from grmoe.studies.page import Page, Verdict
 from grmoe.studies.pages import page_text
 from grmoe.studies.registry import find_study
-from grmoe.studies.study import Place, State
+from grmoe.studies.study import Place
 from grmoe.terminal import silent
 from grmoe.train.loop import train
 
@@ -84,7 +82,7 @@ def test_a_page_without_results_is_open(module: Any, tmp_path: Path) -> None:
 def with_types(body: dict[str, Any], r: float = -0.5) -> dict[str, Any]:
     """As if the text had tokens of all types. The small corpus has two."""
     correlation = {"r": r, "lower": r - 0.1, "upper": r + 0.1, "n": 8}
-    found = planted(body, type_entropy=[[1.0] * 7, [1.1] * 7])
+    found = planted(body, type_entropy=[[1.0] * 7, [1.1] * 7], amortized=[amortized(0.9, 1.1, 1.0)] * 2)
     return found | {
         "type_tokens": [100] * 7, "kappa_correlation": correlation, "kappa_correlation_within": correlation,
     }  # fmt: skip
@@ -114,6 +112,14 @@ def planted(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return found
 
 
+def amortized(low: float, high: float, ambiguous: float) -> dict[str, Any]:
+    """h of the leading expert is 1.2, but for the first two types."""
+    return {
+        "ratio": 1.0, "ratio_low": low, "ratio_high": high, "type_ratio": [1.0] * 7,
+        "type_h": [ambiguous] * 2 + [1.2] * 5,
+    }  # fmt: skip
+
+
 def test_verdicts_follow_the_numbers(body: dict[str, Any]) -> None:
     """Measurements as the paper has them, and the opposite."""
     code, names = [0.0] * 7, [0.0] * 7
@@ -122,6 +128,7 @@ def test_verdicts_follow_the_numbers(body: dict[str, Any]) -> None:
     as_paper = planted(
         with_types(body, -0.9), kappa=[[1.0, 1.2, 1.1, 1.1], [0.4, 4.2, 3.5, 1.0]], entropy=[1.65, 1.15],
         of_type=[shares, shares], type_entropy=[[1.9, 1.9, 1.2, 1.2, 1.2, 1.2, 1.2]] * 2,
+        amortized=[amortized(0.97, 1.03, 0.9)] * 2,
     )  # fmt: skip
     runs = [Measured(recipe="x", seed=s, revision="r", machine="m", body=as_paper) for s in range(3)]
     assert set(verdicts(Page(token_analysis._claims(runs)))) == {Verdict.HOLDS}
@@ -130,7 +137,7 @@ def test_verdicts_follow_the_numbers(body: dict[str, Any]) -> None:
     assert (found.code, found.math, found.nouns) == (0.8, 0.7, 0.75)
     flat = planted(
         with_types(body, 0.3), kappa=[[2.0] * 4, [1.0] * 4], entropy=[1.0, 1.3], of_type=[[[0.25] * 7] * 4] * 2,
-        type_entropy=[[1.0, 1.0, 1.2, 1.2, 1.2, 1.2, 1.2]] * 2,
+        type_entropy=[[1.0, 1.0, 1.2, 1.2, 1.2, 1.2, 1.2]] * 2, amortized=[amortized(0.97, 1.3, 1.3)] * 2,
     )  # fmt: skip
     runs = [Measured(recipe="x", seed=s, revision="r", machine="m", body=flat) for s in range(3)]
     assert set(verdicts(Page(token_analysis._claims(runs)))) == {Verdict.FAILS}
@@ -160,62 +167,6 @@ def test_equal_alpha_is_compared_at_as_many_experts() -> None:
     assert depth.cost(body, "early .8, late 1.5") is None
 
 
-# -- the runner ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    """Two trained models in the store, of which one was not kept."""
-    row = Row(
-        text="validation", setting="top-2", experts_per_token=2, loss=3, load_cv=0, min_load=1, collapsed=False
-    )  # fmt: skip
-    runs = [
-        Run(seed=s, tokens=9, trained="top-2", revision=f"r{s}", machine="m", curve=[], rows=[row])
-        for s in (0, 1)
-    ]
-    place = Place(results=tmp_path / "results", work=tmp_path / "work", device="cpu")
-    Store(place.results).add(
-        BASE, Trained(recipe="mine", label="Mine", settings=(), config={}, data={}, runs=runs)
-    )
-    folder = run_folder(place.work, Job(BASE, MINE, 0))
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text("")
-    return place
-
-
-def a_study(measure: Any, **options: Any) -> MeasuredStudy:
-    return MeasuredStudy(
-        name="mine", title="Mine", where="here", kind=Kind("kind", measure, **options), group=Group(BASE, (MINE,), 2),
-        write=lambda models: Page([], notes=[str(run.body["x"]) for run in models["mine"]]),
-    )  # fmt: skip
-
-
-def test_a_model_is_measured_once_and_a_missing_one_is_named(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen: list[Path] = []
-    study = a_study(lambda folder, *_: seen.append(folder) or {"x": 1 / 3})
-    assert study.state(place.results) == State(0, 2)
-    study.run(place, silent)
-    assert seen == [run_folder(place.work, Job(BASE, MINE, 0))]
-    assert study.state(place.results) == State(1, 2)
-    assert "mine-1 are not in" in capsys.readouterr().err.replace("\n", " ")
-    assert study.page(place.results).notes == ["0.33333"]
-    kept = json.loads((place.results / "kind" / "tiny" / "mine-0.json").read_text())
-    assert (kept["seed"], kept["recipe"]) == (0, "mine")
-    assert kept["machine"].startswith("CPU, torch")
-    assert kept["revision"]
-    study.run(place, silent)
-    assert len(seen) == 1
-
-
-def test_what_a_place_lacks_is_said_before_any_work(place: Place) -> None:
-    study = a_study(lambda *_: pytest.fail("measured"), lacks=lambda _: "give a folder")
-    with pytest.raises(ValueError, match="mine: give a folder"):
-        study.run(place, silent)
-    assert "--tasks-from" in downstream._lacks(place)
-
-
 # -- downstream ---------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +193,9 @@ def test_accuracy_is_compared_by_seed(other: float, verdict: Verdict, tmp_path: 
     assert "paper, 350M: GrMoE + amortiser" in page_text(downstream.STUDY, page, tmp_path)
 
 
-def test_downstream_measures_every_task_and_number_of_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downstream_measures_every_task_and_number_of_examples(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     plans: list[Any] = []
 
     def evaluate(plan: Any, progress: Any) -> Any:
@@ -256,4 +209,9 @@ def test_downstream_measures_every_task_and_number_of_examples(monkeypatch: pyte
     monkeypatch.setattr(downstream, "evaluate", evaluate)
     place = Place(results=Path("r"), work=Path("w"), tasks=Path("evals"))
     assert downstream.measure_run(Path("run"), place, silent) == {"0": {"piqa": 0}, "5": {"piqa": 5}}
+    (tmp_path / "piqa_val.jsonl").touch()
+    assert "no rows of arc_easy, hellaswag, lambada_openai" in downstream._lacks(
+        replace(place, tasks=tmp_path)
+    )
+    assert "--tasks-from" in downstream._lacks(replace(place, tasks=None))
     assert all(plan.tasks == tuple(downstream.METRICS) and plan.scorer == "grmoe" for plan in plans)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from grmoe.runs.config import TrainConfig
+from grmoe.studies import tasks
 from grmoe.studies.models import (
     Base,
     Job,
@@ -86,8 +87,8 @@ def trains(order: dict[str, Any]) -> int:
 
 @pytest.fixture
 def place(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    monkeypatch.setattr(runner, "POLL", 0.0)
-    monkeypatch.setattr(runner.subprocess, "Popen", FakeProcess)
+    monkeypatch.setattr(tasks, "POLL", 0.0)
+    monkeypatch.setattr(tasks.subprocess, "Popen", FakeProcess)
     monkeypatch.setattr(FakeProcess, "behave", staticmethod(trains), raising=False)
     return Place(
         results=tmp_path / "results",
@@ -202,7 +203,7 @@ def test_when_the_time_is_up_running_jobs_stop_and_nothing_starts(
     monkeypatch.setattr(FakeProcess, "behave", staticmethod(never_ends))
     run_jobs(jobs(seeds=5), replace(place, until=time.monotonic() + 0.2))
     assert started == [0, 1]
-    assert "5 of 5 models are left; the same command continues" in capsys.readouterr().err
+    assert "5 of 5 jobs are left; the same command continues" in capsys.readouterr().err
     # A job that took longer than the time left is not started.
     Store(place.results).add(BASE, replace(a_plan(place), runs=[a_run(7, seconds=100.0)]))
     run_jobs(jobs(seeds=5), replace(place, until=time.monotonic() + 50))
@@ -260,3 +261,5 @@ def test_a_wrong_recipe_is_named_before_anything_is_trained(place: Place) -> Non
         run_jobs([*jobs(), *jobs(Recipe("typo", "", ("optim.lrr=1",)))], place)
     with pytest.raises(ValueError, match="give prepared text with --data FOLDER"):
         run_jobs(jobs(), replace(place, data=None))
+    with pytest.raises(ValueError, match=r"source missing\.txt is neither a file"):
+        run_jobs(jobs(), replace(place, texts=(Path("missing.txt"),)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,18 @@ from typer.testing import CliRunner
 from grmoe.cli import app
 from grmoe.config import load
 from grmoe.runs.config import TrainConfig
-from grmoe.studies import dynamics, language_model, post_hoc
-from grmoe.studies.judging import all_of, below, never, not_above
+from grmoe.studies import dynamics, language_model, post_hoc, throughput
+from grmoe.studies.judging import all_of, below, narrower, never, not_above, with_change
 from grmoe.studies.learning_rates import best_rates
 from grmoe.studies.model_study import ModelStudy
-from grmoe.studies.models import Job, Point, Store, Trained, worker
+from grmoe.studies.models import Point, Run, Store, Trained, run_folder, worker
 from grmoe.studies.models.recipes import best_rate
 from grmoe.studies.models.summary import Mean, difference, mean, model_table
 from grmoe.studies.page import Verdict
 from grmoe.studies.pages import page_files, page_text, write_pages
 from grmoe.studies.registry import NAMES, check_only, find_studies, find_study
 from grmoe.studies.study import Place, State
+from grmoe.studies.tasks import result_file
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGES = ROOT / "results", ROOT / "docs" / "results" / "paper"
@@ -123,19 +124,53 @@ def put(results: Path, losses: dict[str, list[float]], **changes: Any) -> None:
         Store(results).add(language_model.BASE, about)
 
 
+def put_one(results: Path, name: str, run: Run) -> None:
+    about = Trained(
+        recipe=name, label=name, settings=(), config={}, data={"tokens": 1, "vocabulary": 8}, runs=[run]
+    )
+    Store(results).add(language_model.BASE, about)
+
+
 def verdict(results: Path, start: str) -> Verdict:
     page = language_model.STUDY.page(results)
     return next(claim.verdict for claim in page.claims if claim.text.startswith(start))
 
 
 def test_verdicts_follow_the_numbers(tmp_path: Path) -> None:
-    put(tmp_path, {"grmoe": [3.0, 3.1, 3.2], "vmf": [3.1, 3.2, 3.31]})
-    assert verdict(tmp_path, "GrMoE beats vMF") is Verdict.HOLDS
+    put(tmp_path, {"grmoe-amortised": [3.0, 3.1, 3.2], "vmf-plain": [3.1, 3.2, 3.31]})
+    assert verdict(tmp_path, "GrMoE with an amortiser beats vMF") is Verdict.CHANGED  # the prior is ours
     assert verdict(tmp_path, "The amortiser") is Verdict.OPEN
-    put(tmp_path, {"vmf": [3.1, 3.0, 3.2], "grmoe-amortised": [2.9, 3.1]})
-    assert verdict(tmp_path, "GrMoE beats vMF") is Verdict.FAILS
+    put(tmp_path, {"vmf-plain": [3.1, 3.0, 3.2], "grmoe": [2.9, 3.1]})
+    assert verdict(tmp_path, "GrMoE with an amortiser beats vMF") is Verdict.FAILS
     assert verdict(tmp_path, "The amortiser") is Verdict.OPEN  # two seeds decide nothing
-    assert language_model.STUDY.state(tmp_path) == State(8, 55)
+    assert language_model.STUDY.state(tmp_path) == State(8, 75)
+
+
+def test_what_holds_for_ours_alone_holds_with_a_change(tmp_path: Path) -> None:
+    lower = "GrMoE has a lower perplexity"
+    put(tmp_path, {name: [3.1, 3.2, 3.31] for name in language_model.CAUSAL} | {"grmoe": [3.0, 3.1, 3.2]})
+    assert verdict(tmp_path, lower) is Verdict.CHANGED
+    put(tmp_path, {"grmoe-paper": [3.2, 3.3, 3.4]})
+    assert verdict(tmp_path, lower) is Verdict.CHANGED
+    put(tmp_path, {"grmoe-paper": [3.0, 3.1, 3.2]})
+    assert verdict(tmp_path, lower) is Verdict.HOLDS
+    put(tmp_path, {"hash": [3.0, 3.0, 3.0]})
+    assert verdict(tmp_path, lower) is Verdict.FAILS
+
+
+def test_how_even_the_load_is_decides(tmp_path: Path) -> None:
+    even = "GrMoE's load is more even", "Load balance improves"
+    for name, cvs in {
+        "grmoe": [0.1, 0.11, 0.12], "softmax": [0.3, 0.31, 0.32], "switch": [0.14, 0.15, 0.14],
+        "vmf-plain": [0.14, 0.15, 0.14],
+    }.items():  # fmt: skip
+        for seed, cv in enumerate(cvs):
+            one = a_run(seed)
+            put_one(tmp_path, name, replace(one, rows=[replace(one.rows[0], load_cv=cv)]))
+    assert [verdict(tmp_path, text) for text in even] == [Verdict.CHANGED, Verdict.CHANGED]
+    one = a_run(2)
+    put_one(tmp_path, "vmf-plain", replace(one, rows=[replace(one.rows[0], load_cv=0.05)]))
+    assert [verdict(tmp_path, text) for text in even] == [Verdict.CHANGED, Verdict.OPEN]
 
 
 def test_rules() -> None:
@@ -154,6 +189,18 @@ def test_rules() -> None:
     assert all_of([Verdict.HOLDS, Verdict.OPEN]) is Verdict.OPEN
     assert all_of([Verdict.OPEN, Verdict.FAILS]) is Verdict.FAILS
     assert all_of([]) is Verdict.OPEN
+    holds, fails, unknown = Verdict.HOLDS, Verdict.FAILS, Verdict.OPEN
+    assert [with_change(holds, v) for v in (holds, fails, unknown)] == [holds] * 3
+    assert [with_change(v, holds) for v in (fails, unknown)] == [Verdict.CHANGED] * 2
+    assert [with_change(fails, fails), with_change(unknown, fails)] == [fails, unknown]
+
+
+def test_a_narrower_spread_needs_its_interval_below_one() -> None:
+    wide = [0.0, 10.0, 20.0, 30.0, 40.0]
+    assert narrower([0.0, 1.0], wide) == ("", Verdict.OPEN)
+    # F(4, 4) has the 97.5 % quantile 9.605: a ratio of standard deviations must be below 1/3.1.
+    assert narrower([v / 4 for v in wide], wide) == ("ratio 0.25 (0.08 to 0.77)", Verdict.HOLDS)
+    assert narrower([v / 3 for v in wide], wide)[1] is Verdict.FAILS
 
 
 def test_differences_pair_seeds_and_one_seed_has_no_interval() -> None:
@@ -182,30 +229,81 @@ def test_dips_and_spread() -> None:
     assert dynamics.spread([smooth, dipping], 1) is None
 
 
-def test_speed_is_timed_when_the_models_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_first_seed_is_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(results=tmp_path / "results", work=tmp_path / "work", device="cpu")
     place.results.mkdir()
-    monkeypatch.setattr(ModelStudy, "run", lambda *_: None)
-    post_hoc.STUDY.run(place, lambda *_: None)
-    assert "speed is not timed: the models of grmoe-dense" in capsys.readouterr().err
-    for recipe in post_hoc.TIMED:
-        folder = post_hoc.run_folder(place.work, Job(language_model.BASE, recipe, 0))
-        folder.mkdir(parents=True)
-        (folder / "config.yaml").touch()
+    jobs = post_hoc.STUDY.needs(place).models
+    assert [job.name for job in jobs] == ["grmoe-dense-0", "token-mass-0", "softmax-bias-0", "softmax-one-0"]
+    seen = []
 
-    def timed(recipe: str, folder: Path, device: str) -> list[post_hoc.Speed]:
+    def timed(recipe: str, folder: Path, device: str) -> list[throughput.Speed]:
+        seen.append(recipe)
         setting = post_hoc.cut(1.0) if recipe == "grmoe-dense" else "top-1"
-        return [post_hoc.Speed(recipe=recipe, setting=setting, tokens_per_second=100.0, how="eager")]
+        return [throughput.Speed(recipe=recipe, setting=setting, tokens_per_second=100.0, how="eager")]
 
     monkeypatch.setattr(post_hoc, "time_run", timed)
-    post_hoc.STUDY.run(place, lambda *_: None)
-    speeds = post_hoc.read_speeds(place.results)
-    assert set(speeds) == {
-        (r.name, "mass 0.9, α 1" if r is post_hoc.DENSE else "top-1") for r in post_hoc.TIMED
+    for job in jobs[:2]:  # the others are not trained yet
+        folder = run_folder(place.work, job)
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").touch()
+        result_file(folder).touch()
+    post_hoc.STUDY.finish(place, lambda *_: None)
+    post_hoc.STUDY.finish(place, lambda *_: None)
+    assert seen == ["grmoe-dense", "token-mass"]
+    assert set(throughput.read_speeds(place.results)) == {
+        ("grmoe-dense", "mass 0.9, α 1"),
+        ("token-mass", "top-1"),
     }
-    assert post_hoc.STUDY.state(place.results).done == 1
+    assert post_hoc.STUDY.state(place.results).done == 2
+    assert list(post_hoc.STUDY.needs(place).models) == jobs[2:]
+    assert post_hoc.STUDY.needs(replace(place, steps=7)).models == []
+
+
+def a_frontier(seed: int, **losses: float) -> Run:
+    """A model with these losses by setting."""
+    one = a_run(seed)
+    rows = [replace(one.rows[0], setting=name.replace("_", "-"), loss=loss) for name, loss in losses.items()]
+    return replace(one, rows=rows)
+
+
+def test_the_loss_at_a_throughput_lies_between_settings() -> None:
+    run = a_frontier(0, top_2=3.0, mass=3.3, top_1=3.2)
+    speeds = {"top-2": 100.0, "mass": 120.0, "top-1": 200.0}  # mass is slower and worse than top-1
+    assert throughput.loss_at(run, speeds, 150.0) == pytest.approx(3.1)
+    assert throughput.loss_at(run, speeds, 50.0) == 3.0  # as fast as asked, and faster
+    assert throughput.loss_at(run, speeds, 203.0) == 3.2  # within the error of timing
+    assert throughput.loss_at(run, speeds, 210.0) is None
+    assert throughput.loss_at(run, {}, 100.0) is None
+
+
+def test_models_are_compared_at_the_measured_throughput(tmp_path: Path) -> None:
+    """Before, at equal experts per token, whatever their speed."""
+    for seed in range(3):
+        more = seed / 100
+        put_one(tmp_path, "token-mass", a_frontier(seed, top_2=3.0 + more, top_1=3.2 + more))
+        put_one(tmp_path, "softmax-bias", a_frontier(seed, top_2=3.05 + more))
+        put_one(tmp_path, "softmax-one", a_frontier(seed, top_1=3.25 + 1.01 * more))
+
+    def claim(**speeds: float) -> Any:
+        rows = [
+            asdict(throughput.Speed(recipe=recipe, setting=setting, tokens_per_second=speed, how="eager"))
+            for (recipe, setting), speed in zip(
+                (("token-mass", "top-2"), ("token-mass", "top-1"), ("softmax-bias", "top-2"), ("softmax-one", "top-1")),
+                speeds.values(),
+                strict=True,
+            )
+        ]  # fmt: skip
+        throughput.speed_file(tmp_path).write_text(json.dumps({"rows": rows}))
+        page = post_hoc.STUDY.page(tmp_path)
+        return next(c for c in page.claims if c.where.startswith("Figure 4"))
+
+    found = claim(two=100.0, one=200.0, softmax_two=110.0, softmax_one=190.0)
+    assert found.verdict is Verdict.CHANGED
+    assert "top-2: -0.0300" in found.ours
+    assert "top-1: -0.0701" in found.ours
+    assert claim(two=100.0, one=200.0, softmax_two=140.0, softmax_one=190.0).verdict is Verdict.OPEN
+    slow = claim(two=100.0, one=150.0, softmax_two=110.0, softmax_one=190.0)
+    assert "top-1: not as fast" in slow.ours
 
 
 def test_learning_rates_are_those_that_were_best() -> None:
@@ -219,7 +317,7 @@ def test_the_command(tmp_path: Path) -> None:
     shown = run.invoke(app, ["reproduce", "all", "--status", "--results", str(tmp_path)])
     assert shown.exit_code == 0, shown.output
     assert "language-model" in shown.output
-    assert "0/55" in shown.output
+    assert "0/75" in shown.output
     nothing = run.invoke(app, ["reproduce", "--results", str(tmp_path)])
     assert nothing.exit_code == 2
     assert "name a study, or all" in nothing.output

@@ -177,6 +177,18 @@ def test_no_job_starts_after_the_time(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_job_that_would_not_finish_does_not_start(tmp_path: Path) -> None:
+    run(tmp_path, keys=("hash",))
+    saved = results.read(tmp_path, "hash")
+    assert saved is not None
+    assert saved.revision
+    slow = {name: replace(found, seconds=100.0) for name, found in saved.results.items()}
+    results.write(replace(saved, results=slow), tmp_path)
+    plan = Plan(out=tmp_path, config=TINY, settings=(EASY,), methods=find_methods(["softmax_top1"]))
+    assert study.run(replace(plan, until=time.monotonic() + 50)).settings == []
+    assert study.run(replace(plan, until=time.monotonic() + 200)).settings
+
+
 def test_a_damaged_result_is_named(tmp_path: Path) -> None:
     run(tmp_path, keys=("hash",))
     path = tmp_path / "hash.json"

@@ -100,6 +100,7 @@ def reproduce(
     chosen = [word for word in given if "=" not in word]
     with shell("lm", "studies", continues=True):
         from grmoe.studies.pages import status_table, write_pages
+        from grmoe.studies.queue import run_studies
         from grmoe.studies.registry import check_only, find_studies
         from grmoe.studies.study import Place
 
@@ -115,9 +116,7 @@ def reproduce(
                 keep=None if keep is None else tuple(name for name in keep if name != "none"),
             )  # fmt: skip
             with show_progress() as progress:
-                for study in studies:
-                    if place.time_left > 0:
-                        study.run(place, progress)
+                run_studies(studies, place, progress)
         if pages:
             say_written(**write_pages(find_studies([]), results, docs))
         else:

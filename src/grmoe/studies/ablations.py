@@ -1,17 +1,14 @@
-"""Ablations: one setting of GrMoE at a time, beside the default. What does each departure from the paper buy?
-
-To add a row, add a value to a group of `GROUPS`.
-"""
+"""Ablations: one setting of GrMoE at a time, beside the default. What does each departure from the paper buy?"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-from grmoe.studies.judging import MIN_SEEDS, above, all_of, decide, in_doubt, never, show_count
+from grmoe.studies.ablated import ALL, ALL_PAIRS, BY_NAME, DEPARTURES, GROUPS, REFERENCE, SAMPLED
+from grmoe.studies.judging import MIN_SEEDS, above, all_of, decide, in_doubt, never, show_count, with_change
 from grmoe.studies.model_study import Group, ModelStudy, runs_of
-from grmoe.studies.models.recipes import DEFAULT_RATE, RECIPES, Recipe, best_rate
 from grmoe.studies.models.store import Run, Store
 from grmoe.studies.models.summary import Mean, collapsed, difference, mean_of, model_table, show_mean
 from grmoe.studies.page import Claim, Page, Verdict
@@ -19,117 +16,9 @@ from grmoe.studies.scaling import BASE
 from grmoe.tables import Table
 
 SEEDS = 3
-REFERENCE = RECIPES["grmoe"]
 # `small` has d = 512 and rank 64, so random subspaces overlap by 64/512 of the rank: the paper's unit is 8 of ours.
 _UNIT = 8
-_PAPER_UNIT = "routing.overlap_unit=absolute"
 OVERLAP = "Table 4"
-
-
-@dataclass(frozen=True)
-class Ablation:
-    """Values of one setting beside the default's."""
-
-    name: str
-    title: str
-    default: str
-    """The default's label in the table."""
-    values: Mapping[str, tuple[str, ...] | Recipe]
-    """What is added to the default, or a recipe that other studies have too, by a short name."""
-
-    @property
-    def recipes(self) -> tuple[Recipe, ...]:
-        return tuple(
-            found
-            if isinstance(found, Recipe)
-            else REFERENCE.plus(f"{self.name}-{value}", f"{self.title}: {value}", *found)
-            for value, found in self.values.items()
-        )
-
-
-def _each(key: str, *values: str) -> dict[str, tuple[str, ...] | Recipe]:
-    return {value: (f"{key}={value}",) for value in values}
-
-
-def _router(option: str, *values: str) -> dict[str, tuple[str, ...] | Recipe]:
-    return _each(f"model.router_options.{option}", *values)
-
-
-GROUPS = (
-    Ablation(
-        "overlap", "overlap penalty", "ρ₀ = 0.5 of random (default)",
-        {
-            "none": ("routing.overlap_weight=0",),
-            **{f"paper-{rho:g}": (_PAPER_UNIT, f"routing.overlap_rho={rho:g}") for rho in (0.1, 0.3, 0.5, 0.8)},
-            **{f"random-{rho:g}": (f"routing.overlap_rho={rho:g}",) for rho in (0.25, 1)},
-        },
-    ),
-    Ablation("rank", "rank", "64 (default)", _each("model.router_rank", "8", "16", "32", "128")),
-    Ablation("beta", "weight of the penalty", ".01 (default)", _each("routing.overlap_weight", "0.005", "0.02", "0.1")),
-    Ablation("pairs", "pairs in the penalty", "all 28 (default)", _each("routing.overlap_pairs", "8", "16")),
-    Ablation("init", "initial subspaces", "Haar (default)", _router("init", "identity", "pca")),
-    Ablation("prior", "prior", "balanced (default)", _router("prior", "paper", "uniform")),
-    Ablation("scaling", "scaling of the energy", "d/k (default)", _router("scaling", "unit", "rms", "raw")),
-    Ablation(
-        "amortiser", "amortiser", "none (default)",
-        {"affinity": RECIPES["grmoe-amortised"], **_router("amortizer", "input", "matrix")},
-    ),
-    Ablation("weights", "weights", "as they are (default)", {"renormalised": ("model.norm_topk_prob=true",)}),
-    Ablation("training", "budgets in training", "full", {"random": RECIPES["token-mass"]}),
-    Ablation(
-        "kappa", "rate of κ", "that of the weights (default)",
-        {"fixed": ("optim.kappa_lr=0",), "5x": (f"optim.kappa_lr={5 * DEFAULT_RATE:g}",)},
-    ),
-    Ablation("start", "κ at the start", "√k/2 = 4 (default)", _each("model.router_kappa", "1.5", "8")),
-    Ablation("frames", "rate of the subspaces", "0.29 (default)", _each("optim.frames_lr", "0", "0.024", "0.1", "0.6")),
-    Ablation(
-        "stream", "residual stream", "embeddings × 22.6, penalty 0.01 (default)",
-        {
-            "no-penalty": ("model.residual_loss_coef=0",),
-            "plain": ("model.residual_loss_coef=0", "model.embedding_multiplier=1"),
-        },
-    ),
-    Ablation(
-        "optimiser", "optimiser of the subspaces", "GrassmannAdam (default)",
-        # At the rate of the weights, because they step entry by entry.
-        {
-            method: (f"optim.frames_method={method}", f"optim.frames_lr={best_rate('two', 'grmoe'):g}")
-            for method in ("projected", "qr")
-        },
-    ),
-    Ablation(
-        "gate", "form of the gate", "scalar κ (default)",
-        {"diagonal": ("model.router_options.concentration=diagonal",), "linear": ("model.router_options.linear=true",)},
-    ),
-    Ablation(
-        "paper", "all choices of the paper", "ours",
-        {
-            "gate": (
-                "model.router_options.prior=paper", "model.router_options.scaling=raw", _PAPER_UNIT,
-                "routing.overlap_rho=0.3",
-            )
-        },
-    ),
-)  # fmt: skip
-BY_NAME = {group.name: group for group in GROUPS}
-ALL = (REFERENCE, *(recipe for group in GROUPS for recipe in group.recipes))
-# What the paper does: the recipe, and what ours changes.
-DEPARTURES = {
-    "prior-paper": "a prior that is balanced by the load",
-    "overlap-paper-0.3": "a hinge that is active, at half the random overlap",
-    "overlap-none": "the overlap penalty at all",
-    "frames-0.024": "subspaces that learn as fast as weights, against 3 mrad per step",
-    "start-1.5": "κ = √k/2 at the start, against 1.5",
-    "stream-plain": "a residual stream of scale one (not a matter of the gate)",
-    "scaling-unit": "energies scaled by d/k, against unit tokens",
-    "scaling-rms": "energies scaled by d/k, against RMS-normed tokens",
-    "scaling-raw": "energies scaled by d/k, against the paper's tokens as they are",
-    "paper-gate": "prior, scaling and hinge together",
-    "weights-renormalised": "weights as they are, against renormalised ones (which the paper does not have either)",
-    "optimiser-projected": "subspaces trained on their manifold, against Adam and QR (the paper has the former)",
-    "optimiser-qr": "subspaces trained on their manifold, against Adam on a matrix with its QR frame in the model",
-    "token-mass": "full budgets in training, against random ones",
-}
 
 Models = Mapping[str, Sequence[Run]]
 
@@ -137,7 +26,7 @@ Models = Mapping[str, Sequence[Run]]
 def write(store: Store) -> Page:
     models = runs_of(store, BASE, *ALL)
     reference = models[REFERENCE.name]
-    tables = [_departures(models), _overlap(models)]
+    tables = [_departures(models), _overlap(models), _ranks(models)]
     for group in GROUPS:
         if group.values:
             lines = [(group.default, reference, None)]
@@ -157,7 +46,7 @@ def write(store: Store) -> Page:
             "`small`, 1250 steps of 32 × 512 tokens, three seeds, top-2, full budgets. One setting changes at a time. "
             "Half the steps of the main table: small differences may not last.",
             "The paper's ρ₀ is a share of the rank; ours is a share of the overlap of random subspaces. Here one "
-            f"of the paper's units is {_UNIT} of ours, so its ρ₀ = 0.3 is 2.4 times random and never active.",
+            f"of the paper's units is {_UNIT} of ours, so its ρ₀ = 0.3 is 2.4 times random.",
             "The paper ranks 16 to 96 at width 768, N = 8. Here the width is 512.",
         ],
     )
@@ -169,35 +58,43 @@ def _claims(models: Models) -> list[Claim]:
     def gap(name: str) -> Mean | None:
         return difference(models[name], reference)
 
-    none, cv = models["overlap-none"], {}
-    for name in (REFERENCE.name, "overlap-none"):
-        cv[name] = mean_of(models[name], lambda row: row.load_cv)
-    lost = collapsed(none, paper=True)
-    needed = Verdict.OPEN if lost[1] < MIN_SEEDS else Verdict.HOLDS if lost[0] else Verdict.FAILS
+    def cv_of(name: str) -> Mean | None:
+        return mean_of(models[name], lambda row: row.load_cv)
+
+    # The paper's gate and ours, each with the penalty and without.
+    paired = (("grmoe-paper", "paper-gate-free"), (REFERENCE.name, "overlap-none"))
+    lost = [(collapsed(models[one], True), collapsed(models[free], True)) for one, free in paired]
     ranks = {name: gap(name) for name in ("rank-8", "rank-16", "rank-32", "rank-128")}
     every_rank = [collapsed(models[name], True) for name in (*ranks, REFERENCE.name)]
-    strict, loose = gap("overlap-random-0.25"), gap("overlap-paper-0.8")
+    hinge = models["overlap-paper-0.3"]
+    hinges = {rho: difference(models[f"overlap-paper-{rho}"], hinge) for rho in ("0.1", "0.5", "0.8")}
     betas = {name: gap(name) for name in ("beta-0.005", "beta-0.02")}
-    paper_prior = collapsed(models["prior-paper"], True)
+    paper_prior = {name: collapsed(models[name], True) for name in ("grmoe-paper", "prior-paper")}
     inits = {name: gap(f"init-{name}") for name in ("pca", "identity")}
-    pairs = {name: mean_of(models[f"pairs-{name}"], lambda row: row.load_cv) for name in ("8", "16")}
+    pairs = {name: cv_of(f"pairs-{name}") for name in ("8", "16")}
+    many = {n: (cv_of(SAMPLED[n].name), cv_of(ALL_PAIRS[n].name)) for n in SAMPLED}
     projected = gap("optimiser-projected")
     matrix = difference(models["amortiser-matrix"], models["grmoe-amortised"])
     return [
         Claim(
             OVERLAP,
             "Without the overlap penalty 20 % of seeds collapse, and CV rises from .074 to .168",
-            f"collapsed {show_count(lost)}; CV {show_mean(cv['overlap-none'], 3)}, "
-            f"with it {show_mean(cv[REFERENCE.name], 3)}",
-            needed,
-            "Both have the balanced prior, which the paper does not have.",
+            "; ".join(
+                f"{label}: collapsed {show_count(counts[1])} without, {show_count(counts[0])} with it, "
+                f"CV {show_mean(cv_of(free), 3)} and {show_mean(cv_of(one), 3)}"
+                for label, counts, (one, free) in zip(("the paper's gate", "ours"), lost, paired, strict=True)
+            ),
+            with_change(*(_prevents(*counts) for counts in lost)),
+            "The paper's gate has its prior, scaling and ρ₀ = 0.3; ours the balanced prior and an active hinge. Some "
+            "seed must collapse without the penalty, and none with it.",
         ),
         Claim(
             OVERLAP,
             "ρ₀ = 0.3 is the best trade-off; stricter hurts a little, 0.8 regularises too little",
-            f"a quarter of random: {show_mean(strict, 4, '+')}; the paper's 0.8: {show_mean(loose, 4, '+')}",
-            all_of(map(above, (strict, loose))),
-            "Loss minus that of half the random overlap, our default. The paper's 0.3 is above the random overlap.",
+            "; ".join(f"ρ₀ = {rho}: {show_mean(found, 4, '+')}" for rho, found in hinges.items()),
+            all_of(map(above, hinges.values())),
+            "Loss minus that of ρ₀ = 0.3, in the paper's unit, by seed. Random subspaces overlap by 0.125 here; a "
+            "hinge above that acts only on subspaces that come closer.",
         ),
         Claim(
             "Table 5",
@@ -229,10 +126,17 @@ def _claims(models: Models) -> list[Claim]:
         ),
         Claim(
             "Appendix, Sampled-Pairs Approximation",
-            "A sample of pairs is as good as all: CV .074 and .074 with M = 8 and 16, .073 with all 28",
+            "A sample of pairs is as good as all: CV .074 and .074 with M = 8 and 16, .073 with all 28; at N = 16 .081 "
+            "with 64 and .079 with all 120; at N = 32 .092 with 128 and .090 with all 496",
             "; ".join(f"M = {name}: CV {show_mean(found, 3)}" for name, found in pairs.items())
-            + f"; all: {show_mean(cv[REFERENCE.name], 3)}",
-            _equal_cv(cv[REFERENCE.name], pairs.values()),
+            + f"; all: {show_mean(cv_of(REFERENCE.name), 3)}"
+            + "".join(
+                f"; N = {n}: {show_mean(some, 3)}, all: {show_mean(all_, 3)}" for n, (some, all_) in many.items()
+            ),
+            all_of((
+                _equal_cv(cv_of(REFERENCE.name), pairs.values()),
+                *(_equal_cv(all_, [some]) for some, all_ in many.values()),
+            )),
             "The means of CV must lie within a tenth of that with all pairs.",
         ),
         Claim(
@@ -252,11 +156,20 @@ def _claims(models: Models) -> list[Claim]:
         Claim(
             "Sections 4 and 6.2",
             "Auxiliary balancing can be dispensed with: the prior ∝ Z(κ) and the penalty suffice",
-            f"collapsed with the paper's prior {show_count(paper_prior)}",
-            never(paper_prior),
-            "The paper's prior favours high κ and does not react to the load.",
+            f"collapsed: the paper's gate {show_count(paper_prior['grmoe-paper'])}, its prior alone "
+            f"{show_count(paper_prior['prior-paper'])}",
+            with_change(*map(never, paper_prior.values())),
+            "The paper's gate has its prior, scaling and penalty. The change: our scaling and an active penalty beside "
+            "its prior, which does not react to the load.",
         ),
     ]  # fmt: skip
+
+
+def _prevents(with_it: tuple[int, int], without: tuple[int, int]) -> Verdict:
+    """Of "it prevents collapse", from (times, seeds)."""
+    if min(with_it[1], without[1]) < MIN_SEEDS:
+        return Verdict.OPEN
+    return Verdict.HOLDS if without[0] and not with_it[0] else Verdict.FAILS
 
 
 def _changed(verdict: Verdict) -> Verdict:
@@ -339,6 +252,29 @@ def _overlap(models: Models) -> Table:
             show_mean(mean_of(runs, lambda row: row.load_cv), 3),
             show_count(collapsed(runs, paper=True)),
             f"{statistics.fmean(overlaps):.3f}" if overlaps else "–",
+        )
+    return table
+
+
+def _ranks(models: Models) -> Table:
+    """The paper's ranks and ours, as shares of d/N."""
+    paper = {
+        16: ("18.9 ± 0.3", ".092"), 32: ("18.4 ± 0.2", ".081"), 48: ("18.1 ± 0.2", ".074"), 64: ("18.2 ± 0.2", ".078"),
+        96: ("18.5 ± 0.3", ".105"),
+    }  # fmt: skip
+    table = Table("Ranks beside the paper", ["rank", "of d/N", "perplexity", "CV", "collapsed"])
+    for rank, numbers in paper.items():
+        table.add(f"paper: {rank} of 768", f"{rank * 8 / 768:.2f}", *numbers, "0 %")
+    own = {int(value): models[f"rank-{value}"] for value in BY_NAME["rank"].values} | {
+        64: models[REFERENCE.name]
+    }
+    for rank, runs in sorted(own.items()):
+        table.add(
+            f"here: {rank} of 512",
+            f"{rank * 8 / 512:.2f}",
+            show_mean(mean_of(runs, lambda row: math.exp(row.loss)), 2),
+            show_mean(mean_of(runs, lambda row: row.load_cv), 3),
+            show_count(collapsed(runs, paper=True)),
         )
     return table
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from grmoe.pictures import COLORS, two_panels
 from grmoe.studies.judging import MIN_SEEDS, below, in_doubt
-from grmoe.studies.measured import Measured, MeasuredStudy, Models, labels
+from grmoe.studies.measured import MeasuredStudy, Models, labels
+from grmoe.studies.measuring import Measured
 from grmoe.studies.model_analysis import AMORTISED, BY_DEPTH, EXCHANGED, GROUP, KIND, TAU
 from grmoe.studies.models.summary import Mean, mean, show_mean
 from grmoe.studies.page import Claim, Figure, Page, Verdict

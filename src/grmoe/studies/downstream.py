@@ -8,9 +8,11 @@ from typing import Any
 
 from grmoe.evaluate import Plan
 from grmoe.evaluate import run as evaluate
+from grmoe.evaluate.harness import find_files
 from grmoe.studies.judging import all_of, below, in_doubt
 from grmoe.studies.language_model import BASE, SEEDS
-from grmoe.studies.measured import Kind, Measured, MeasuredStudy, Models, labels
+from grmoe.studies.measured import MeasuredStudy, Models, labels
+from grmoe.studies.measuring import Kind, Measured
 from grmoe.studies.model_study import Group
 from grmoe.studies.models.recipes import RECIPES
 from grmoe.studies.models.summary import Mean, mean
@@ -54,7 +56,10 @@ def measure_run(folder: Path, place: Place, progress: Progress) -> Mapping[str, 
 
 
 def _lacks(place: Place) -> str:
-    return "" if place.tasks is not None else "give the folder of its tasks with --tasks-from FOLDER"
+    if place.tasks is None:
+        return "give the folder of its tasks with --tasks-from FOLDER"
+    missing = set(METRICS) - set(find_files(place.tasks))
+    return f"{place.tasks} has no rows of {', '.join(sorted(missing))}" if missing else ""
 
 
 KIND = Kind("downstream", measure_run, _lacks)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from grmoe.pictures import COLORS, picture
-from grmoe.studies.judging import MIN_SEEDS
+from grmoe.studies.judging import MIN_SEEDS, narrower
 from grmoe.studies.language_model import BASE, SEEDS
 from grmoe.studies.model_study import Group, ModelStudy, runs_of
 from grmoe.studies.models.recipes import RECIPES
@@ -90,9 +90,7 @@ def write(store: Store) -> Page:
 
 def _claims(models: dict[str, list[Run]], ends: dict[str, float | None]) -> list[Claim]:
     ours, theirs = ends.get("grmoe"), ends.get("softmax")
-    narrow = Verdict.OPEN
-    if ours is not None and theirs is not None:
-        narrow = Verdict.HOLDS if ours < theirs else Verdict.FAILS
+    ratio, narrow = narrower(*(_last_losses(models[name]) for name in ("grmoe", "softmax")))
     counted = {
         name: (sum(dips(run) > 0 for run in models[name]), len(models[name])) for name in ("grmoe", "softmax")
     }
@@ -102,9 +100,10 @@ def _claims(models: dict[str, list[Run]], ends: dict[str, float | None]) -> list
         Claim(
             WHERE,
             "GrMoE's curves form a tighter band: standard deviation of the loss .02, softmax top-2 .05",
-            f"GrMoE {_show(ours)}, softmax {_show(theirs)}",
+            f"GrMoE {_show(ours)}, softmax {_show(theirs)}" + (f"; {ratio}" if ratio else ""),
             narrow,
-            "Validation loss after the last step. A standard deviation of five seeds is uncertain by a third.",
+            "Validation loss after the last step. The 95 % interval of the ratio of the standard deviations must be "
+            "below one: with five seeds that takes a ratio of a third.",
         ),
         Claim(
             WHERE,
@@ -125,6 +124,11 @@ def _claims(models: dict[str, list[Run]], ends: dict[str, float | None]) -> list
             "A training of 150 K steps at 1.3B is out of reach here.",
         ),
     ]  # fmt: skip
+
+
+def _last_losses(runs: Sequence[Run]) -> list[float]:
+    steps = shared_steps(runs)
+    return [point.loss for run in runs for point in run.curve if steps and point.step == steps[-1]]
 
 
 def _show(value: float | None) -> str:

@@ -1,29 +1,29 @@
 """What the paper leaves open: an entropy term, α learned or annealed, Grassmannian Soft MoE, mixture of depths, heads
 chosen by the gate, and pruning by certificate and by Fisher information. Each beside its plain counterpart.
 
-Models of the first seeds are pruned after their training: results/future-pruning.json.
+Models of the plain recipe are pruned after their training: results/pruning.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grmoe.files import read_json, write_file
 from grmoe.studies.judging import below, in_doubt, not_above
+from grmoe.studies.measured import measurements, read_measured
+from grmoe.studies.measuring import Kind
 from grmoe.studies.model_study import Group, ModelStudy, runs_of
 from grmoe.studies.models.recipes import RECIPES, Recipe
-from grmoe.studies.models.runner import Job, run_folder
 from grmoe.studies.models.store import Run, Store
 from grmoe.studies.models.summary import Mean, difference, mean, model_table, show_mean
 from grmoe.studies.page import Claim, Page, Verdict
+from grmoe.studies.queue import Needs
 from grmoe.studies.scaling import BASE
-from grmoe.studies.study import Place, State, provenance
+from grmoe.studies.study import Place, State
 from grmoe.tables import Table
-from grmoe.terminal import Progress, note
+from grmoe.terminal import Progress
 
 SEEDS = 3
 GRMOE, ONE, SOFT = RECIPES["grmoe"], RECIPES["grmoe-one"], RECIPES["soft-moe"]
@@ -129,60 +129,41 @@ class Bound:
     output: float
 
 
-def pruning_file(results: Path) -> Path:
-    return results / "future-pruning.json"
-
-
 def read_pruning(results: Path) -> tuple[list[Pruned], list[Bound]]:
     """Empty lists if nothing was pruned."""
-    path = pruning_file(results)
-    tree: dict[str, Any] = read_json(path) if path.is_file() else {"rows": [], "bounds": []}
-    return [Pruned(**row) for row in tree["rows"]], [Bound(**row) for row in tree["bounds"]]
+    found = read_measured(results, PRUNING, PRUNED)[GRMOE.name]
+    rows = [Pruned(seed=one.seed, **row) for one in found for row in one.body["rows"]]
+    return rows, [Bound(seed=one.seed, **bound) for one in found for bound in one.body["bounds"]]
 
 
-def prune_run(folder: Path, seed: int, tokens: int | None) -> tuple[list[Pruned], list[Bound]]:
+def prune_run(folder: Path, place: Place, progress: Progress) -> Mapping[str, Any]:
     """All methods on one trained run."""
     from grmoe.prune import Plan, run
 
-    body = run(Plan(model=folder, experts=EXPERTS, tokens=tokens, checkpoint="last")).body
+    body = run(Plan(model=folder, experts=EXPERTS, tokens=place.tokens, checkpoint="last"), progress).body
     rows = [
-        Pruned(
-            seed=seed, method=o.method, experts=o.experts, loss=o.texts[0].loss, trained=body.texts[0].loss,
-            divergence=o.divergence or 0.0, beaten=body.beaten(o, "random drop", 0),
-        )
+        {
+            "method": o.method, "experts": o.experts, "loss": o.texts[0].loss, "trained": body.texts[0].loss,
+            "divergence": o.divergence or 0.0, "beaten": body.beaten(o, "random drop", 0),
+        }
         for o in body.ranked
     ]  # fmt: skip
-    return rows, [Bound(seed=seed, **asdict(c)) for c in body.certificates]
+    return {"rows": rows, "bounds": [asdict(c) for c in body.certificates]}
+
+
+PRUNING = Kind("pruning", prune_run)
+PRUNED = Group(BASE, (GRMOE,), SEEDS)
 
 
 class Future(ModelStudy):
-    """Trains the models, then prunes those of the plain recipe."""
+    """Trains the models, and prunes those of the plain recipe."""
 
     def state(self, results: Path) -> State:
-        before, pruned = super().state(results), {row.seed for row in read_pruning(results)[0]}
-        return State(before.done + len(pruned & set(range(SEEDS))), before.total + SEEDS)
+        before, pruned = super().state(results), read_measured(results, PRUNING, PRUNED)[GRMOE.name]
+        return State(before.done + len(pruned), before.total + SEEDS)
 
-    def run(self, place: Place, progress: Progress) -> None:
-        super().run(place, progress)
-        if place.only or place.steps is not None:
-            return
-        rows, bounds = read_pruning(place.results)
-        for seed in sorted(set(range(place.seeds or SEEDS)) - {row.seed for row in rows}):
-            folder = run_folder(place.work, Job(BASE, GRMOE, seed))
-            if place.time_left < 0:
-                return
-            if not (folder / "config.yaml").is_file():
-                note(f"not pruned: the model {folder.name} is not in {place.work} (see --keep)")
-                continue
-            progress(f"pruning {folder.name}", seed, SEEDS)
-            more_rows, more_bounds = prune_run(folder, seed, place.tokens)
-            rows, bounds = [*rows, *more_rows], [*bounds, *more_bounds]
-            about = {
-                **provenance(place),
-                "rows": [asdict(r) for r in rows],
-                "bounds": [asdict(b) for b in bounds],
-            }
-            write_file(pruning_file(place.results), (json.dumps(about, indent=1) + "\n").encode())
+    def needs(self, place: Place) -> Needs:
+        return replace(super().needs(place), measurements=measurements(PRUNING, PRUNED, place))
 
 
 # -- the page --------------------------------------------------------------------------------------------------

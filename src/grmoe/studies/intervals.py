@@ -15,6 +15,17 @@ def student(values: list[float], level: float = 0.95) -> float | None:
     return float(t.ppf((1 + level) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values)))
 
 
+def spread_ratio(values: list[float], others: list[float], level: float = 0.95) -> tuple[float, float, float]:
+    """(ratio of two standard deviations, the ends of its interval), by the F distribution. Two values each at least."""
+    from scipy.stats import f  # an extra: the command line names it when it is missing
+
+    mine, theirs = statistics.stdev(values), statistics.stdev(others)
+    ratio = mine / theirs if theirs else math.inf
+    m, n = len(values) - 1, len(others) - 1
+    low, high = (math.sqrt(float(f.ppf(q, m, n))) for q in ((1 - level) / 2, (1 + level) / 2))
+    return ratio, ratio / high, ratio / low
+
+
 def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
     """Wilson's score interval for a proportion. Unlike the usual one it keeps a length at 0 of n."""
     if trials == 0:

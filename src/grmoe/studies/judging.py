@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from grmoe.studies.intervals import out_of
+from grmoe.studies.intervals import out_of, spread_ratio
 from grmoe.studies.models.store import Run
 from grmoe.studies.models.summary import Mean, difference, show_mean
 from grmoe.studies.page import Verdict
@@ -67,6 +67,23 @@ def below_on(ours: Sequence[Run], theirs: Sequence[Run], texts: Iterable[str]) -
     found = {text: difference(ours, theirs, text) for text in texts}
     shown = "; ".join(f"{text}: {show_mean(gap, 4, '+')}" for text, gap in found.items() if gap is not None)
     return shown, all_of(below(gap) for gap in found.values())
+
+
+def narrower(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, Verdict]:
+    """(ratio of standard deviations, verdict) of "ours varies less between seeds": the interval must be below one."""
+    if min(len(ours), len(theirs)) < MIN_SEEDS:
+        return "", Verdict.OPEN
+    ratio, low, high = spread_ratio(list(ours), list(theirs))
+    return f"ratio {ratio:.2f} ({low:.2f} to {high:.2f})", Verdict.HOLDS if high < 1 else Verdict.FAILS
+
+
+def with_change(paper: Verdict, ours: Verdict) -> Verdict:
+    """Of a claim that was tried in the paper's form and in ours: it holds with a change if it holds for ours alone."""
+    if paper is Verdict.HOLDS:
+        return paper
+    if ours is Verdict.HOLDS:
+        return Verdict.CHANGED
+    return Verdict.OPEN if Verdict.OPEN in (paper, ours) else Verdict.FAILS
 
 
 def never(count: tuple[int, int]) -> Verdict:

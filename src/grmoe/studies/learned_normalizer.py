@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from grmoe.studies.judging import MIN_SEEDS
 from grmoe.studies.learned_kappa import LearnedRow, layer_table
-from grmoe.studies.measured import Measured, MeasuredStudy, Models
+from grmoe.studies.measured import MeasuredStudy, Models
+from grmoe.studies.measuring import Measured
 from grmoe.studies.model_analysis import GRMOE, GROUP, KIND
 from grmoe.studies.normalizer import PRINTED
 from grmoe.studies.page import Claim, Page, Verdict

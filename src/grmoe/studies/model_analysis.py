@@ -14,7 +14,7 @@ from grmoe.runs.open import LoadedModel
 from grmoe.runs.results import plain
 from grmoe.studies.language_model import BASE, SEEDS
 from grmoe.studies.learned_kappa import learned
-from grmoe.studies.measured import Kind
+from grmoe.studies.measuring import Kind
 from grmoe.studies.model_study import Group
 from grmoe.studies.models.recipes import RECIPES
 from grmoe.studies.study import Place
@@ -31,7 +31,7 @@ BY_DEPTH, EXCHANGED = "early .8, late 1.5", "early 1.5, late .8"
 TAU = 0.7  # of the mass rule: with top-k, α would not change the experts computed
 _LAYER = (
     "layer", "alpha", "entropy", "kappa", "load", "gate_load", "type_entropy", "of_type", "expert_tokens",
-    "expert_type_entropy", "kappa_correlation", "separation", "top_mass",
+    "expert_type_entropy", "kappa_correlation", "separation", "top_mass", "amortized",
 )  # fmt: skip
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grmoe.studies.models.recipes import Base, Recipe
-from grmoe.studies.models.runner import Job, has_results, run_jobs
+from grmoe.studies.models.runner import Job, has_results
 from grmoe.studies.models.store import Run, Store, describe_data
 from grmoe.studies.page import Page
+from grmoe.studies.queue import Needs, QueueStudy
 from grmoe.studies.study import Place, State
-from grmoe.terminal import Progress
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def list_jobs(groups: Sequence[Group], place: Place | None = None) -> list[Job]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelStudy:
+class ModelStudy(QueueStudy):
     """A `Study` with jobs that train models."""
 
     name: str
@@ -59,8 +59,8 @@ class ModelStudy:
         store, jobs = Store(results), self.jobs()
         return State(sum(has_results(store, job) for job in jobs), len(jobs))
 
-    def run(self, place: Place, progress: Progress) -> None:
-        run_jobs(self.jobs(place), place, progress)
+    def needs(self, place: Place) -> Needs:
+        return Needs(jobs=self.jobs(place))
 
     def page(self, results: Path) -> Page:
         store = Store(results)

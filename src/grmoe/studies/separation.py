@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from grmoe.studies.judging import MIN_SEEDS
-from grmoe.studies.measured import Measured, MeasuredStudy, Models, labels
+from grmoe.studies.measured import MeasuredStudy, Models, labels
+from grmoe.studies.measuring import Measured
 from grmoe.studies.model_analysis import GROUP, KIND
 from grmoe.studies.models.summary import Mean, mean, show_mean
 from grmoe.studies.page import Claim, Page, Verdict

@@ -4,8 +4,9 @@ Studies name the jobs they need. A model that several studies need is trained on
 """
 
 from grmoe.studies.models.recipes import Base, Recipe, find_recipe, small, vary
-from grmoe.studies.models.runner import Job, StudyError, run_folder, run_jobs
+from grmoe.studies.models.runner import Job, run_folder, run_jobs
 from grmoe.studies.models.store import Point, Row, Run, Store, Trained
+from grmoe.studies.tasks import StudyError
 
 __all__ = [
     "Base", "Job", "Point", "Recipe", "Row", "Run", "Store", "StudyError", "Trained", "find_recipe", "run_folder",

@@ -102,6 +102,11 @@ ONE = "model.num_experts_per_tok=1"
 _SOFTMAX = ("model.router=softmax",)
 _BIAS = "model.router_options.balance=true"
 _NOT_CAUSAL = "model.allow_noncausal_router=true"
+# As the paper writes them: tokens as they are, a prior that cancels the normaliser, and the overlap in its unit.
+PAPER_GATE = (
+    "model.router_options.prior=paper", "model.router_options.scaling=raw", "routing.overlap_unit=absolute",
+    "routing.overlap_rho=0.3",
+)  # fmt: skip
 
 
 def _method(name: str, label: str, *settings: str) -> Recipe:
@@ -112,6 +117,7 @@ def _method(name: str, label: str, *settings: str) -> Recipe:
 METHODS = (
     _method("grmoe", "GrMoE", FULL),
     _method("grmoe-amortised", "GrMoE + amortiser", FULL, "model.router_options.amortizer=affinity"),
+    _method("grmoe-paper", "GrMoE with the paper's gate, prior and penalty", FULL, *PAPER_GATE),
     _method("softmax", "Softmax, no balancing", *_SOFTMAX, FULL),
     _method("softmax-bias", "Softmax, bias", *_SOFTMAX, _BIAS, FULL),
     _method("softmax-load", "Softmax, Switch loss", *_SOFTMAX, "model.router_options.load_loss=0.01", FULL),
@@ -123,6 +129,7 @@ METHODS = (
     ),
     _method("hash", "Hash", "model.router=hash"),
     _method("soft-moe", "Soft MoE, T/N slots", "model.router=soft_moe", _NOT_CAUSAL),
+    _method("vmf-plain", "vMF, no balancing", "model.router=vmf", FULL),
     _method("vmf", "vMF, bias", "model.router=vmf", _BIAS, FULL),
 )  # fmt: skip
 

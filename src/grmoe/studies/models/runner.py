@@ -1,36 +1,26 @@
-"""Jobs side by side: each trains and measures one model in a process of its own.
+"""Trainings as tasks: each trains and measures one model, and its results are kept in the store.
 
-Jobs with results are skipped. A job that fails does not stop the others. When the time is up, running trainings save
-and stop; the next call continues them. No job starts that would not finish in the time that is left.
+Models with results are not trained again, unless somebody needs the model itself and it is gone.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from grmoe.files import read_json, write_file
+from grmoe.files import read_json
+from grmoe.runs.folder import CHECKPOINTS, CONFIG, read_log
+from grmoe.runs.meta import PREFIX
 from grmoe.studies.models.recipes import Base, Recipe
 from grmoe.studies.models.store import Point, Row, Run, Store, Trained
 from grmoe.studies.study import Place
-from grmoe.terminal import Progress, note, silent
-
-POLL = 1.0  # seconds between looks at the running jobs
-GRACE = 90.0  # seconds that a job gets to save and stop
-LOG_LINES = 5  # of a failed job that are shown
-
-
-class StudyError(RuntimeError):
-    """Some jobs failed. The message has their last lines."""
+from grmoe.studies.tasks import Task, result_file, run_tasks
+from grmoe.terminal import Progress, silent
 
 
 @dataclass(frozen=True)
@@ -44,39 +34,117 @@ class Job:
         return f"{self.recipe.name}-{self.seed}"
 
 
-@dataclass
-class _Running:
-    job: Job
-    folder: Path
-    process: subprocess.Popen[bytes]
-    screen: IO[bytes]
-    started: float
-
-
 def run_folder(work: Path, job: Job) -> Path:
     """Where a job trains its model. The folder is a run of `grmoe train`."""
     return work / "models" / job.base.name / job.name
-
-
-def run_jobs(jobs: Sequence[Job], place: Place, progress: Progress = silent) -> None:
-    """Do the jobs that have no results yet. Raises `StudyError` at the end if some failed."""
-    store = Store(place.results)
-    plans = _plans(jobs, place, store)
-    todo = [job for job in dict.fromkeys(jobs) if not has_results(store, job)]
-    if todo:
-        _Slice(todo, plans, place, store, progress).run()
 
 
 def has_results(store: Store, job: Job) -> bool:
     return any(run.seed == job.seed for run in store.runs(job.base, job.recipe))
 
 
+def has_model(work: Path, job: Job) -> bool:
+    """Whether the trained model is there. One that is still to be trained to its end is not."""
+    folder = run_folder(work, job)
+    return (folder / CONFIG).is_file() and result_file(folder).is_file()
+
+
+def remove_model(place: Place, job: Job) -> None:
+    """Remove a model that is not to be kept."""
+    if place.keep is not None and job.recipe.name not in place.keep:
+        shutil.rmtree(run_folder(place.work, job), ignore_errors=True)
+
+
+def run_jobs(jobs: Sequence[Job], place: Place, progress: Progress = silent) -> None:
+    """Train the models that have no results yet. Raises `StudyError` at the end if some failed."""
+    run_tasks(training_tasks(jobs, place), place, progress)
+
+
+def training_tasks(
+    jobs: Sequence[Job],
+    place: Place,
+    models: Collection[Job] = (),
+    after: Callable[[Job], None] | None = None,
+) -> list[Task]:
+    """One task per model that is to be trained, in the order of `jobs`.
+
+    models: jobs with a model that must be there, results or not.
+    after: called when a job has its results. By default a model that is not to be kept is removed.
+    """
+    store = Store(place.results)
+    done = {job for job in dict.fromkeys(jobs) if has_results(store, job)}
+    todo = [
+        job
+        for job in dict.fromkeys(jobs)
+        if job not in done or (job in models and not has_model(place.work, job))
+    ]
+    if not todo and place.data is None:
+        return []
+    plans = _plans(jobs, place, store)
+    return [
+        _task(job, plans[job.base.name, job.recipe.name], place, store, after or partial(remove_model, place))
+        for job in todo
+    ]
+
+
+def _task(job: Job, plan: Trained, place: Place, store: Store, after: Callable[[Job], None]) -> Task:
+    folder, steps = run_folder(place.work, job), int(plan.config["steps"])
+    settings = (
+        *plan.settings, f"seed={job.seed}", f"out={folder}", f"data.path={place.data}", f"device={place.device}",
+    )  # fmt: skip
+
+    def finish(result: Path) -> None:
+        if not has_results(store, job):  # else the model was gone, and its numbers were not
+            store.add(job.base, replace(plan, runs=[_read_run(result)]))
+        after(job)
+
+    return Task(
+        name=job.name,
+        module="grmoe.studies.models.worker",
+        order={
+            "settings": settings, "result": str(result_file(folder)), "texts": [str(text) for text in place.texts],
+            "tokens": place.tokens, "revision": place.revision, "at_once": place.at_once,
+        },
+        path=folder,
+        like=job.base.name,
+        finish=finish,
+        steps=steps,
+        saved=lambda: _saved_step(folder) / steps,
+        progress=lambda: _logged_step(folder) / steps,
+        before=lambda: _seconds_before(store, job),
+    )  # fmt: skip
+
+
+def _saved_step(folder: Path) -> int:
+    """Of the last checkpoint; 0 without one."""
+    names = (path.name.removeprefix(PREFIX) for path in (folder / CHECKPOINTS).glob(f"{PREFIX}*"))
+    return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def _logged_step(folder: Path) -> int:
+    return max((line["step"] for line in read_log(folder)), default=0)
+
+
+def _seconds_before(store: Store, job: Job) -> float | None:
+    """Of jobs of the same recipe, else of the same base."""
+    files = sorted(store.path(job.base, job.recipe).parent.glob("*.json"))
+    of_base = {path.stem: store.runs(job.base, path.stem) for path in files}
+    for runs in (of_base.get(job.recipe.name, []), [run for each in of_base.values() for run in each]):
+        if kept := [run.seconds for run in runs if run.seconds is not None]:
+            return statistics.median(kept)
+    return None
+
+
 def _plans(jobs: Sequence[Job], place: Place, store: Store) -> dict[tuple[str, str], Trained]:
     """What will be kept of each recipe, without its runs. Every recipe is checked before anything is trained."""
     from grmoe.config import read_tree
+    from grmoe.data.sources import find_units
     from grmoe.runs.start import starting_config
     from grmoe.studies.models.worker import default_identity, describe, identity
 
+    find_units(
+        place.texts
+    )  # raises for a text that cannot be read, which would fail every job after its training
     if place.data is None:
         raise ValueError("this study trains language models: give prepared text with --data FOLDER")
     data, defaults = describe(place.data), default_identity()
@@ -99,141 +167,7 @@ def _plans(jobs: Sequence[Job], place: Place, store: Store) -> dict[tuple[str, s
     return found
 
 
-class _Slice:
-    """One call: the jobs that wait, those that run, and the time that is left."""
-
-    def __init__(
-        self,
-        todo: list[Job],
-        plans: dict[tuple[str, str], Trained],
-        place: Place,
-        store: Store,
-        progress: Progress,
-    ) -> None:
-        self.waiting, self.plans, self.place, self.store = todo, plans, place, store
-        self.progress, self.total, self.done = progress, len(todo), 0
-        self.running: list[_Running] = []
-        self.failures: list[str] = []
-        self.seconds: dict[str, list[float]] = {}  # of finished jobs, by base
-
-    def run(self) -> None:
-        try:
-            while self.waiting or self.running:
-                while self.waiting and len(self.running) < self.place.at_once and self._fits(self.waiting[0]):
-                    self.running.append(self._start(self.waiting.pop(0)))
-                if not self.running or self._time_is_up():
-                    break
-                self._report()
-                time.sleep(POLL)
-                self._collect()
-        finally:
-            stopped = len(self.running)
-            self._stop_all()
-        left = len(self.waiting) + stopped
-        if left:
-            note(f"{left} of {self.total} models are left; the same command continues")
-        if self.failures:
-            raise StudyError("\n".join(self.failures))
-
-    def _time_is_up(self) -> bool:
-        return self.place.until is not None and time.monotonic() >= self.place.until
-
-    def _fits(self, job: Job) -> bool:
-        """Whether a job would finish in time, by those that finished before. Without any it is tried."""
-        if self.place.until is None:
-            return True
-        return time.monotonic() + self._expected(job) <= self.place.until
-
-    def _expected(self, job: Job) -> float:
-        if mine := self.seconds.get(job.base.name):
-            return max(mine)
-        kept = [run.seconds for run in self.store.runs(job.base, job.recipe) if run.seconds is not None]
-        return statistics.median(kept) if kept else 0.0
-
-    def _start(self, job: Job) -> _Running:
-        place, folder = self.place, run_folder(self.place.work, job)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        settings = (
-            *self.plans[job.base.name, job.recipe.name].settings, f"seed={job.seed}", f"out={folder}",
-            f"data.path={place.data}", f"device={place.device}",
-        )  # fmt: skip
-        order = {
-            "settings": settings, "result": str(_result(folder)), "texts": [str(text) for text in place.texts],
-            "tokens": place.tokens, "revision": place.revision, "at_once": place.at_once,
-        }  # fmt: skip
-        path = folder.with_name(f"{folder.name}.order.json")
-        write_file(path, json.dumps(order, indent=1).encode())
-        screen = folder.with_name(f"{folder.name}.txt").open("wb")
-        command = [sys.executable, "-m", "grmoe.studies.models.worker", str(path)]
-        process = subprocess.Popen(
-            command, stdout=screen, stderr=subprocess.STDOUT, env=_environment(place.at_once)
-        )
-        return _Running(job, folder, process, screen, time.monotonic())
-
-    def _collect(self) -> None:
-        for one in list(self.running):
-            status = one.process.poll()
-            if status is None:
-                continue
-            self.running.remove(one)
-            one.screen.close()
-            result = _result(one.folder)
-            if status == 0 and result.is_file():
-                self._keep(one, result)
-            else:
-                self.failures.append(_failure(one, status))
-                note(self.failures[-1])
-
-    def _keep(self, one: _Running, result: Path) -> None:
-        job = one.job
-        self.seconds.setdefault(job.base.name, []).append(time.monotonic() - one.started)
-        plan = self.plans[job.base.name, job.recipe.name]
-        self.store.add(job.base, replace(plan, runs=[_read_run(result)]))
-        keep = self.place.keep
-        if keep is not None and job.recipe.name not in keep:
-            shutil.rmtree(one.folder, ignore_errors=True)
-        self.done += 1
-
-    def _report(self) -> None:
-        names = ", ".join(one.job.name for one in self.running[:3])
-        more = f" and {len(self.running) - 3} more" if len(self.running) > 3 else ""
-        self.progress(
-            f"{self.done} of {self.total} models done; training {names}{more}", self.done, self.total
-        )
-
-    def _stop_all(self) -> None:
-        """Ask the running jobs to save and stop, and wait for them."""
-        for one in self.running:
-            if one.process.poll() is None:
-                one.process.terminate()
-        end = time.monotonic() + GRACE
-        for one in self.running:
-            try:
-                one.process.wait(max(0.1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                one.process.kill()
-                one.process.wait()
-            one.screen.close()
-        self.running.clear()
-
-
-def _environment(at_once: int) -> dict[str, str]:
-    """Of a job: its share of the processor, unless the caller chose."""
-    threads = str(max(1, (os.cpu_count() or 1) // at_once))
-    return {"OMP_NUM_THREADS": threads, **os.environ}
-
-
-def _result(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.result.json")
-
-
 def _read_run(path: Path) -> Run:
     tree: dict[str, Any] = read_json(path)
     curve, rows = [Point(**p) for p in tree["curve"]], [Row(**r) for r in tree["rows"]]
     return Run(**{**tree, "curve": curve, "rows": rows})
-
-
-def _failure(one: _Running, status: int) -> str:
-    screen = Path(one.screen.name)
-    last = "\n".join(screen.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
-    return f"{one.job.name} ended with status {status} ({screen}):\n{last}"

@@ -77,7 +77,7 @@ class Run:
     curve: list[Point]
     rows: list[Row]
     seconds: float | None = None
-    """Time of the job, in company of the others."""
+    """Time of the job, in company of the others. None if it was interrupted and continued."""
     max_overlap: float | None = None
     """Largest ‖UᵢᵀUⱼ‖²_F / k over pairs and layers, after training. None without frames."""
     kappa: list[list[float]] | None = None

@@ -27,7 +27,7 @@ from grmoe.model.configuration_grmoe import OWN_CHOICE
 from grmoe.probe.losses import measure
 from grmoe.probe.windows import read_texts
 from grmoe.runs.config import TrainConfig, may_change_on_resume
-from grmoe.runs.folder import data_checksum, read_log
+from grmoe.runs.folder import CHECKPOINTS, data_checksum, read_log
 from grmoe.runs.open import open_model
 from grmoe.runs.start import starting_config
 from grmoe.studies.models.recipes import POINTS
@@ -63,13 +63,14 @@ def main(path: str) -> int:
     order = Order(**{**tree, "settings": tuple(tree["settings"]), "texts": tuple(tree["texts"])})
     started = time.monotonic()
     config = starting_config(read_tree(None, order.settings), resume=True)
+    continued = (Path(config.out) / CHECKPOINTS).exists()  # then the time is that of its last part
     try:
         train(config, resume=True)
     except TrainingStopped as stopped:
         print(stopped, file=sys.stderr)
         return stopped.status
     run = measure_run(Path(config.out), config.seed, order)
-    run = replace(run, seconds=round(time.monotonic() - started, 1))
+    run = replace(run, seconds=None if continued else round(time.monotonic() - started, 1))
     write_file(Path(order.result), json.dumps(asdict(run)).encode())
     return 0
 

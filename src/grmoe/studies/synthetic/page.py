@@ -10,8 +10,8 @@ from grmoe.studies.synthetic import figure, oracle, tables
 from grmoe.studies.synthetic.claims import claims
 from grmoe.studies.synthetic.methods import METHODS
 from grmoe.studies.synthetic.questions import Found
-from grmoe.studies.synthetic.results import SettingResult, read_all
-from grmoe.studies.synthetic.study import SETTINGS, Plan, run_at, state_of
+from grmoe.studies.synthetic.results import SettingResult, path_of, read_all
+from grmoe.studies.synthetic.study import SETTINGS, Plan, missing, run_at, state_of
 from grmoe.terminal import Progress
 
 FOLDER = "synthetic"
@@ -60,6 +60,8 @@ class SyntheticStudy:
 
     def page(self, results: Path) -> Page:
         settings, ranks = read_all(results / FOLDER), oracle.read(results / FOLDER)
+        plan = self.plan(results)
+        old = [m.title for m in METHODS if path_of(plan.out, m.key).is_file() and missing(plan, m)]
         shown = [settings[name] for name in SETTINGS if name in settings]
         chosen = any(m.screening for each in shown for m in each.methods)
         rates = [t for t in map(tables.rates_table, shown) if t is not None]
@@ -73,6 +75,7 @@ class SyntheticStudy:
                 RATES if chosen or not shown else ONE_RATE,
                 OVERLAP,
                 f"**Columns.** {' '.join(tables.NOTES.split())}",
+                *([f"**To be run again**, with today's settings: {', '.join(old)}."] if old else []),
             ],
         )
 

@@ -125,6 +125,8 @@ class Saved:
     machine: str
     results: dict[str, MethodResult]
     """By name of the setting."""
+    revision: str = ""
+    """Of the code; empty in files of before."""
 
 
 def spec_of(method: Method) -> dict[str, Any]:
@@ -145,6 +147,7 @@ def write(saved: Saved, folder: Path) -> Path:
         "config": saved.fingerprint,
         "spec": saved.spec,
         "machine": saved.machine,
+        "revision": saved.revision,
         "settings": {name: plain(_columns(result), _DIGITS) for name, result in saved.results.items()},
     }
     path = path_of(folder, saved.method)
@@ -166,6 +169,7 @@ def read(folder: Path, method: str) -> Saved | None:
         fingerprint=found["config"],
         spec=found["spec"],
         machine=found["machine"],
+        revision=found.get("revision", ""),
         results={name: _result(entry) for name, entry in found["settings"].items()},
     )
 

@@ -18,7 +18,8 @@ from statistics import fmean
 import torch
 
 from grmoe.hardware import device_name, use_device
-from grmoe.studies.study import Place, State
+from grmoe.runs.folder import environment
+from grmoe.studies.study import Place, State, short_revision
 from grmoe.studies.synthetic import results
 from grmoe.studies.synthetic.evaluation import SeedScore, frame_recovery, score, sweep_dial
 from grmoe.studies.synthetic.methods import METHODS, Method
@@ -53,7 +54,9 @@ class Plan:
     at_once: int = 1
     """Jobs that run at the same time, each in its own process."""
     until: float | None = None
-    """No job starts after this time (`time.monotonic`)."""
+    """No job starts that would not finish by then (`time.monotonic`), by the longest of those before."""
+    revision: str = ""
+    """To note with results where git cannot be asked."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,8 @@ def run_at(plan: Plan, place: Place, progress: Progress) -> None:
     """Run a plan as part of `grmoe reproduce`."""
     config = replace(plan.config, device=use_device(place.device).type)
     methods = tuple(method for method in plan.methods if place.wants(method.key))
-    run(replace(plan, config=config, methods=methods, at_once=place.at_once, until=place.until), progress)
+    asked = replace(plan, config=config, methods=methods, at_once=place.at_once)
+    run(replace(asked, until=place.until, revision=place.revision), progress)
 
 
 def steps_of(config: Config) -> int:
@@ -160,8 +164,18 @@ def _run_here(plan: Plan, progress: Progress) -> None:
         settings = missing(plan, method)
         if not settings:
             steps(method.title, steps_of(plan.config))
-        elif plan.until is None or time.monotonic() < plan.until:
+        elif plan.until is None or time.monotonic() + _longest(plan) < plan.until:
             _run_job(plan, bench, method, settings, steps)
+
+
+def _longest(plan: Plan) -> float:
+    """Seconds of the longest job of this configuration and machine that is kept; 0 if none is."""
+    machine = device_name(torch.device(plan.config.device))
+    kept = [saved for method in METHODS if (saved := results.read(plan.out, method.key)) is not None]
+    same = [
+        saved for saved in kept if (saved.fingerprint, saved.machine) == (plan.config.fingerprint, machine)
+    ]
+    return max((found.seconds for saved in same for found in saved.results.values()), default=0.0)
 
 
 def _run_apart(plan: Plan, progress: Progress) -> None:
@@ -212,6 +226,7 @@ def _run_job(plan: Plan, bench: Bench, method: Method, settings: tuple[Setting, 
             fingerprint=config.fingerprint,
             spec=spec_of(method),
             machine=device_name(torch.device(config.device)),
+            revision=short_revision(environment(), plan.revision),
             results={**_reusable(plan, method), **found},
         ),
         plan.out,
