@@ -79,7 +79,8 @@ def measuring_task(wanted: Measurement, place: Place, after: Callable[[Job], Non
             "function": [kind.measure.__module__, kind.measure.__qualname__],
             "folder": str(run_folder(place.work, job)),
             "recipe": job.recipe.name, "seed": job.seed, "result": str(result_file(path)), "device": place.device,
-            "tokens": place.tokens, "tasks": None if place.tasks is None else str(place.tasks),
+            "tokens": place.tokens, "texts": [str(text) for text in place.texts],
+            "tasks": None if place.tasks is None else str(place.tasks),
             "revision": place.revision,
         },
         path=path,
@@ -95,7 +96,7 @@ def main(path: str) -> int:
     folder, tasks = Path(order["folder"]), order["tasks"]
     place = Place(
         results=folder, work=folder, device=order["device"], tokens=order["tokens"], revision=order["revision"],
-        tasks=None if tasks is None else Path(tasks),
+        texts=tuple(map(Path, order["texts"])), tasks=None if tasks is None else Path(tasks),
     )  # fmt: skip
     body = getattr(importlib.import_module(module), function)(folder, place, silent)
     about = {

@@ -11,7 +11,7 @@ from grmoe.studies.study import Study
 # Names as in `grmoe reproduce NAME`; the module has `_` for `-`.
 NAMES = (
     "synthetic", "alpha-sweep", "synthetic-map", "learning-rates", "language-model", "gates", "scaling", "dynamics",
-    "post-hoc", "budgets", "ablations", "separation", "token-analysis", "depth",
+    "post-hoc", "budgets", "promise", "ablations", "separation", "token-analysis", "depth",
     "overhead", "scale", "normalizer", "learned-normalizer", "downstream", "future",
 )  # fmt: skip
 
