@@ -560,7 +560,9 @@ def test_a_far_setting_is_marked_and_does_not_flatten_the_picture(
     far = dial["families"][0]["points"][0]
     low, high = dial["scale"]
     for point in dial["points"]:
-        point["perplexity"] = min(point["perplexity"], high)  # a small model may have a far setting of its own
+        point["perplexity"] = min(
+            point["perplexity"], high
+        )  # a small model may have a far setting of its own
     dial["points"][far] |= {"perplexity": high + 10 * (high - low), "name": "far"}
     path = tmp_path / "far.html"
     path.write_text(render([page_content(run)]), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the configuration of a run from an earlier version means, which left choices open that had other defaults then."""
+"""What a run of an earlier version means: it left choices open that had other defaults then."""
 
 from __future__ import annotations
 
