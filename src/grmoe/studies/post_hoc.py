@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from grmoe.studies.queue import Needs
 from grmoe.studies.study import Place, State, provenance
 from grmoe.studies.throughput import Speed, loss_at, read_speeds, speed_file, time_run
 from grmoe.tables import Table
-from grmoe.terminal import Progress
+from grmoe.terminal import Progress, note
 
 WHERE = "Table 3, Section 6.4.2"
 SEEDS = 3
@@ -64,34 +63,33 @@ class PostHoc(ModelStudy):
     """Trains the models, then times the first seed of each."""
 
     def state(self, results: Path) -> State:
-        before, timed = super().state(results), {recipe for recipe, _ in read_speeds(results)}
-        return State(before.done + len(timed), before.total + len(TIMED))
+        before = super().state(results)
+        return State(before.done + speed_file(results).is_file(), before.total + 1)
 
     def needs(self, place: Place) -> Needs:
         return replace(super().needs(place), models=_untimed(place))
 
     def finish(self, place: Place, progress: Progress) -> None:
-        longest = 0.0
-        for number, job in enumerate(todo := _untimed(place)):
-            if place.time_left <= longest or not has_model(place.work, job):
-                continue
-            started = time.monotonic()
+        """All in one call: speeds of two calls do not compare."""
+        todo = _untimed(place)
+        missing = [job.name for job in todo if not has_model(place.work, job)]
+        if missing:
+            note(f"speed is not timed yet: {', '.join(missing)} must be trained first")
+            return
+        rows: list[Speed] = []
+        for number, job in enumerate(todo):
             progress(f"timing {job.recipe.name}", number, len(todo))
-            rows = time_run(job.recipe.name, run_folder(place.work, job), place.device)
-            about = {
-                **provenance(place),
-                "rows": [asdict(row) for row in (*read_speeds(place.results).values(), *rows)],
-            }
+            rows += time_run(job.recipe.name, run_folder(place.work, job), place.device)
+        if rows:
+            about = {**provenance(place), "rows": [asdict(row) for row in rows]}
             write_file(speed_file(place.results), (json.dumps(about, indent=1) + "\n").encode())
-            longest = max(longest, time.monotonic() - started)
 
 
 def _untimed(place: Place) -> list[Job]:
-    """First seeds without a speed. Parts of the study and other numbers of steps are not timed."""
-    if place.only or place.steps is not None:
+    """First seeds, if there are no speeds yet. Parts of the study and other numbers of steps are not timed."""
+    if place.only or place.steps is not None or speed_file(place.results).is_file():
         return []
-    timed = {recipe for recipe, _ in read_speeds(place.results)}
-    return [Job(BASE, recipe, 0) for recipe in TIMED if recipe.name not in timed]
+    return [Job(BASE, recipe, 0) for recipe in TIMED]
 
 
 Models = Mapping[str, Sequence[Run]]
