@@ -102,6 +102,7 @@ def _forward(
     kind, keep = 1 if glu else 2, inner if save else None
     hidden = grouped_gemm(x, up, offset, tiles.up, token=token, transposed=True, activation=kind, inner=keep)
     out = grouped_gemm(hidden, down, offset, tiles.plain, transposed=True)
+    del hidden  # the layer's peak of memory is here
     return rows.combine(out, slot, weight), inner
 
 
