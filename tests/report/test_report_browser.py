@@ -558,7 +558,9 @@ def test_a_far_setting_is_marked_and_does_not_flatten_the_picture(
     (run,) = data_of(page)["runs"]
     dial = run["dial"]
     far = dial["families"][0]["points"][0]
-    values = [p["perplexity"] for i, p in enumerate(dial["points"]) if i != far]
+    drawn = {i for family in dial["families"] for i in family["points"]} - {far}
+    values = [p["perplexity"] for p in (*(dial["points"][i] for i in drawn), dial["trained"], dial["chosen"])]
+    dial["scale"] = [min(values), max(values)]  # whatever the small model is like, no other point is above
     dial["points"][far] |= {"perplexity": max(values) + 10 * (max(values) - min(values)), "name": "far"}
     path = tmp_path / "far.html"
     path.write_text(render([page_content(run)]), encoding="utf-8")

@@ -9,6 +9,7 @@ import pytest
 
 from grmoe.config import ConfigError, describe_fields, differences, from_dict, load, to_dict
 from grmoe.runs.config import TrainConfig, may_change_on_resume
+from grmoe.runs.older import as_older_run
 from grmoe.train.schedule import alphas_at
 
 
@@ -123,15 +124,15 @@ def test_a_run_of_before_keeps_its_model_and_its_rates() -> None:
         "model": {"preset": "small", "norm_topk_prob": False}, "optim": {"lr": 1e-3},
         "elastic": {"unit": "token"}, "routing": {"prior_counts": "candidates"},
     }  # fmt: skip
-    old = from_dict(TrainConfig, tree).as_old_run()
+    old = as_older_run(from_dict(TrainConfig, tree))
     model = old.model_config(1, 0)
     assert (model.router_rank, model.embedding_multiplier, model.residual_loss_coef) == (32, 1.0, 0.0)
     assert (old.optim.frames_lr, old.optim.kappa_lr) == (0.003 * 32**0.5, 5e-3)
     assert (old.elastic.unit, old.routing.leading_weight) == ("token", 0.0)
-    assert old.as_old_run() == old
+    assert as_older_run(old) == old
     new = from_dict(TrainConfig, tree).resolved()
     assert new.model | {"preset": None} == {
         "preset": None, "norm_topk_prob": False, "router_rank": 64, "embedding_multiplier": 22.6,
         "residual_loss_coef": 0.01,
     }  # fmt: skip
-    assert (new.optim.frames_lr, new.as_old_run()) == (None, new)
+    assert (new.optim.frames_lr, as_older_run(new)) == (None, new)

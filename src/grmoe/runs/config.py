@@ -362,27 +362,6 @@ class TrainConfig:
         """With the warm-up of the run that it continues with more steps, because that warm-up is over or under way."""
         return replace(self, optim=replace(self.optim, warmup=shorter.schedule("weights")[0]))
 
-    def as_old_run(self) -> TrainConfig:
-        """With the choices of versions that saved none: weights that sum to one, full budgets, no leading term, a
-        residual stream as it comes, slow subspaces and fast κ. A run of today has saved them all."""
-        if self.routing.leading_weight is not None:
-            return self
-        present = self.model_config(1, 0)
-        rank = self.model.get("router_rank", 32 if self.preset == "small" else present.router_rank)
-        model = {
-            "norm_topk_prob": (present.num_experts_per_tok or 1) > 1, "embedding_multiplier": 1.0,
-            "residual_loss_coef": 0.0, "router_rank": rank,
-        }  # fmt: skip
-        slow = self.optim.lr if self.optim.frames_method == "projected" else 0.003 * (rank or 0) ** 0.5
-        return self.filled_from(
-            TrainConfig(
-                model=model,
-                elastic=ElasticConfig(unit="off"),
-                routing=RoutingConfig(prior_counts="computed", leading_weight=0.0),
-                optim=OptimConfig(frames_lr=slow, kappa_lr=5 * self.optim.lr),
-            )
-        )
-
 
 # Keys that may change when a run is resumed. They change what is logged, what is kept or where it runs, but not what
 # is trained. The data may have moved, because a checkpoint stores its checksum. `steps` may be raised.

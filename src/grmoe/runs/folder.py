@@ -32,6 +32,7 @@ from grmoe.files import read_json, reading, replace_folder, write_file
 from grmoe.hardware import device_name, find_device
 from grmoe.runs.checkpoint import Checkpoint, Checkpoints
 from grmoe.runs.config import TrainConfig, may_change_on_resume
+from grmoe.runs.older import as_older_run
 from grmoe.terminal import note
 
 CONFIG, ENVIRONMENT, LOG, CHECKPOINTS = "config.yaml", "environment.json", "log.jsonl", "checkpoints"
@@ -55,7 +56,7 @@ def saved_config(folder: Path) -> TrainConfig:
         raise ValueError(f"{folder} holds no run: {path} is missing")
     with reading(path):
         # A run saves all its choices. Those that are missing are of a version that had no such choice.
-        return load(TrainConfig, path).as_old_run()
+        return as_older_run(load(TrainConfig, path))
 
 
 def find_checkpoint(folder: Path, which: str = "best") -> tuple[TrainConfig, Checkpoint]:
