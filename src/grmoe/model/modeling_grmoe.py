@@ -615,7 +615,7 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
         cross_entropy = router_loss = None
         if loss is not None and aux_loss is not None:
             cross_entropy, router_loss = loss, self.config.router_aux_loss_coef * aux_loss
-            if kwargs.get("num_items_in_batch") is not None:
+            if labels is not None and kwargs.get("num_items_in_batch") is not None:
                 router_loss = router_loss * _share_of_batch(labels, **kwargs)
             loss = cross_entropy + router_loss
         apart = None

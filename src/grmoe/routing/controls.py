@@ -73,7 +73,8 @@ def set_entropy(module: nn.Module, term: EntropyTerm | None) -> None:
 def set_leading(module: nn.Module, weight: float) -> None:
     """Add the leading term (`grmoe.routing.leading`) to the losses of a model's routers while they train; 0: no longer.
 
-    `update_priors` must follow after each step: it also turns the leads of the step into shares.
+    `update_priors` must follow after each step: it also turns the leads of the step into shares. Several processes
+    first add up their `counter.leading_sums`, as they do with `prior_sums`.
     """
     for router in routers(module):
         learns = not weight or not isinstance(router, HashRouter)
