@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -21,8 +22,13 @@ settings.load_profile("grmoe")
 
 
 def pytest_sessionstart() -> None:
-    """Imports and collected tests stay until the end. Looking for garbage among them takes seconds."""
+    """Imports and collected tests stay until the end. Looking for garbage among them takes seconds.
+
+    Shells let commands in the background ignore Ctrl-C. Tests of it, and the commands they start, need it.
+    """
     gc.disable()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

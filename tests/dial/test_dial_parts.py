@@ -129,7 +129,7 @@ def test_settings_take_turns_and_each_is_timed_as_itself(monkeypatch: pytest.Mon
 
         def __init__(self, device: torch.device) -> None: ...
 
-        def turn(self, run: Callable[[], object]) -> list[float]:
+        def turn(self, run: Callable[[], object], host_ms: float) -> list[float]:
             run()
             turns.append((applied[-1], len(said)))
             return [float(applied[-1])]

@@ -107,6 +107,8 @@ class Command:
     def wait(self) -> int:
         """Its exit status."""
         [status] = self.processes.join()
+        if status is None:
+            self.kill()  # or it takes time from all tests after this one
         assert status is not None, f"it did not end: {self.said.read_text()}"
         return status
 
