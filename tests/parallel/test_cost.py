@@ -30,8 +30,8 @@ CASES: dict[str, tuple[Model, Plan]] = {
     "`tiny`, fsdp 2": (TINY, Plan(fsdp=2, sequences=2, length=64)),
     "`tiny`, expert 2": (TINY, Plan(expert=2, sequences=2, length=64)),
     "`tiny`, replicate 2": (TINY, Plan(replicate=2, sequences=2, length=64)),
-    "`350m` of two blocks, fsdp 2": (PAPER, Plan(fsdp=2, sequences=1, length=128)),
-    "`350m` of two blocks, expert 2": (PAPER, Plan(expert=2, sequences=1, length=128)),
+    "`350m` of two blocks, fsdp 2": (PAPER, Plan(fsdp=2, sequences=1, length=32)),
+    "`350m` of two blocks, expert 2": (PAPER, Plan(expert=2, sequences=1, length=32)),
     "fp32, two micro-batches": (TINY, Plan(fsdp=2, sequences=2, length=64, bf16=False, micro_batches=2)),
     "checkpointed, two micro-batches": (
         TINY,
