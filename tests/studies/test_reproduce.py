@@ -112,6 +112,20 @@ def test_a_part_is_of_one_of_the_studies() -> None:
         check_only(["grmoe", "magic"], find_studies(["depth"]))
 
 
+def test_a_recipe_on_one_base_alone(tmp_path: Path) -> None:
+    """The name stands on two bases: models of 8 wide and of 32 narrow experts."""
+    study = find_study("gates")
+    assert isinstance(study, ModelStudy)
+
+    def bases(only: str) -> set[str]:
+        check_only([only], [study])
+        return {job.base.name for job in study.jobs(Place(results=tmp_path, work=tmp_path, only=(only,)))}
+
+    assert bases("vmf") == {"small-2500", "small-fine-2500"}
+    assert bases("small-2500/vmf") == {"small-2500"}
+    assert "small-2500/vmf-one" not in study.parts  # it stands on one base only
+
+
 def put(results: Path, losses: dict[str, list[float]], **changes: Any) -> None:
     """Models of the main comparison with these losses, one per seed."""
     for name, each in losses.items():

@@ -31,10 +31,15 @@ def list_jobs(groups: Sequence[Group], place: Place | None = None) -> list[Job]:
         (seed, Job(group.base.with_steps(steps), recipe, seed))
         for group in groups
         for recipe in group.recipes
-        if place is None or place.wants(recipe.name)
+        if place is None or place.wants(recipe.name) or place.wants(on_base(group.base, recipe))
         for seed in range(seeds or group.seeds)
     ]
     return [job for _, job in sorted(found, key=lambda pair: pair[0])]
+
+
+def on_base(base: Base, recipe: Recipe) -> str:
+    """A recipe on one base, as `--only` names it: small-2500/grmoe."""
+    return f"{base.name}/{recipe.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +58,11 @@ class ModelStudy(QueueStudy):
 
     @property
     def parts(self) -> list[str]:
-        return list(dict.fromkeys(recipe.name for group in self.groups for recipe in group.recipes))
+        """Recipes, and where a name stands on several bases, each of them too."""
+        names = list(dict.fromkeys(recipe.name for group in self.groups for recipe in group.recipes))
+        pairs = {on_base(g.base, r): r.name for g in self.groups for r in g.recipes}
+        bases = Counter(pairs.values())
+        return [*names, *(pair for pair, name in pairs.items() if bases[name] > 1)]
 
     def state(self, results: Path) -> State:
         store, jobs = Store(results), self.jobs()
