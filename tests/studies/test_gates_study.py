@@ -57,6 +57,35 @@ def test_a_gate_must_be_better_on_every_text(
     assert {c.verdict for c in claims.values() if c not in found} == {Verdict.OPEN}
 
 
+def halved(losses: list[float], costs: list[float]) -> list[Run]:
+    """Models trained with two experts per token, and what one expert costs each of them."""
+    found = []
+    for run, cost in zip(models(losses), costs, strict=True):
+        row = run.rows[0]
+        rows = [replace(row, setting="top-2"), replace(row, setting="top-1", loss=row.loss + cost)]
+        found.append(replace(run, rows=rows))
+    return found
+
+
+def test_what_half_of_the_experts_cost_is_paired_by_seed(tmp_path: Path) -> None:
+    """Costs differ by seed far more than between gates, and the better model need not be the cheaper one to cut."""
+    base = base_of("two", gates.STEPS)
+    put(tmp_path, base, gates.GRMOE, halved([3.3, 3.4, 3.5], [0.1, 0.5, 0.9]))
+    put(tmp_path, base, gates.SOFTMAX, halved([3.0, 3.1, 3.2], [0.12, 0.53, 0.92]))
+    put(tmp_path, base, gates.VMF, halved([3.6, 3.7, 3.8], [0.12, 0.47, 0.92]))
+    found = {
+        c.text.rpartition("less than ")[2]: (c.verdict, c.ours)
+        for c in gates.STUDY.page(tmp_path).claims
+        if "Half of the experts" in c.text and "two of eight" in c.text
+    }
+    assert found[gates.SOFTMAX.label] == (Verdict.HOLDS, "validation: -0.0233 ± 0.0143")
+    assert found[gates.VMF.label][0] is Verdict.FAILS
+    assert found[gates.Z_LOSS.label][0] is Verdict.OPEN
+    rows = {row[0]: row[1:] for row in table(tmp_path, "Two of eight experts per token: what half").rows}
+    assert rows["GrMoE"] == ("3", "+0.5000 ± 0.9937", "–")
+    assert rows[gates.SOFTMAX.label] == ("3", "+0.5233 ± 0.9938", "+0.0233 ± 0.0143")
+
+
 def test_softmax_is_compared_at_the_entropy_of_grmoe(tmp_path: Path) -> None:
     base = base_of("two", gates.STEPS)
 

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from grmoe.studies.judging import MIN_SEEDS, in_doubt, never, not_above, not_worse, show_count
 from grmoe.studies.language_model import BASE
 from grmoe.studies.model_study import Group, ModelStudy, runs_of
-from grmoe.studies.models.recipes import BUDGETS, GATES, RECIPES, SOFTMAX_BUDGET, Recipe, base_of, on_fine
+from grmoe.studies.models.recipes import (
+    BUDGETS,
+    GATES,
+    RECIPES,
+    SOFTMAX_BUDGET,
+    SOFTMAX_LED,
+    Recipe,
+    base_of,
+    on_fine,
+)
 from grmoe.studies.models.store import Run, Store
 from grmoe.studies.models.summary import (
     VALIDATION,
@@ -29,7 +38,7 @@ MARGIN, FINE_MARGIN = 0.005, 0.010  # nats to the specialist
 MOST_CV = 0.10
 
 _GRMOE, _SOFTMAX = RECIPES["grmoe"], RECIPES["softmax-bias"]
-_DEFAULT, *_OTHERS = BUDGETS
+_DEFAULT, *_OTHERS = (*BUDGETS, SOFTMAX_LED)
 
 
 @dataclass(frozen=True)
@@ -196,7 +205,7 @@ def _recipes(models: Models) -> Table:
         ["recipe", "seeds", "top-2", "mass 0.5", "top-1", "load CV at top-1"],
     )
     full = models["grmoe"]
-    for recipe in (_GRMOE, *BUDGETS):
+    for recipe in (_GRMOE, *BUDGETS, SOFTMAX_BUDGET, SOFTMAX_LED):
         runs = models[recipe.name]
         gaps = (difference(runs, full, VALIDATION, s, "top-2") for s in ("top-2", "mass 0.5", "top-1"))
         label = "full budgets only" if recipe is _GRMOE else recipe.label

@@ -1,7 +1,7 @@
 """Gates at equal experts per token: is GrMoE the better gate, and which part of it makes the difference?
 
 Five gates with two of eight experts per token, with one of eight, and with eight of 32 narrow ones. Then, with two of
-eight, one part of GrMoE at a time: the subspace, the flatter gate, the weights.
+eight, one part of GrMoE at a time: the subspace, the flatter gate, the weights, what evens out the load.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from grmoe.model import preset
+from grmoe.studies import halving
 from grmoe.studies.judging import below, below_on, in_doubt
 from grmoe.studies.model_study import Group, ModelStudy, runs_of
 from grmoe.studies.models.recipes import EQUAL, GATES, SETTINGS, Recipe, Setting, base_of, best_rate
@@ -31,6 +32,8 @@ STEPS = 2500
 SEEDS = 5
 BASELINES = EQUAL[1:]
 WHERE: dict[Setting, str] = {"two": "Table 2", "one": "not in the paper", "fine": "not in the paper"}
+
+FULL_BUDGET: dict[Setting, int] = {"two": 2, "fine": 8}  # experts per token, where there is a half
 
 Models = Mapping[str, Sequence[Run]]
 
@@ -65,7 +68,27 @@ KAPPA = GRMOE.plus(
     f"optim.kappa_lr={5 * best_rate('two', 'grmoe'):g}",
 )  # fmt: skip
 LINEAR = GRMOE.plus("grmoe-linear", "GrMoE, linear term", "model.router_options.linear=true")
-PARTS = (*FLAT, SOFTMAX_RENORMALISED, GRMOE_RENORMALISED, HALF, QUARTER, KAPPA, LINEAR)
+# Three ways to even out the load: the prior, the leading term, both. Switch's loss is the softmax gate's third way.
+_LED = "routing.leading_weight=0.01"
+BOTH = GRMOE.plus("grmoe-led", "GrMoE, prior and leading term", _LED)
+LED_ALONE = GRMOE.plus(
+    "grmoe-uniform-led", "GrMoE, leading term alone", "model.router_options.prior=uniform", _LED
+)
+VMF_LED = VMF.plus("vmf-led", f"{VMF.label} and leading term", _LED)
+TO_ZERO = GRMOE.plus("grmoe-floor-0", "GrMoE, rates fall to zero", "optim.floor=0")
+PARTS = (
+    *FLAT,
+    SOFTMAX_RENORMALISED,
+    GRMOE_RENORMALISED,
+    HALF,
+    QUARTER,
+    KAPPA,
+    LINEAR,
+    BOTH,
+    LED_ALONE,
+    VMF_LED,
+    TO_ZERO,
+)
 ROWS = (GRMOE, SOFTMAX, Z_LOSS, VMF, *PARTS)
 
 
@@ -103,6 +126,24 @@ def write(store: Store) -> Page:
             )
             for text in texts
         ]
+        full = FULL_BUDGET.get(setting)
+        if full is not None:
+            claims += [
+                halving.claim(
+                    GATES["two"][method].label,
+                    models["grmoe"],
+                    models[method],
+                    full,
+                    texts,
+                    SETTINGS[setting],
+                )
+                for method in BASELINES
+            ]
+            labelled = {method: (GATES[setting][method].label, models[method]) for method in EQUAL}
+            title = (
+                f"{SETTINGS[setting].capitalize()}: what half of them cost, top-{full // 2} minus top-{full}"
+            )
+            tables.append(halving.table(title, labelled, full, texts))
     parts = runs_of(store, base_of("two", STEPS), *ROWS)
     return Page(
         claims=[*claims, *_part_claims(parts)],
@@ -210,6 +251,9 @@ def _gains(parts: Models) -> Table:
         ("the last three quarters of the rank", GRMOE, QUARTER),
         ("the rate of κ", GRMOE, KAPPA),
         ("no linear term", GRMOE, LINEAR),
+        ("the prior alone in place of prior and leading term", GRMOE, BOTH),
+        ("the prior in place of the leading term", GRMOE, LED_ALONE),
+        ("rates that end at a tenth, not at zero", GRMOE, TO_ZERO),
         ("weights as they are, GrMoE", GRMOE, GRMOE_RENORMALISED),
         ("weights as they are, softmax", SOFTMAX, SOFTMAX_RENORMALISED),
         ("all of it, with renormalised weights", GRMOE_RENORMALISED, SOFTMAX_RENORMALISED),
