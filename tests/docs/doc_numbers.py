@@ -149,7 +149,11 @@ class Pool:
 
 @cache
 def pool(source: str) -> Pool:
-    """Of `results/NAME.json`: every number, and what `derived` adds. Of a page: every number it prints."""
+    """Of `results/NAME.json`: every number, and what `derived` adds. Of a page: every number it prints.
+
+    "#a,b" leaves numbers with these words on their path; of a page, those of sections with these words in their heading
+    ("_" is a space).
+    """
     name, _, words = source.partition("#")
     paths = sorted(ROOT.glob(name))
     assert paths, f"there is no file {name!r}"
@@ -158,7 +162,11 @@ def pool(source: str) -> Pool:
         if path.suffix == ".json":
             values += derived(json.loads(path.read_text()), words.split(",") if words else [])
         else:
-            values += [n.value for n in numbers(path.read_text().replace("`", " "))]
+            sections = re.split(r"^(?=#+ )", path.read_text(), flags=re.MULTILINE)
+            wanted = [word.replace("_", " ") for word in words.split(",")]
+            kept = [s for s in sections if all(word in s.partition("\n")[0] for word in wanted)]
+            assert kept, f"{name} has no section {words!r}"
+            values += [n.value for n in numbers("".join(kept).replace("`", " "))]
     return Pool(values)
 
 

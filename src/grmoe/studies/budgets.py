@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from grmoe.studies import halving
 from grmoe.studies.judging import MIN_SEEDS, in_doubt, never, not_above, not_worse, show_count
 from grmoe.studies.language_model import BASE
 from grmoe.studies.model_study import Group, ModelStudy, runs_of
@@ -22,6 +23,7 @@ from grmoe.studies.models.store import Run, Store
 from grmoe.studies.models.summary import (
     VALIDATION,
     difference,
+    mean,
     mean_of,
     model_table,
     rows_by_seed,
@@ -94,6 +96,7 @@ def write(store: Store) -> Page:
         tables=[
             *(_pairs(models, text) for text in texts),
             _recipes(models),
+            _half_by_seed(models, texts),
             _loads(models),
             _beside_specialists(fine),
         ],
@@ -215,6 +218,25 @@ def _recipes(models: Models) -> Table:
             *(show_mean(gap, 4, "+") for gap in gaps),
             show_mean(mean_of(runs, lambda row: row.load_cv, setting="top-1"), 3),
         )
+    return table
+
+
+def _half_by_seed(models: Models, texts: Sequence[str]) -> Table:
+    table = Table(
+        "Half of the experts, by seed: loss at top-1 minus that at top-2",
+        ["trained", "text", "by seed"],
+        left=3,
+    )
+    for recipe in (_GRMOE, _DEFAULT, _SOFTMAX, SOFTMAX_BUDGET, SOFTMAX_LED):
+        for text in texts:
+            found = halving.costs(models[recipe.name], 2, text)
+            if found:
+                table.add(
+                    recipe.label,
+                    text,
+                    " ".join(f"{cost:+.4f}" for _, cost in sorted(found.items())),
+                    show_mean(mean(found.values()), 4, "+"),
+                )
     return table
 
 
