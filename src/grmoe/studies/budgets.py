@@ -224,7 +224,7 @@ def _recipes(models: Models) -> Table:
 def _half_by_seed(models: Models, texts: Sequence[str]) -> Table:
     table = Table(
         "Half of the experts, by seed: loss at top-1 minus that at top-2",
-        ["trained", "text", "by seed"],
+        ["trained", "text", "by seed", "mean"],
         left=3,
     )
     for recipe in (_GRMOE, _DEFAULT, _SOFTMAX, SOFTMAX_BUDGET, SOFTMAX_LED):
