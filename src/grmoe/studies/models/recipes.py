@@ -176,6 +176,7 @@ _TOKEN_MASS = _elastic("token", "mass")
 BUDGETS = (
     _budget("token-mass", "per token, mass (default)", *_TOKEN_MASS),
     _budget("token-count", "per token, count", *_elastic("token", "count")),
+    _budget("sequence-mass", "per sequence, mass", *_elastic("sequence", "mass")),
     _budget("sequence-count", "per sequence, count", *_elastic("sequence", "count")),
     _budget("layer-count", "per layer, count", *_elastic("layer", "count")),
     _budget(
