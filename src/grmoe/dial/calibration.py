@@ -10,7 +10,7 @@ from typing import Any
 from grmoe import checks
 from grmoe.dial.beside import check_tokens, measure_budgets, round_budgets, short_names
 from grmoe.dial.certify import certify
-from grmoe.dial.curve import MAX_POINTS, build_curve, chosen_budget, use_curve
+from grmoe.dial.curve import MAX_POINTS, build_curve, chosen_budget, measured_at, use_curve
 from grmoe.dial.frontier import dial_points, frontier, gains, rule_points, top_k_points, uniform_points
 from grmoe.dial.level import Levels
 from grmoe.dial.meter import RULES, Meter, Point
@@ -128,7 +128,9 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     apply(model, trained.setting)
     use_curve(model, curve, None)
     own, *names = short_names(m.path for m in (loaded, *beside))
-    budgets = measure_budgets(own, loaded, trained.measured, text, cap, step, book)
+    budgets = measure_budgets(
+        own, loaded, trained.measured, text, cap, step, book, measured_at(curve, meter.points.values())
+    )
     for name, other, kept in zip(names, beside, beside_books, strict=True):
         budgets += measure_budgets(name, other, None, text, step=step, book=kept)
     model.set_budget(budget)
