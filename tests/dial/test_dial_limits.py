@@ -149,7 +149,7 @@ def test_defaults_of_the_dial() -> None:
     rest = {name: value for name, value in vars(plan).items() if name not in ("model", "target")}
     assert rest == {
         "text": None, "checks": (), "tokens": None, "length": None, "cap": None, "checkpoint": "best",
-        "beside": (), "folder": None,
+        "beside": (), "folder": None, "timed": True,
     }  # fmt: skip
 
 
