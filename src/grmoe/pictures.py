@@ -50,10 +50,17 @@ def picture(path: Path, width: float, height: float, font_size: float = 9) -> It
 
 
 @contextmanager
+def panels(path: Path, count: int) -> Iterator[list[Any]]:
+    """Axes side by side with small titles."""
+    with picture(path, 5.5 * count, 4.4) as figure:
+        axes = list(figure.subplots(1, count, squeeze=False)[0])
+        yield axes
+        for ax in axes:
+            ax.title.set_fontsize(9)
+
+
+@contextmanager
 def two_panels(path: Path) -> Iterator[tuple[Any, Any]]:
     """Two axes side by side with small titles."""
-    with picture(path, 11, 4.4) as figure:
-        left, right = figure.subplots(1, 2)
+    with panels(path, 2) as (left, right):
         yield left, right
-        for ax in (left, right):
-            ax.title.set_fontsize(9)

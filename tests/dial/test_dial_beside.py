@@ -10,11 +10,15 @@ from typer.testing import CliRunner
 
 from grmoe.cli import app
 from grmoe.config import from_dict
+from grmoe.dial import beside
 from grmoe.dial.beside import BudgetRow, measure_budgets, round_budgets, short_names
+from grmoe.dial.curve import measured_at
 from grmoe.dial.figure import _by_model
+from grmoe.dial.meter import Point
+from grmoe.dial.setting import top_k
 from grmoe.dial.tables import budget_table
-from grmoe.probe.losses import Increase, measure
-from grmoe.probe.windows import read_windows
+from grmoe.probe.losses import Increase, Measurement, measure
+from grmoe.probe.windows import Text, read_windows
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.open import open_model
 from grmoe.runs.results import load_results
@@ -76,6 +80,31 @@ def test_a_model_along_its_budgets_and_another_as_trained(
     ]
     assert tables == sorted(tables)  # the answer first, the budgets last
     assert f"{rows[3]['perplexity']:.2f}" in said
+
+
+def test_points_of_the_curve_are_not_measured_again(
+    compared: tuple[Path, str], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = open_model(compared[0] / "model")
+    curve = loaded.model.config.budget_curve
+    text = read_windows(None, open_model(run), 32, 512)
+    wanted = measure_budgets("it", loaded, None, text)
+    points = []
+    for at in curve:
+        loaded.model.set_budget(at["experts_per_token"])
+        points.append(Point(top_k((1.0, 1.0), 2), "uniform", measure(loaded.model, text)))
+    known = measured_at(curve, points)
+    assert list(known) == [at["experts_per_token"] for at in curve]
+    assert measured_at(curve, points[1:]).keys() == known.keys() - {1.0}
+    asked: list[float | None] = []
+
+    def note(model: Any, text: Text) -> Measurement:
+        asked.append(model.config.budget)
+        return measure(model, text)
+
+    monkeypatch.setattr(beside, "measure", note)
+    assert measure_budgets("it", loaded, None, text, known=known) == wanted
+    assert asked == [None, 1.5, 1.25]  # as trained, and between points of the curve
 
 
 def test_a_dialled_model_is_measured_along_its_own_curve(compared: tuple[Path, str], run: Path) -> None:

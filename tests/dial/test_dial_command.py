@@ -169,7 +169,9 @@ def _check_earlier(result: Result, out: Path, capsys: pytest.CaptureFixture[str]
     save(other, out)
     assert (out / "model" / "mine.txt").is_file()
     said = capsys.readouterr().err
-    chosen = f"{result.body.chosen.experts_per_token:.3f} experts per token"
+    assert result.body.chosen.speed is not None
+    relative = f"{result.body.chosen.speed.relative:.2f} times the trained speed"
+    chosen = f"{result.body.chosen.experts_per_token:.3f} experts per token, {relative}"
     assert said.startswith("Replaced the results of 20")
     assert said.endswith(f": {result.body.asked}; chosen were {chosen}\n")
     (out / "results.json").write_text("{}")

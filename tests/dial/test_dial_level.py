@@ -34,6 +34,38 @@ def test_the_bias_evens_out_the_load(tau: float, cap: int) -> None:
     assert float(bias_N.mean()) == pytest.approx(0.0, abs=1e-6)
 
 
+def even_bias_reference(logits_TN: torch.Tensor, tau: float, cap: int) -> torch.Tensor:
+    """Step by step, looking at the load in each of them."""
+    bias_N = best_N = torch.zeros(logits_TN.shape[-1])
+    least = torch.inf
+    for step in range(level.STEPS):
+        load_N = largest(torch.softmax(logits_TN + bias_N, -1), tau, cap).float().mean(0)
+        excess_N = len(load_N) * load_N / load_N.sum() - 1
+        found = float(excess_N.square().mean().sqrt())
+        if found < least:
+            least, best_N = found, bias_N
+        if found <= EVEN:
+            break
+        bias_N = bias_N - level.RATE * level.DECAY**step * excess_N
+    return best_N - best_N.mean()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("tokens", [7, 3000])  # with a few tokens no load is ever even
+def test_looking_seldom_changes_nothing(seed: int, tokens: int) -> None:
+    torch.manual_seed(seed)
+    logits_TN = torch.randn(tokens, N) + seed * torch.linspace(-0.5, 0.5, N)
+    for tau, cap in ((NO_LIMIT, 1), (0.5, 3)):
+        assert torch.equal(even_bias(logits_TN, tau, cap), even_bias_reference(logits_TN, tau, cap))
+
+
+def test_a_setting_is_levelled_once(loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels, setting = Levels(loaded.model, text), top_k((1.0, 1.0), 1)
+    first = levels(setting)
+    monkeypatch.setattr(level, "even_bias", lambda *_: pytest.fail("levelled again"))
+    assert levels(setting) is first
+
+
 def test_an_even_load_needs_no_bias() -> None:
     logits_TN = torch.eye(N).repeat(50, 1) * 3
     assert not even_bias(logits_TN, NO_LIMIT, 1).any()

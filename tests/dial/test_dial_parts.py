@@ -58,12 +58,40 @@ def test_the_bisections_end_at_the_edge() -> None:
 
     for aim in (1.3, 2.5, 3.6):
         tau = gates.tau_for((1.0, 2.0), aim)
-        assert mean(tau) >= aim > mean(tau - 1e-8)
+        assert mean(tau) >= aim - 1e-12 > mean(tau - 1e-8)
         alpha = gates.alpha_for(1, 0.8, aim)
         assert gates.experts(1, alpha, 0.8) <= aim < gates.experts(1, alpha * (1 - 1e-6), 0.8)
     assert gates.tau_for((1.0, 2.0), 9.0) == pytest.approx(1.0)  # out of reach: all there are
     assert gates.alpha_for(0, 1e-9, 1.0) == pytest.approx(0.01)  # the ends of the range of α
     assert gates.alpha_for(0, 1.0, 0.5) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_answers_are_those_of_a_bisection_on_the_host(dtype: torch.dtype) -> None:
+    gates = made_up_gates(4)
+    gates.layers = [AffineGate(g.a_TN.to(dtype), g.b_TN.to(dtype)) for g in gates.layers]
+    alphas = (0.7, 2.0)
+
+    def bisect(
+        low: float, high: float, middle: Callable[[float, float], float], up: Callable[[float], bool]
+    ) -> float:
+        for _ in range(30):
+            at = middle(low, high)
+            low, high = (at, high) if up(at) else (low, at)
+        return high
+
+    for aim in torch.linspace(1.05, 3.9, 12).tolist():
+
+        def few(tau: float, aim: float = aim) -> bool:
+            return sum(gates.experts(i, a, tau) for i, a in enumerate(alphas)) / 2 < aim
+
+        def many(alpha: float, aim: float = aim) -> bool:
+            return gates.experts(1, alpha, 0.8) > aim
+
+        tau = bisect(0.0, 1.0, lambda a, b: (a + b) / 2, few)
+        assert gates.tau_for(alphas, aim) == pytest.approx(tau, abs=2e-7)
+        alpha = bisect(1e-2, 1e2, lambda a, b: (a * b) ** 0.5, many)
+        assert gates.alpha_for(1, 0.8, aim) == pytest.approx(alpha, rel=1e-6)
 
 
 def test_a_meter_measures_each_setting_once(monkeypatch: pytest.MonkeyPatch) -> None:

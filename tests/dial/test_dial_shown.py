@@ -92,15 +92,15 @@ def result(**changes: Any) -> Result:
 def axes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, Any]:
     """Both panels, as they were drawn."""
     kept: list[Any] = []
-    real = figure.two_panels
+    real = figure.panels
 
     @contextmanager
-    def keep(path: Path) -> Iterator[Any]:
-        with real(path) as panels:
+    def keep(path: Path, count: int) -> Iterator[Any]:
+        with real(path, count) as panels:
             kept.extend(panels)
             yield panels
 
-    monkeypatch.setattr(figure, "two_panels", keep)
+    monkeypatch.setattr(figure, "panels", keep)
     path = figure.draw(result(), tmp_path / "pareto.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     return kept[0], kept[1]
@@ -156,6 +156,51 @@ def test_the_right_panel_has_the_points_that_were_timed_with_their_intervals(axe
         COLORS[i] for i in (0, 0, 1, 1, 1, 2, 2, 3, 4) for _ in range(2)
     ]
     assert curve(ring) == ([12e3], [12.0])
+
+
+def test_without_speeds_there_is_one_panel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[int] = []
+    real = figure.panels
+
+    def note(path: Path, count: int) -> Any:
+        asked.append(count)
+        return real(path, count)
+
+    monkeypatch.setattr(figure, "panels", note)
+    untimed = [replace(p, speed=None) for p in POINTS]
+    figure.draw(result(points=untimed, chosen=replace(PER_LAYER[1], speed=None)), tmp_path / "pareto.png")
+    assert asked == [1]
+    assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_speeds_tables_have_no_columns_for_them() -> None:
+    untimed = [replace(p, speed=None, best=True) for p in POINTS]
+    chosen, trained = (replace(p, speed=None, best=True) for p in (PER_LAYER[1], TOP_K[1]))
+    rows = [alpha_row(0.5, speed=None), alpha_row(5.0, speed=None)]
+    found = result(points=untimed, chosen=chosen, trained=trained, table=rows)
+    lines = list(tables.show(found))
+    frontiers, alphas, _ = lines[-3:]
+    assert isinstance(frontiers, tables.Table)
+    assert isinstance(alphas, tables.Table)
+    # All that no other beats, and the chosen one with its arrow: none is left out for want of a speed.
+    names = [p.name for points in tables._worth_showing(found.body).values() for p in points]
+    assert sorted(names) == sorted(p.name for p in set_of_drawn(untimed))
+    first = next(row for row in frontiers.rows if "←" in row[0])
+    assert first[1:] == ("per layer 1.5", "1.500", "12.000", "+0.00 %", "*")
+    assert alphas.rows[0] == ("as trained", "2.00", "1.50", "2.000", "9.500")
+    for part in lines:
+        text = part if isinstance(part, str) else part.markdown()
+        assert "speed" not in text
+        assert "tokens/s" not in text
+
+
+def set_of_drawn(points: list[PointResult]) -> list[PointResult]:
+    """Those on a frontier or in top-k, each once."""
+    return [
+        p
+        for p in points
+        if p.on_frontier or p.on_uniform_frontier or p.on_rule_frontier or p.family in ("top-k", "trained")
+    ]
 
 
 def test_one_bad_point_does_not_flatten_the_picture(axes: tuple[Any, Any]) -> None:

@@ -415,6 +415,27 @@ def test_head_and_loss_in_one(vocabulary: int) -> None:
     assert all(torch.equal(a.grad, b) for a, b in zip(again, results[0][1:], strict=True))
 
 
+@pytest.mark.parametrize("vocabulary", [8192, 50257])
+def test_the_losses_of_tokens_in_parts(vocabulary: int) -> None:
+    """Against fp64 from the same bf16 inputs, with nothing that waits. 50257 words: three parts."""
+    from grmoe.head import next_token_loss, token_losses, token_losses_reference
+
+    torch.manual_seed(0)
+    x = torch.randn(3000, 256, device="cuda").bfloat16()
+    weight = (torch.randn(vocabulary, 256, device="cuda") / 16).bfloat16()
+    target = torch.randint(vocabulary, (3000,), device="cuda")
+    target[::7] = -100
+    first = token_losses(x, weight, target)
+    with no_sync():
+        found = token_losses(x, weight, target)
+    assert not runtime.failures()
+    assert torch.equal(found, first)
+    wanted = token_losses_reference(x.double(), weight.double(), target)
+    assert (found.double() - wanted).norm() <= 1e-2 * wanted.norm()
+    whole = next_token_loss(x, weight, target, (target != -100).sum())
+    torch.testing.assert_close(found.sum() / (target != -100).sum(), whole, rtol=1e-4, atol=0)
+
+
 def test_a_training_step_in_cuda_graphs_is_the_eager_one() -> None:
     """A small model, compiled into graphs: losses of ten steps as without, but for bf16's rounding."""
     from grmoe.model import GrmoeConfig, GrmoeForCausalLM

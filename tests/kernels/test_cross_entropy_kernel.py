@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from grmoe.head import IGNORED, next_token_loss_reference
+from grmoe.head import IGNORED, next_token_loss_reference, token_losses_reference
 from grmoe.kernels import cross_entropy
 
 
@@ -74,3 +74,15 @@ def test_half_precision_tokens_and_wide_weights() -> None:
     assert exact.grad is not None
     # Gradients of logits are rounded to 11 bits.
     assert (wide.grad.double() - exact.grad).norm() <= 2e-3 * exact.grad.norm()
+
+
+@pytest.mark.parametrize("at_once", [1, 16, 64])
+@pytest.mark.parametrize("V", [5, 333])
+def test_the_loss_of_each_token(V: int, at_once: int) -> None:
+    x, weight, target = inputs(37, V)
+    target[3] = IGNORED
+    found = cross_entropy.linear_token_losses(x, weight, target, IGNORED, at_once)
+    wanted = token_losses_reference(x.double(), weight.double(), target)
+    assert found.dtype == torch.float32
+    assert found[3] == 0
+    assert torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-6)

@@ -88,6 +88,15 @@ def test_layer_inputs_are_what_the_layers_were_given(make: Any) -> None:
             assert torch.allclose(again.probs, routing.probs, rtol=1e-4, atol=1e-5)
 
 
+def test_windows_in_one_pass_give_what_each_gives_alone(make: Any) -> None:
+    model = make().model
+    ids_WS = torch.randint(0, model.config.vocab_size, (70, 32), generator=torch.Generator().manual_seed(2))
+    together = layer_inputs(model, ids_WS)  # two passes: 62 windows, and 8
+    alone = [layer_inputs(model, row_S[None]) for row_S in ids_WS]
+    for layer, x_TD in enumerate(together):
+        assert torch.allclose(x_TD, torch.cat([found[layer] for found in alone]), rtol=1e-4, atol=1e-5)
+
+
 def test_recording_leaves_the_routers_as_they_were(make: Any) -> None:
     model = make().model
     ids = torch.zeros(1, 8, dtype=torch.long)

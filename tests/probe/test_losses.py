@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grmoe import head
 from grmoe.probe.losses import Increase, Measurement, increase, measure, verdict, window_losses
 from grmoe.probe.routing import recorded, routing_figures
 from grmoe.probe.windows import Text
@@ -79,6 +80,54 @@ def test_a_window_s_loss_does_not_depend_on_the_others(make: Any) -> None:
         together = window_losses(model, rows_WS)
         alone = torch.cat([window_losses(model, row[None]) for row in rows_WS])
     assert torch.allclose(together, alone, rtol=1e-5)
+
+
+def window_losses_reference(model: Any, rows_WS: torch.Tensor) -> torch.Tensor:
+    """One window at a time, as its mean."""
+    found = []
+    for row_S in rows_WS:
+        logits_SV = model(row_S[None, :-1]).logits[0].float()
+        found.append(torch.nn.functional.cross_entropy(logits_SV, row_S[1:]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("at_once", [1, 5, 16, 50, 10**6])  # tokens; a window has 16 of them
+def test_parts_of_the_logits_give_the_loss_of_one_window_at_a_time(
+    make: Any, monkeypatch: pytest.MonkeyPatch, at_once: int, dtype: torch.dtype
+) -> None:
+    model = make().model.to(dtype)
+    rows_WS = random_text(6, 16, model.config.vocab_size).rows_WS
+    most: list[int] = []
+    real = head.token_losses_reference
+
+    def note(x_TD: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        most.append(len(x_TD))
+        return real(x_TD, *rest)
+
+    monkeypatch.setattr(head, "LOGITS", {"cpu": at_once * model.config.vocab_size + 1})
+    monkeypatch.setattr(head, "token_losses_reference", note)
+    with torch.no_grad():
+        found = window_losses(model, rows_WS)
+        wanted = window_losses_reference(model, rows_WS)
+    assert max(most) == min(at_once, 96)
+    assert sum(most) == 96
+    # bf16: the layers round differently in a batch of another size.
+    assert torch.allclose(found, wanted.double(), rtol=1e-6 if dtype == torch.float32 else 1e-2)
+
+
+def test_a_target_that_does_not_count_costs_nothing() -> None:
+    g = torch.Generator().manual_seed(0)
+    x_TD, weight_VD = torch.randn(7, 8, generator=g), torch.randn(11, 8, generator=g)
+    target_T = torch.tensor([3, head.IGNORED, 0, 10, head.IGNORED, 1, 2])
+    found = head.token_losses(x_TD.requires_grad_(), weight_VD, target_T)
+    assert not found.requires_grad
+    log_p_TV = torch.log_softmax(x_TD.detach().double() @ weight_VD.double().T, -1)
+    wanted = [-float(row[t]) if t >= 0 else 0.0 for row, t in zip(log_p_TV, target_T, strict=True)]
+    assert found.tolist() == pytest.approx(wanted, rel=1e-5)
+    assert float(found.sum()) == pytest.approx(
+        float(head.next_token_loss_reference(x_TD.detach(), weight_VD, target_T, torch.tensor(1))), rel=1e-6
+    )
 
 
 def test_a_loss_that_is_not_finite_is_refused(make: Any) -> None:

@@ -307,6 +307,34 @@ def test_the_dial_shows_what_was_measured(page: Path, run: Path, show: Callable[
     assert " experts per token" in said
 
 
+def test_a_dial_without_speeds_shows_none(page: Path, tmp_path: Path, show: Callable[[Path], Page]) -> None:
+    """As `grmoe dial --no-speed` leaves it: no picture and no column for speeds. The rest is as it was."""
+
+    def tables(shown: Page) -> list[str]:
+        return [t.get_attribute("textContent") for t in shown.all("#frontier table")]
+
+    (run,) = data_of(page)["runs"]
+    timed = show(page)
+    before, pictures = tables(timed), len(timed.all("#frontier svg[role=img]"))
+    assert sum("speed" in text for text in before) == 2
+    assert "speed relative to trained" in timed.text("#frontier")
+    dial, slider = run["dial"], run["slider"]
+    points = [*dial["points"], *dial["table"], dial["trained"], dial["chosen"], *slider["stops"]]
+    for point in [*points, slider["trained"], slider["chosen"]]:
+        point["speed"] = None
+    slider["speeds"] = []
+    path = tmp_path / "untimed.html"
+    path.write_text(render([page_content(run)]), encoding="utf-8")
+    shown = show(path)
+    assert len(tables(shown)) == len(before)
+    assert len(shown.all("#frontier svg[role=img]")) == pictures - 1
+    assert "speed" not in shown.text("#frontier")
+    assert not any("–" in text for text in tables(shown))
+    assert shown.read("speed") == "–"
+    shown.set_budget((slider["stops"][0]["experts_per_token"] + slider["stops"][1]["experts_per_token"]) / 2)
+    assert "peed" not in shown.text("#how")
+
+
 def test_the_dial_is_turned_by_keys(page: Path, show: Callable[[Path], Page]) -> None:
     from selenium.webdriver import Keys
 

@@ -28,7 +28,7 @@ from grmoe.routing import (
 from grmoe.routing import SoftmaxRouter as Softmax
 from grmoe.routing.budget import Budget
 from grmoe.routing.controls import routers
-from grmoe.routing.counting import LoadCounter, prior_shares
+from grmoe.routing.counting import LoadCounter, prior_shares, read_all
 from grmoe.routing.elastic import Elastic
 from grmoe.routing.prior import next_log_prior
 from grmoe.routing.result import Routing
@@ -52,6 +52,19 @@ def random_routing(*shape: int, seed: int = 0) -> Routing:
 
 
 # ------------------------------------------------------------------------------------------------- the counter
+
+
+def test_counters_read_together_say_what_each_says_alone() -> None:
+    counters = [
+        LoadCounter(N),
+        LoadCounter(N, identity_experts=1),
+        LoadCounter(N),
+    ]  # the last has counted nothing
+    for seed, counter in enumerate(counters[:2]):
+        counter.add(random_routing(50 + seed, seed=seed))
+    assert list(map(repr, read_all(counters))) == [repr(counter.read()) for counter in counters]  # NaN ≠ NaN
+    small = LoadCounter(2)
+    assert read_all([counters[0], small])[0] == counters[0].read()  # of another size
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,10 @@ def dial(
             "Repeatable."
         ),
     ] = None,
+    no_speed: Annotated[
+        bool,
+        typer.Option("--no-speed", help="Time nothing. Quicker, and on a busy machine times mean nothing."),
+    ] = False,
     out: Annotated[Path | None, options.beside_model("results.json and pareto.png", "dial")] = None,
     write: Annotated[
         bool, typer.Option("--write", help="Save the model with the chosen setting to OUT/model.")
@@ -69,7 +73,8 @@ def dial(
         out = out or results_folder(model, "dial")
         plan = Plan(
             model=model, target=Target(*asked), text=text, checks=check or [],
-            tokens=tokens, length=length, cap=cap, checkpoint=checkpoint, beside=beside or [], folder=out,
+            tokens=tokens, length=length, cap=cap, checkpoint=checkpoint, beside=beside or [], timed=not no_speed,
+            folder=out,
         )  # fmt: skip
         if write:
             check_place(model, out / "model")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,14 +70,16 @@ def measure_budgets(
     cap: int | None = None,
     step: Callable[[str], None] = lambda _: None,
     book: Book | None = None,
+    known: Mapping[float, Measurement] | None = None,
 ) -> list[BudgetRow]:
     """The model at every round budget of its curve; without a curve, as it was trained. It is left as trained.
 
     name: what the rows call it.
     trained: what was measured at the trained setting; None: measure it now.
     book: what was measured before, and where new measurements go.
+    known: what was measured at budgets that are points of the curve.
     """
-    model, book = loaded.model, book or Book()
+    model, book, known = loaded.model, book or Book(), known or {}
 
     def at(budget: float | None) -> Measurement:
         model.set_budget(budget)
@@ -94,7 +96,7 @@ def measure_budgets(
         return [_row(name, base.experts_per_token, base, base)]
     rows = []
     for budget in budgets:
-        rows.append(_row(name, budget, at(budget), base))
+        rows.append(_row(name, budget, known.get(budget) or at(budget), base))
         step("budgets")
     model.set_budget(None)
     return rows

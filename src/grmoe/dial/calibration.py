@@ -10,7 +10,7 @@ from typing import Any
 from grmoe import checks
 from grmoe.dial.beside import check_tokens, measure_budgets, round_budgets, short_names
 from grmoe.dial.certify import certify
-from grmoe.dial.curve import MAX_POINTS, build_curve, chosen_budget, use_curve
+from grmoe.dial.curve import MAX_POINTS, build_curve, chosen_budget, measured_at, use_curve
 from grmoe.dial.frontier import dial_points, frontier, gains, rule_points, top_k_points, uniform_points
 from grmoe.dial.level import Levels
 from grmoe.dial.meter import RULES, Meter, Point
@@ -64,9 +64,17 @@ class Plan:
     """Of a run: "best", "last" or a step."""
     beside: Sequence[str | Path] = ()
     """Other models to compare with: along their own curves, or as trained."""
+    timed: bool = True
+    """Whether speeds are measured. On a busy machine they mean nothing."""
     folder: Path | None = None
     """Where measurements are kept as they are made. The same plan takes them up after an interruption, and `save`
     removes them. Default: nowhere."""
+
+    def __post_init__(self) -> None:
+        checks.require(
+            self.timed or self.target.kind != "throughput",
+            "a target of throughput needs measured speeds, got --no-speed (timed=False)",
+        )
 
 
 def run(plan: Plan, progress: Progress = silent) -> Result:
@@ -82,7 +90,9 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     cap = _cap(plan.cap, model.config)
     # All text is read before anything is measured: a wrong file name should not cost minutes.
     text, *others = read_texts((plan.text, *plan.checks), loaded, plan.length, plan.tokens)
-    timings = 2 if target.kind == "throughput" else 1  # a speed has to be measured before it can be asked for
+    # A target of speed needs speeds to choose by. Otherwise everything is timed together, after the choice.
+    by_speed = target.kind == "throughput"
+    timings = 2 if by_speed else int(plan.timed)
     check_tokens(beside, text, plan.text, plan.length, plan.tokens)
     total = (
         expected(len(model.config.moe_layers), cap) + REFINEMENTS + MAX_POINTS + 2 * len(others)
@@ -101,14 +111,12 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     refine(target, meter)
     points = list(meter.points.values())
     to_time = _points_to_time(points, trained)
-    # A target of speed needs speeds to choose by. Otherwise everything is timed together, after the choice.
-    by_speed = target.kind == "throughput"
     speeds = time_points(model, text, to_time, trained, ROUNDS, step) if by_speed else {}
     chosen = choose(target, points, trained, lambda p: speeds[p].relative if p in speeds else None)
     chosen = levels.within(target, meter, chosen)
     rows = _alpha_rows(meter, chosen, cap)
     contenders = [*([] if by_speed else to_time), chosen, *rows.values()]
-    row_speeds = time_points(model, text, contenders, trained, ROUNDS, step)
+    row_speeds = time_points(model, text, contenders, trained, ROUNDS, step) if plan.timed else {}
 
     measured = sorted(meter.points.values(), key=lambda p: p.experts_per_token)
     describe = _Describer(measured, trained, row_speeds | speeds)
@@ -128,7 +136,9 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     apply(model, trained.setting)
     use_curve(model, curve, None)
     own, *names = short_names(m.path for m in (loaded, *beside))
-    budgets = measure_budgets(own, loaded, trained.measured, text, cap, step, book)
+    budgets = measure_budgets(
+        own, loaded, trained.measured, text, cap, step, book, measured_at(curve, meter.points.values())
+    )
     for name, other, kept in zip(names, beside, beside_books, strict=True):
         budgets += measure_budgets(name, other, None, text, step=step, book=kept)
     model.set_budget(budget)
@@ -139,7 +149,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
         trained=PointResult(**describe(trained)),
         chosen=PointResult(**describe(chosen)),
         points=[PointResult(**describe(p)) for p in measured],
-        table=[AlphaRow(alpha=a, **describe(p) | {"speed": row_speeds[p]}) for a, p in rows.items()],
+        table=[AlphaRow(alpha=a, **describe(p) | {"speed": row_speeds.get(p)}) for a, p in rows.items()],
         per_layer_gains=gains(measured),
         rule_gains={rule: gains(measured, rule) for rule in RULES},
         sensitivities=[SensitivityResult(s.base.setting.fields, s.layers) for s in sensitivities],

@@ -14,6 +14,7 @@ from typing import Any
 from grmoe.dial.meter import Point
 from grmoe.dial.setting import mass
 from grmoe.model import GrmoeForCausalLM
+from grmoe.probe.losses import Measurement
 
 MAX_POINTS = 12
 
@@ -121,6 +122,13 @@ def _thinned(points: list[Point], forced: set[Point]) -> list[Point]:
     if len(free) > room:
         free = [free[(2 * i + 1) * len(free) // (2 * room)] for i in range(room)]
     return [p for p in points if p in forced or p in free]
+
+
+def measured_at(curve: list[dict[str, Any]], points: Iterable[Point]) -> dict[float, Measurement]:
+    """What was measured at the points of the curve, by experts per token."""
+    known = {(round(p.experts_per_token, 4), round(p.loss, 6)): p.measured for p in points}
+    pairs = [(p["experts_per_token"], p["loss"]) for p in curve]
+    return {pair[0]: known[pair] for pair in pairs if pair in known}
 
 
 def use_curve(model: GrmoeForCausalLM, curve: list[dict[str, Any]] | None, budget: float | None) -> None:

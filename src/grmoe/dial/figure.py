@@ -1,4 +1,4 @@
-"""The Pareto picture: perplexity against experts per token, and against measured tokens/s."""
+"""The Pareto picture: perplexity against experts per token, and against tokens/s where they were measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from grmoe.dial.beside import BudgetRow
 from grmoe.dial.results import DialResults, PointResult, Result
-from grmoe.pictures import COLORS, GREY, INK, readable_range, two_panels
+from grmoe.pictures import COLORS, GREY, INK, panels, readable_range
 
 FIGURE = "pareto.png"
 MARKS = "os^vP"
@@ -16,23 +16,22 @@ MARKS = "os^vP"
 def draw(result: Result, path: Path) -> Path:
     """Write the picture."""
     body = result.body
-    with two_panels(path) as (left, right):
+    with panels(path, 2 if body.timed else 1) as axes:
+        left, *others = axes
         _experts(left, body)
-        _speed(right, body)
-        assert body.chosen.speed is not None  # the chosen setting is always timed
-        machine = "GPU" if result.loaded.model.device.type == "cuda" else "CPU"
         left.set(title="Perplexity against experts per token (lines: frontiers)", xlabel="experts per token")
         left.set_ylabel("perplexity, calibration text")
-        how = body.chosen.speed.how
-        right.set_title(f"The same against measured prefill, {machine}, {how} (bars: middle 80 %)")
-        right.set_xlabel("tokens/s")
         low, high = _range(body)
         room = high - low or 1.0
-        for ax in (left, right):
+        for ax in axes:
             ax.set_ylim(low - 0.08 * room, high + 0.12 * room)
         above = [p for p in _drawn(body) if p.perplexity > high]
         _mark_above(left, {(p.experts_per_token, p.perplexity) for p in above})
-        _mark_above(right, {(p.speed.tokens_per_second, p.perplexity) for p in above if p.speed is not None})
+        for right in others:
+            _speed(right, body, "GPU" if result.loaded.model.device.type == "cuda" else "CPU")
+            _mark_above(
+                right, {(p.speed.tokens_per_second, p.perplexity) for p in above if p.speed is not None}
+            )
         # Below the axes: a frontier may run anywhere between them.
         left.legend(frameon=False, ncols=3, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14))
     return path
@@ -99,13 +98,15 @@ def _limit(body: DialResults) -> float | None:
     return body.trained.perplexity * (1 + body.target.value) if body.target.kind == "perplexity" else None
 
 
-def _speed(ax: Any, body: DialResults) -> None:
+def _speed(ax: Any, body: DialResults, machine: str) -> None:
     for points, color, mark in zip(body.families.values(), COLORS, MARKS, strict=False):
         for point in points:
             if point.speed is not None:
                 ax.plot(point.speed.interval, [point.perplexity] * 2, color=color, lw=0.8, alpha=0.5)
                 ax.plot(point.speed.tokens_per_second, point.perplexity, mark, color=color, ms=4)
-    assert body.chosen.speed is not None
+    assert body.chosen.speed is not None  # in a dial with speeds, the chosen setting is timed
+    ax.set_title(f"The same against measured prefill, {machine}, {body.chosen.speed.how} (bars: middle 80 %)")
+    ax.set_xlabel("tokens/s")
     _ring(ax, body.chosen.speed.tokens_per_second, body.chosen.perplexity)
 
 

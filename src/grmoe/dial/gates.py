@@ -9,7 +9,11 @@ Legend: T tokens, K cap.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 from grmoe.dial.setting import Norms
 from grmoe.model import GrmoeForCausalLM
@@ -39,22 +43,37 @@ class Gates:
 
     def experts(self, layer: int, alpha: float, tau: float) -> float:
         """Mean over tokens of 1 + #{j < cap : the j most probable experts hold less than τ}."""
-        top_TK = self.layers[layer].probs(alpha).topk(self.cap, dim=-1).values
-        return 1 + float((top_TK.cumsum(-1)[:, :-1] < tau).sum(-1).double().mean())
+        return float(self._experts(layer, alpha, tau))
 
     def tau_for(self, alphas: Sequence[float], experts: float) -> float:
-        """τ at which the layers compute `experts` on average. A larger τ needs more experts."""
-        low, high = 0.0, 1.0
-        for _ in range(STEPS):
-            middle = (low + high) / 2
-            mean = sum(self.experts(i, a, middle) for i, a in enumerate(alphas)) / len(self.layers)
-            low, high = (middle, high) if mean < experts else (low, middle)
-        return high
+        """τ at which the layers compute `experts` on average. A larger τ needs more experts.
+
+        As τ grows past what some token's first experts hold, this token gets one more. So τ lies just above the n-th
+        smallest of these masses, where n experts are needed beyond one per token.
+        """
+        masses = [self._held(i, alpha) for i, alpha in enumerate(alphas)]
+        tokens = sum(map(len, masses))
+        held = torch.cat([m.flatten() for m in masses])
+        needed = math.ceil((experts - 1) * tokens - 1e-6)
+        if needed > len(held):
+            return 1.0
+        nth = held.kthvalue(max(1, needed)).values
+        return min(1.0, float(nth.nextafter(nth.new_ones(()))))
 
     def alpha_for(self, layer: int, tau: float, experts: float) -> float:
         """α at which one layer computes `experts` at this τ. A larger α needs fewer experts."""
-        low, high = ALPHAS
+        device = self.layers[layer].b_TN.device
+        low, high = (torch.full((), end, dtype=torch.float64, device=device) for end in ALPHAS)
+        # On the device: the host waits once, for the answer, and not at each step.
         for _ in range(STEPS):
-            middle = (low * high) ** 0.5
-            low, high = (middle, high) if self.experts(layer, middle, tau) > experts else (low, middle)
-        return high
+            middle = (low * high).sqrt()
+            above = self._experts(layer, middle, tau) > experts
+            low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+        return float(high)
+
+    def _experts(self, layer: int, alpha: float | Tensor, tau: float) -> Tensor:
+        return 1 + (self._held(layer, alpha) < tau).sum(-1).double().mean()
+
+    def _held(self, layer: int, alpha: float | Tensor) -> Tensor:
+        """What the j most probable experts hold, for each token and j < cap: (T, K−1)."""
+        return self.layers[layer].probs(alpha).topk(self.cap, dim=-1).values.cumsum(-1)[:, :-1]

@@ -26,6 +26,7 @@ from grmoe.routing.selection import NO_LIMIT, largest
 TOKENS = 32768  # of the text, evenly spread
 EVEN = 0.05  # CV of the load of a layer that is even enough
 STEPS, RATE, DECAY = 100, 0.2, 0.98
+LOOK = 5  # steps between two looks at the load: a look waits for the device
 MAX_COST = 0.003  # of perplexity: an even load must be nearly free
 _GIVE = (0.0, 0.01, 0.03)  # changes of τ that are tried for an even load within the target
 
@@ -39,11 +40,17 @@ class Levels:
     def __init__(self, model: GrmoeForCausalLM, text: Text) -> None:
         every = max(1, text.tokens // TOKENS)
         self.gates = affine_gates(model, text.inputs_WS[::every])
+        self.known: dict[Setting, Setting] = {}
 
     def __call__(self, setting: Setting) -> Setting:
         """The setting with a bias that evens out its load, if that is uneven. A threshold or a dense gate has none."""
         if setting.selection not in ("mass", "topk"):
             return setting
+        if setting not in self.known:
+            self.known[setting] = self._level(setting)
+        return self.known[setting]
+
+    def _level(self, setting: Setting) -> Setting:
         plain = replace(setting, level=None)
         layers = len(self.gates)
         biases = plain.bias or [[0.0] * self.gates[0].a_TN.shape[-1]] * layers
@@ -91,17 +98,16 @@ def even_bias(logits_TN: Tensor, tau: float, cap: int) -> Tensor:
     load is even enough, because a larger bias costs more.
     """
     N = logits_TN.shape[-1]
-    tau_, cap_ = logits_TN.new_tensor(tau), torch.tensor(cap, device=logits_TN.device)
     bias_N = best_N = logits_TN.new_zeros(N)
-    least = torch.inf
+    least = logits_TN.new_full((), torch.inf)
     for step in range(STEPS):
-        chosen_TN = largest(torch.softmax(logits_TN + bias_N, -1), tau_, cap_)
+        chosen_TN = largest(torch.softmax(logits_TN + bias_N, -1), tau, cap)
         load_N = chosen_TN.to(logits_TN.dtype).mean(0)
         excess_N = N * load_N / load_N.sum() - 1
-        spread = float(excess_N.square().mean().sqrt())
-        if spread < least:
-            least, best_N = spread, bias_N
-        if spread <= EVEN:
+        spread = excess_N.square().mean().sqrt()
+        best_N, least = torch.where(spread < least, bias_N, best_N), torch.minimum(spread, least)
+        if step % LOOK == 0 and bool(least <= EVEN):
             break
-        bias_N = bias_N - RATE * DECAY**step * excess_N
+        # Once the load is even enough the bias stays, until the next look.
+        bias_N = torch.where(least <= EVEN, bias_N, bias_N - RATE * DECAY**step * excess_N)
     return best_N - best_N.mean()

@@ -121,6 +121,11 @@ class DialResults:
     """What the rules beside τ and α gain over one α for all."""
 
     @property
+    def timed(self) -> bool:
+        """Whether speeds were measured. Then the chosen setting has one."""
+        return self.chosen.speed is not None
+
+    @property
     def families(self) -> dict[str, list[PointResult]]:
         """What is compared, fewest experts first: frontiers of the rules, and top-k at the trained α."""
         plain = [p for p in self.points if p.family in ("top-k", "trained")]

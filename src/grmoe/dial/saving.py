@@ -51,8 +51,11 @@ def _earlier(out: Path) -> Results | None:
 
 def _asked(body: dict[str, Any]) -> tuple[Any, ...]:
     """What two dials must share to be the same question with the same answer."""
-    return body["asked"], body["calibration"], body["chosen"]["name"], body["budget"]
+    timed = body["chosen"]["speed"] is not None
+    return body["asked"], body["calibration"], body["chosen"]["name"], body["budget"], timed
 
 
 def _chosen(body: dict[str, Any]) -> str:
-    return f"chosen were {body['chosen']['experts_per_token']:.3f} experts per token"
+    chosen = body["chosen"]
+    speed = "" if chosen["speed"] is None else f", {chosen['speed']['relative']:.2f} times the trained speed"
+    return f"chosen were {chosen['experts_per_token']:.3f} experts per token{speed}"

@@ -21,7 +21,7 @@ def show(result: Result) -> Iterator[Table | str]:
     """What the terminal shows: the choice in a few lines, the tables behind it, and last perplexity by budget."""
     body = result.body
     yield from _summary(body)
-    yield _frontier_table(_worth_showing(body), body.chosen)
+    yield _frontier_table(body, _worth_showing(body))
     yield _alpha_table(body)
     yield _certificate_table(body)
     if body.budgets:
@@ -29,13 +29,21 @@ def show(result: Result) -> Iterator[Table | str]:
 
 
 def _worth_showing(body: DialResults) -> dict[str, list[PointResult]]:
-    """The settings that no other beats, the chosen one and the trained one, each once. results.json has all of them."""
-    left = [p for p in body.points if p.speed and (p.best or p in (body.chosen, body.trained))]
+    """The settings that no other beats, the chosen one and the trained one, each once. results.json has all of them.
+
+    Of a dial with speeds, those that were timed.
+    """
+    left = [p for p in _comparable(body) if p.best or p in (body.chosen, body.trained)]
     found = {}
     for name, points in body.families.items():
         found[name] = [p for p in points if p in left]
         left = [p for p in left if p not in points]
     return found
+
+
+def _comparable(body: DialResults) -> list[PointResult]:
+    """The timed points of a dial with speeds, else all."""
+    return [p for p in body.points if p.speed or not body.timed]
 
 
 def _summary(body: DialResults) -> Iterator[str]:
@@ -50,12 +58,12 @@ def _summary(body: DialResults) -> Iterator[str]:
         f"        load: CV {chosen.load_cv:.3f} (trained {trained.load_cv:.3f}), the least used expert gets "
         f"{chosen.min_load:.2f} of a fair share (trained {trained.min_load:.2f})"
     )
-    assert chosen.speed is not None  # the chosen setting is always timed
-    yield (
-        f"        {chosen.speed.relative:.2f} times the trained speed "
-        f"(middle 80 %: {span(chosen.speed.relative_interval)}), {chosen.speed.tokens_per_second:,.0f} tokens/s "
-        f"({chosen.speed.how})"
-    )
+    if chosen.speed is not None:
+        yield (
+            f"        {chosen.speed.relative:.2f} times the trained speed "
+            f"(middle 80 %: {span(chosen.speed.relative_interval)}), {chosen.speed.tokens_per_second:,.0f} tokens/s "
+            f"({chosen.speed.how})"
+        )
     yield f"        {gain_line(body.per_layer_gains)}"
     for rule, gained in body.rule_gains.items():
         yield f"        {gain_line(gained, rule)}"
@@ -92,28 +100,21 @@ def check_line(target: Target, check: Check) -> str:
     return f"{line}: {'kept' if check.missed_by <= 0 else missed}"
 
 
-def _frontier_table(families: Mapping[str, Sequence[PointResult]], chosen: PointResult) -> Table:
+def _frontier_table(body: DialResults, families: Mapping[str, Sequence[PointResult]]) -> Table:
     """Points by rule. An arrow marks the chosen one, a star those that no other rule beats."""
-    headings = [
-        "rule",
-        "setting",
-        "experts per token",
-        "perplexity",
-        "increase",
-        "relative speed",
-        "best",
-    ]
+    speed = ["relative speed"] if body.timed else []
+    headings = ["rule", "setting", "experts per token", "perplexity", "increase", *speed, "best"]
     title = "Settings on the calibration text (best: none has as few experts and a lower loss; ← chosen)"
     table = Table(title, headings, left=2)
     for name, points in families.items():
         for p in points:
             table.add(
-                name + (" ←" if p == chosen else ""),
+                name + (" ←" if p == body.chosen else ""),
                 p.name,
                 f"{p.experts_per_token:.3f}",
                 f"{p.perplexity:.3f}",
                 percent(p.increase.value),
-                _relative(p.speed),
+                *([_relative(p.speed)] if body.timed else []),
                 "*" if p.best else "",
             )
         table.end_section()
@@ -139,7 +140,8 @@ def _alpha_table(body: DialResults) -> Table:
     """The paper's table: what α does, at the chosen τ and cap."""
     setting = body.table[0].setting
     tau, cap = setting["selection_tau"], setting["num_experts_per_tok"]
-    headings = ["α", "exp(H)", "1/Σg²", "experts per token", "perplexity", "relative speed", "tokens/s"]
+    speed = ["relative speed", "tokens/s"] if body.timed else []
+    headings = ["α", "exp(H)", "1/Σg²", "experts per token", "perplexity", *speed]
     table = Table(f"One α for all layers, mass {tau:g}, cap {cap}", headings)
     rows: list[tuple[str, PointResult]] = [(f"{row.alpha:g}", row) for row in body.table]
     for name, p in [("as trained", body.trained), *rows, ("chosen", body.chosen)]:
@@ -149,8 +151,11 @@ def _alpha_table(body: DialResults) -> Table:
             f"{p.effective_experts_inverse:.2f}",
             f"{p.experts_per_token:.3f}",
             f"{p.perplexity:.3f}",
-            _relative(p.speed),
-            f"{p.speed.tokens_per_second:,.0f}" if p.speed else "–",
+            *(
+                [_relative(p.speed), f"{p.speed.tokens_per_second:,.0f}" if p.speed else "–"]
+                if body.timed
+                else []
+            ),
         )
     return table
 
@@ -180,10 +185,9 @@ def card_section(result: Result) -> str:
     """The section of the model card. It names texts without their place on this machine."""
     body, model = result.body, result.loaded.model
     chosen, trained, text = body.chosen, body.trained, body.calibration
-    timed = [p for p in body.points if p.on_frontier and p.speed]
-    few = timed
-    if len(timed) > _CARD_POINTS:
-        few = [timed[i * (len(timed) - 1) // (_CARD_POINTS - 1)] for i in range(_CARD_POINTS)]
+    few = best = [p for p in _comparable(body) if p.on_frontier]
+    if len(best) > _CARD_POINTS:
+        few = [best[i * (len(best) - 1) // (_CARD_POINTS - 1)] for i in range(_CARD_POINTS)]
     checks = "".join(f"- Checked on {check_line(body.target, c)}.\n" for c in body.checks)
     alphas, certificates = _alpha_table(body), _certificate_table(body)
     return f"""## The dial
@@ -202,7 +206,7 @@ Measured with `grmoe dial` on {text.tokens:,} tokens of “{Path(text.text).name
 
 Some points of the frontier, one α per layer allowed:
 
-{_frontier_table({"frontier": few}, chosen).markdown()}
+{_frontier_table(body, {"frontier": few}).markdown()}
 
 {certificates.title} (error: measured; bound: proved):
 

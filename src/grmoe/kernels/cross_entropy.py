@@ -67,6 +67,14 @@ def _forward(
     x: Tensor, weight: Tensor, target: Tensor, scale: Tensor, ignored: int, at_once: int, gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(Σ loss·scale, and its gradients by x and by weight, empty unless requested)."""
+    loss_T, grad_x, grad_weight = _losses(x, weight, target, scale, ignored, at_once, gradient)
+    return loss_T.sum(), grad_x, grad_weight
+
+
+def _losses(
+    x: Tensor, weight: Tensor, target: Tensor, scale: Tensor, ignored: int, at_once: int, gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss·scale of each token, and the gradients of their sum, as `_forward` gives them)."""
     (T, D), V = x.shape, len(weight)
     P = ceil_div(V, PADDING) * PADDING
     x, target = dense(x), target.contiguous()
@@ -83,7 +91,7 @@ def _forward(
             torch.mm(logits_TP, weight_PD, out=grad_x[part])
             grad_weight += _product(logits_TP.T, x[part])
         del logits_TP
-    return loss_T.sum(), grad_x, grad_weight[:V].to(weight.dtype) if gradient else grad_weight
+    return loss_T, grad_x, grad_weight[:V].to(weight.dtype) if gradient else grad_weight
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -130,3 +138,11 @@ def linear_cross_entropy(
     gradient = torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad)
     scale = 1.0 / count.to(torch.float32)
     return _LinearCrossEntropy.apply(x_TD, weight_VD, target_T, scale, ignored, at_once, gradient)
+
+
+def linear_token_losses(
+    x_TD: Tensor, weight_VD: Tensor, target_T: Tensor, ignored: int, at_once: int
+) -> Tensor:
+    """As `grmoe.head.token_losses_reference`, in fp32 and without a gradient."""
+    one = torch.ones((), device=x_TD.device)
+    return _losses(x_TD, weight_VD, target_T, one, ignored, at_once, gradient=False)[0]

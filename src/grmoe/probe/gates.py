@@ -24,7 +24,7 @@ class AffineGate:
     a_TN: Tensor
     b_TN: Tensor
 
-    def probs(self, alpha: float) -> Tensor:
+    def probs(self, alpha: float | Tensor) -> Tensor:
         return torch.softmax(self.a_TN + alpha * self.b_TN, dim=-1)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grmoe.head import next_token_loss
+from grmoe.head import token_losses
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.routing import RoutingFigures, routing_figures
 from grmoe.probe.windows import Text
@@ -40,23 +40,21 @@ class Measurement(RoutingFigures):
 def measure(model: GrmoeForCausalLM, text: Text) -> Measurement:
     """The model at its present setting. Its routing metrics are reset."""
     model.reset_routing_metrics()
-    parts = [window_losses(model, rows_WS.to(model.device)) for rows_WS in text.batches(model.device)]
+    parts = [window_losses(model, rows_WS) for rows_WS in text.batches(model.device)]
     routing = routing_figures(model)
     model.reset_routing_metrics()
-    losses_W = torch.cat(parts).double().cpu()
+    losses_W = torch.cat(parts).cpu()
     if not bool(torch.isfinite(losses_W).all()):
         raise ValueError(f"the loss on {text.name} is NaN or Inf: nothing can be compared")
     return Measurement(losses_W=losses_W, **vars(routing))
 
 
 def window_losses(model: GrmoeForCausalLM, rows_WS: Tensor) -> Tensor:
-    """Mean loss of each window, (W,)."""
+    """Mean loss of each window, (W,), fp64."""
     x_WSD = model.model(input_ids=rows_WS[:, :-1].contiguous(), use_cache=False).last_hidden_state
-    count = torch.tensor(x_WSD.shape[1], device=x_WSD.device)
-    weight = model.lm_head.weight
-    # One window at a time, so that the logits of only one exist.
-    windows = zip(x_WSD, rows_WS, strict=True)
-    return torch.stack([next_token_loss(x_SD, weight, row_S[1:], count) for x_SD, row_S in windows])
+    loss_T = token_losses(x_WSD.flatten(0, 1), model.lm_head.weight, rows_WS[:, 1:].flatten())
+    # In fp64 the order of the sum does not matter: a window's loss hardly depends on the windows beside it.
+    return loss_T.view(len(rows_WS), -1).double().mean(-1)
 
 
 @dataclass(frozen=True)

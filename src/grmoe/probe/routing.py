@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from grmoe.layer import MoE
 from grmoe.model import GrmoeForCausalLM
+from grmoe.probe.windows import batch_rows
 from grmoe.routing import Routing, routers, uncounted
+from grmoe.routing.counting import read_all
 
 DROPPED = -1  # the leading expert of a token that no expert computes
 
@@ -56,7 +58,7 @@ class RoutingFigures:
 
 def routing_figures(model: nn.Module) -> RoutingFigures:
     """Read the routers' counters, without the costly figures about frames. Waits for the device."""
-    layers = [router.counter.read() for router in routers(model)]
+    layers = read_all([router.counter for router in routers(model)])
     return RoutingFigures(
         layer_experts=tuple(m.experts_per_token for m in layers),
         entropy=fmean(m.entropy for m in layers),
@@ -110,8 +112,8 @@ def layer_inputs(model: GrmoeForCausalLM, ids_WS: Tensor) -> list[Tensor]:
         for layer, kept in zip(layers, seen, strict=True)
     ]
     try:
-        for row_S in ids_WS:
-            model.model(input_ids=row_S[None].to(model.device), use_cache=False)
+        for part_WS in ids_WS.to(model.device).split(batch_rows(ids_WS.shape[1], model.device)):
+            model.model(input_ids=part_WS.contiguous(), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

@@ -45,8 +45,9 @@ class Text:
         return Text(self.name, self.rows_WS[: max(1, tokens // self.length)])
 
     def batches(self, device: torch.device) -> list[Tensor]:
-        """Rows in batches that fit the device, still on the CPU."""
-        return list(self.rows_WS.split(batch_rows(self.length, device)))
+        """Rows on the device, in batches that fit it."""
+        # All in one copy: each copy waits until the device is done with what it was given before.
+        return list(self.rows_WS.to(device).split(batch_rows(self.length, device)))
 
 
 def batch_rows(length: int, device: torch.device) -> int:

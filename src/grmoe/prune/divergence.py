@@ -44,7 +44,7 @@ class Divergence:
     @torch.no_grad()
     def _states(self) -> Iterator[Tensor]:
         for rows_WS in self.text.batches(self.model.device):
-            ids_WS = rows_WS[:, :-1].contiguous().to(self.model.device)
+            ids_WS = rows_WS[:, :-1].contiguous()
             yield self.model.model(input_ids=ids_WS, use_cache=False).last_hidden_state
 
     def _log_probs(self, x_SD: Tensor) -> Tensor:

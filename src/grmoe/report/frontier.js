@@ -80,7 +80,6 @@ function pareto(caption, series, named, scale, speed, height = 300) {
     const placed = (p) => has(of(p)), visible = (p) => placed(p) && p.perplexity <= high;
     const all = [...series.flatMap((s) => s.points), ...marked.map(([, p]) => p)].filter(placed);
     const xs = all.map(of), above = new Set(all.filter((p) => !visible(p)).map((p) => p.perplexity));
-    if (!xs.length) return el("p", { class: "note" }, "Nothing was timed.");
     const x = {
       domain: padded(xs),
       label: speed ? "tokens/s, measured prefill" : "experts per token",
@@ -210,10 +209,15 @@ function together(measured) {
       "div",
       { class: "grid2" },
       pareto("All models against experts per token", series, named, scale, false),
-      pareto("All models against measured speed", series, named, scale, true),
+      timed(series.flatMap((s) => s.points))
+        ? pareto("All models against measured speed", series, named, scale, true)
+        : null,
     ),
   ];
 }
+
+// Whether one of these settings was timed. `grmoe dial --no-speed` times none.
+const timed = (points) => points.some((p) => p.speed);
 
 function frontierDetail(run, named) {
   if (!run.dial) return [];
@@ -236,7 +240,9 @@ function frontierDetail(run, named) {
     el(
       "div",
       { class: "grid2" },
-      pareto("Perplexity against measured speed (bars: middle 80 %)", series, { chosen, trained }, dial.scale, true),
+      timed([chosen])
+        ? pareto("Perplexity against measured speed (bars: middle 80 %)", series, { chosen, trained }, dial.scale, true)
+        : null,
       alphaTable(dial),
     ),
     certificates(dial),
@@ -246,29 +252,32 @@ function frontierDetail(run, named) {
 }
 
 function rulesTable(series) {
+  const speed = timed(series.flatMap((s) => s.points));
   const rows = series.flatMap(({ name, points }) =>
     points.map((p) => [
       name,
       fixed(p.experts_per_token, 3),
       fixed(p.perplexity, 3),
       signed(p.increase.value),
-      p.speed ? fixed(p.speed.relative, 2) : "–",
+      ...(speed ? [p.speed ? fixed(p.speed.relative, 2) : "–"] : []),
       p.name,
     ])
   );
-  return table(["rule", "experts per token", "perplexity", "increase", "speed", "setting"], rows, {
+  const headings = ["rule", "experts per token", "perplexity", "increase", ...(speed ? ["speed"] : []), "setting"];
+  return table(headings, rows, {
     label: "All settings in the pictures",
     class: "worded",
   });
 }
 
 function alphaTable(dial) {
+  const speed = timed([dial.chosen]);
   const row = (name, p) => [
     name,
     fixed(p.effective_experts_entropy, 2),
     fixed(p.experts_per_token, 3),
     fixed(p.perplexity, 2),
-    p.speed ? fixed(p.speed.relative, 2) : "–",
+    ...(speed ? [p.speed ? fixed(p.speed.relative, 2) : "–"] : []),
   ];
   const rows = [row("as trained", dial.trained), ...dial.table.map((p) => row(digits(p.alpha), p)), {
     cells: row("as chosen", dial.chosen),
@@ -278,8 +287,8 @@ function alphaTable(dial) {
   return el(
     "figure",
     {},
-    el("figcaption", {}, `What α does (${saySelection({ kind, tau, k })}; speed relative to trained)`),
-    table(["α", "exp(H)", "experts per token", "perplexity", "speed"], rows, { label: "What α does" }),
+    el("figcaption", {}, `What α does (${saySelection({ kind, tau, k })}${speed ? "; speed relative to trained" : ""})`),
+    table(["α", "exp(H)", "experts per token", "perplexity", ...(speed ? ["speed"] : [])], rows, { label: "What α does" }),
   );
 }
 

@@ -125,7 +125,7 @@ class Budget(nn.Module):
         compiled code and kernels without a bias do not read one.
         """
         if bias is None:
-            values = torch.zeros(self.num_experts)
+            values = self.bias.new_zeros(self.num_experts)  # on the device: nothing waits
         else:
             values = torch.tensor([checks.finite("bias", value) for value in bias])
             right = len(bias) == self.num_experts

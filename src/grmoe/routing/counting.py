@@ -6,7 +6,7 @@ Legend: N experts, T tokens (all leading dimensions together).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,6 +111,13 @@ class LoadCounter(nn.Module):
             return t.to(out.device) if t is self.sums and out.dtype != t.dtype else out
 
         return super()._apply(keep_precision, recurse)
+
+
+def read_all(counters: Sequence[LoadCounter]) -> list[RoutingMetrics]:
+    """`LoadCounter.read` of several, with one wait for the device instead of one for each."""
+    device = counters[0].sums.device
+    sums = torch.cat([c.sums.to(device) for c in counters]).cpu().split([len(c.sums) for c in counters])
+    return [summarize(own, c.num_experts, c.identity_experts) for own, c in zip(sums, counters, strict=True)]
 
 
 def prior_shares(probs: Tensor, selected: Tensor, budget: Budget) -> Tensor:
