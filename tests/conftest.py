@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
@@ -10,12 +11,17 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import typer.main
+import typer.testing
 from hypothesis import settings
 
 # Without a GPU the kernels run through Triton's interpreter (tests/kernels). It is chosen when a kernel is defined,
 # so before anything imports triton or grmoe.kernels; "auto" backends never take it.
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Tests call the command line hundreds of times. Typer's runner would build all commands anew for each call.
+typer.testing._get_command = functools.cache(typer.main.get_command)
 
 settings.register_profile("grmoe", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("grmoe")
