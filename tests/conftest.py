@@ -9,6 +9,10 @@ import os
 import signal
 from collections.abc import Iterator
 
+# The tensors of the tests are small: handing them to several threads costs more than the arithmetic. Set before the
+# libraries that read it are loaded: fixtures of a session, other threads and started commands have one as well.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
 import typer.main
@@ -44,7 +48,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """The tensors of the tests are small: handing them to several threads costs more than the arithmetic."""
+    """Also where torch was loaded before, or a test has changed it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
