@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
 import signal
 from collections.abc import Iterator
 
+# The tensors of the tests are small: handing them to several threads costs more than the arithmetic. Set before the
+# libraries that read it are loaded: fixtures of a session, other threads and started commands have one as well.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
+import typer.main
+import typer.testing
 from hypothesis import settings
 
 # Without a GPU the kernels run through Triton's interpreter (tests/kernels). It is chosen when a kernel is defined,
 # so before anything imports triton or grmoe.kernels; "auto" backends never take it.
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Tests call the command line hundreds of times. Typer's runner would build all commands anew for each call.
+typer.testing._get_command = functools.cache(typer.main.get_command)
 
 settings.register_profile("grmoe", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("grmoe")
@@ -38,7 +48,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """The tensors of the tests are small: handing them to several threads costs more than the arithmetic."""
+    """Also where torch was loaded before, or a test has changed it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

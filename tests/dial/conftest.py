@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from counting import prepare_corpus
 
 from grmoe.config import from_dict
@@ -34,8 +33,6 @@ def few_rounds() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # A session fixture runs before the fixture that limits every test to one thread.
-    torch.set_num_threads(1)
     return tmp_path_factory.mktemp("dial")
 
 

@@ -109,7 +109,7 @@ def test_the_exported_run_has_the_dial_and_the_evaluation(dialled: Path, tmp_pat
 def test_dialling_an_exported_folder_replaces_the_section(dialled: Path, data: Path, tmp_path: Path) -> None:
     model, out = tmp_path / "model", tmp_path / "out"
     export(dialled, model, "last")
-    call("dial", model, "--text", data, "--tokens", 1024, "--target-experts", 1.2, "--out", out, "--write")
+    call("dial", model, "--text", data, "--tokens", 512, "--target-experts", 1.2, "--out", out, "--write")
     card = (out / "model" / "README.md").read_text()
     assert card.count("## The dial") == 1
     assert card.count("## Measured") == card.count("## Budgets") == 1  # other sections stay

@@ -252,14 +252,14 @@ def test_an_exported_folder_and_a_softmax_router_have_the_same_dial(
     assert status == 2
     assert "give --text FILE" in said
     status, said = dial(
-        model, "--text", data, "--tokens", 1024, "--max-ppl-increase", "5%", "--out", out, "--write"
+        model, "--text", data, "--tokens", 512, "--max-ppl-increase", "5%", "--out", out, "--write"
     )
     assert status == 0, said
     assert {p.name: p.read_bytes() for p in model.iterdir()} == before  # the model itself stays as it was
     chosen = results(out)["chosen"]
     assert chosen["increase"]["high"] <= 0.05
     again = open_model(out / "model")
-    text = read_windows(str(data), again, 32, 1024)
+    text = read_windows(str(data), again, 32, 512)
     assert measure(again.model, text).perplexity == chosen["perplexity"]
 
 

@@ -35,7 +35,6 @@ MODEL = {
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("docs")
     corpus = write_corpus(folder / "corpus.jsonl", documents=1500)
     prepare([str(corpus)], folder / "runs/data", tokenizer="bpe:280", validation=0.1, workers=1)

@@ -27,7 +27,6 @@ def execute(blocks: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
-    torch.set_num_threads(1)
     return execute(BLOCKS)
 
 

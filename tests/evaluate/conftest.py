@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from grmoe.config import from_dict
 from grmoe.data import prepare
@@ -53,10 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data": {"path": str(folder / "data"), "batch_size": 8, "sequence_length": 32},
         "optim": {"lr": 3e-3}, "validation": {"every": 0, "tokens": 100_000}, "checkpoint": {"every": 0},
     }  # fmt: skip
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the fixture that says so is each test's own
     train(from_dict(TrainConfig, tree))
-    torch.set_num_threads(threads)
     return folder / "run"
 
 

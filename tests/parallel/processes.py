@@ -43,7 +43,9 @@ class Processes:
 
     def __init__(self, size: int, work: Callable[..., Any], *args: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pytest", "grmoe.cli", "grmoe.train.loop", "grmoe.runs.export"])
+        context.set_forkserver_preload(
+            ["pytest", "matplotlib.pyplot", "grmoe.cli", "grmoe.train.loop", "grmoe.runs.export"]
+        )
         os.environ["OMP_NUM_THREADS"] = "1"  # the server starts with the first process and passes this on
         port = _free_port()
         self.ends: list[Connection] = []

@@ -25,13 +25,18 @@ PAGE = (Path(__file__).parents[2] / "docs" / "results" / "parallel.md").read_tex
 # Vocabularies that no number of processes divides: shards are padded.
 Model = tuple[str, dict[str, Any]]
 TINY: Model = ("tiny", {"vocab_size": 2049})
-PAPER: Model = ("350m", {"num_hidden_layers": 2, "vocab_size": 1001})
+# Bytes are products of sizes: a quarter of the width takes every path in a tenth of the time.
+QUARTER = {
+    "hidden_size": 192, "intermediate_size": 768, "moe_intermediate_size": 384, "num_attention_heads": 3,
+    "router_rank": 12,
+}  # fmt: skip
+PAPER: Model = ("350m", QUARTER | {"num_hidden_layers": 2, "vocab_size": 1001})
 CASES: dict[str, tuple[Model, Plan]] = {
     "`tiny`, fsdp 2": (TINY, Plan(fsdp=2, sequences=2, length=64)),
     "`tiny`, expert 2": (TINY, Plan(expert=2, sequences=2, length=64)),
     "`tiny`, replicate 2": (TINY, Plan(replicate=2, sequences=2, length=64)),
-    "`350m` of two blocks, fsdp 2": (PAPER, Plan(fsdp=2, sequences=1, length=32)),
-    "`350m` of two blocks, expert 2": (PAPER, Plan(expert=2, sequences=1, length=32)),
+    "`350m` of two narrow blocks, fsdp 2": (PAPER, Plan(fsdp=2, sequences=1, length=32)),
+    "`350m` of two narrow blocks, expert 2": (PAPER, Plan(expert=2, sequences=1, length=32)),
     "fp32, two micro-batches": (TINY, Plan(fsdp=2, sequences=2, length=64, bf16=False, micro_batches=2)),
     "checkpointed, two micro-batches": (
         TINY,

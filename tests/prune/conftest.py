@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from counting import prepare_corpus
 from twins import SIZES
 
@@ -17,8 +16,6 @@ from grmoe.train.loop import train
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # A session fixture runs before the fixture that limits every test to one thread.
-    torch.set_num_threads(1)
     return tmp_path_factory.mktemp("prune")
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from counting import prepare_corpus
 from report_runs import report, train_run
 
@@ -19,8 +18,6 @@ from grmoe.dial import save as save_dial
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # A session fixture runs before the fixture that sets one thread for every test.
-    torch.set_num_threads(1)
     return tmp_path_factory.mktemp("report")
 
 

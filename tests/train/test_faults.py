@@ -55,6 +55,16 @@ def at_step(number: int, fault: Fault) -> None:
     loop.train_step = watched
 
 
+@pytest.fixture(scope="module")
+def straight(
+    make_settings: Callable[[Path], Settings], tmp_path_factory: pytest.TempPathFactory
+) -> TrainConfig:
+    """Twenty steps to which nothing happens."""
+    config = make_settings(tmp_path_factory.mktemp("straight"))(log={"every": 1})
+    train(config)
+    return config
+
+
 def kept(config: TrainConfig) -> list[int]:
     return [c.step for c in checkpoints_of(Path(config.out), config).all()]
 
@@ -96,7 +106,11 @@ def _train_telling(config: TrainConfig, steps: Connection) -> None:
 
 def test_killed_twenty_times_is_straight_to_the_bit(settings: Settings) -> None:
     """SIGKILL at random moments: of starting, of loading, of steps and, with a checkpoint every other, of saving."""
-    options: dict[str, Any] = {"steps": 40, "log": {"every": 1}, "validation": {"every": 5}}
+    options: dict[str, Any] = {
+        "steps": 40,
+        "log": {"every": 1},
+        "validation": {"every": 5, "tokens": 500},
+    }
     straight = settings("straight", **options)
     Processes(1, train, straight).answers()
     draw = random.Random(0)
@@ -133,10 +147,11 @@ def _die_while_writing(config: TrainConfig) -> None:
     train(config)
 
 
-def test_killed_while_a_thread_writes_leaves_the_previous_one(settings: Settings) -> None:
+def test_killed_while_a_thread_writes_leaves_the_previous_one(
+    settings: Settings, straight: TrainConfig
+) -> None:
     options: dict[str, Any] = {"log": {"every": 1}, "checkpoint": {"every": 4, "background": True}}
-    straight, broken = settings("straight", **options), settings("broken", **options)
-    train(straight)
+    broken = settings("broken", **options)
     assert Processes(1, _die_while_writing, broken).join() == [-signal.SIGKILL]
     assert kept(broken) == [4]
     assert (Path(broken.out) / "checkpoints" / ".writing-step-00000008").is_dir()
@@ -199,9 +214,9 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk_at_a_checkpoint(background: bool, disk: SmallDisk, settings: Settings) -> None:
-    straight = settings("straight", log={"every": 1})
-    train(straight)
+def test_a_full_disk_at_a_checkpoint(
+    background: bool, disk: SmallDisk, settings: Settings, straight: TrainConfig
+) -> None:
     options: dict[str, Any] = {"log": {"every": 1}, "checkpoint": {"every": 5, "background": background}}
     config = replace(settings(**options), out=str(disk.folder / "run"))
     status, said = grmoe_train(config, fault=partial(disk.fill, 100_000), step=8)
@@ -217,10 +232,8 @@ def test_a_full_disk_at_a_checkpoint(background: bool, disk: SmallDisk, settings
     assert_same(config, straight)
 
 
-def test_a_full_disk_at_the_log(disk: SmallDisk, settings: Settings) -> None:
+def test_a_full_disk_at_the_log(disk: SmallDisk, settings: Settings, straight: TrainConfig) -> None:
     options: dict[str, Any] = {"log": {"every": 1}, "checkpoint": {"every": 10}}
-    straight = settings("straight", **options)
-    train(straight)
     config = replace(settings(**options), out=str(disk.folder / "run"))
     status, said = grmoe_train(config, fault=partial(disk.fill, disk.log_room), step=10)
     assert (status, said) == (1, [f"error: cannot write {config.out}/log.jsonl: {disk.error}"])
@@ -284,11 +297,11 @@ def _stop(trainer: Trainer) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_shard_that_is_broken_between_runs(settings: Settings, prepared: Path, tmp_path: Path) -> None:
+def test_a_shard_that_is_broken_between_runs(
+    settings: Settings, straight: TrainConfig, prepared: Path, tmp_path: Path
+) -> None:
     data = tmp_path / "data"
     shutil.copytree(prepared, data)
-    straight = settings("straight", log={"every": 1}, data={"path": str(data)})
-    train(straight)
     config = settings(log={"every": 1}, data={"path": str(data)})
     assert grmoe_train(config, fault=_stop, step=9)[0] == 128 + signal.SIGTERM
     shard = data / "train-00000.bin"

@@ -14,6 +14,7 @@ import shutil
 import tokenize
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import grmoe
@@ -93,8 +94,9 @@ class _Section:
     """Modules of ours used by name, as in `checks.require`."""
 
 
+@cache
 def bundle() -> str:
-    """The text of `grmoe_routing.py`."""
+    """The text of `grmoe_routing.py`. The sources do not change while a process runs."""
     sections: dict[str, _Section] = {}
     for root in _ROOTS:
         _collect(root, sections)
