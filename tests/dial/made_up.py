@@ -27,7 +27,9 @@ def point(experts: float, loss: float, family: Family = "uniform", setting: Sett
 
 
 class SmoothMeter(Meter):
-    """Experts grow with τ and fall with α; the loss is 4 − experts. Every measurement is noted."""
+    """Experts grow with τ, and fall with α and the least weight; the loss is 4 − experts. Measurements are noted."""
+
+    renormalizes = False  # type: ignore[assignment]
 
     def __init__(self, layers: int, trained: Setting | None = None) -> None:
         self.points: dict[Setting, Point] = {}
@@ -39,6 +41,7 @@ class SmoothMeter(Meter):
         self.asked.append((setting, family))
         if setting not in self.points:
             share = setting.tau if setting.tau is not None else (setting.cap - 1) / 3
+            share = 1 - share if setting.selection == "at_least" else share
             alpha = math.prod(setting.alphas) ** (1 / len(setting.alphas))
             experts = 1 + 3 * share / (1 + 0.01 * alpha)
             self.points[setting] = point(experts, 4 - experts, family, setting)
@@ -50,6 +53,7 @@ class NotingGates:
 
     def __init__(self, *_: Any) -> None:
         self.tau_asked: list[tuple[tuple[float, ...], float]] = []
+        self.weight_asked: list[tuple[tuple[float, ...], float]] = []
         self.alpha_asked: list[tuple[int, float, float]] = []
 
     def times(self, norms: Any) -> NotingGates:
@@ -59,6 +63,10 @@ class NotingGates:
     def tau_for(self, alphas: Any, experts: float) -> float:
         self.tau_asked.append((tuple(alphas), experts))
         return (experts - 1) / 4 + 0.01 * alphas[0]
+
+    def weight_for(self, alphas: Any, experts: float) -> float:
+        self.weight_asked.append((tuple(alphas), experts))
+        return 1 - (experts - 1) / 4
 
     def alpha_for(self, layer: int, tau: float, experts: float) -> float:
         self.alpha_asked.append((layer, tau, experts))

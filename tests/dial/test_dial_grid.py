@@ -35,16 +35,18 @@ def test_the_grid_has_five_counts_between_one_and_the_cap(gates: NotingGates) ->
     meter = SmoothMeter(1)
     assert search(meter, 4) == []  # with one layer there is nothing to set layer by layer
     aims = [1.24, 1.75, 2.35, 2.95, 3.55]
-    grid, more = gates.tau_asked[:14], gates.tau_asked[14:]
-    # All of them at the trained α, three at the others.
-    assert [a for a, _ in grid] == [(0.5,)] * 3 + [(1.0,)] * 5 + [(2.0,)] * 3 + [(5.0,)] * 3
-    assert [e for _, e in grid] == pytest.approx([*aims[::2], *aims, *aims[::2], *aims[::2]])
-    # Five more at the trained α, between those: the curve of budgets is made of them.
-    assert [a for a, _ in more] == [(1.0,)] * 5
-    assert [e for _, e in more] == pytest.approx([1.09, 1.48, 2.05, 2.65, 3.25])
+    # Three of them by mass, at every α.
+    assert [a for a, _ in gates.tau_asked] == [(a,) for a in (0.5, 1.0, 2.0, 5.0) for _ in range(3)]
+    assert [e for _, e in gates.tau_asked] == pytest.approx(4 * aims[::2])
+    # All of them by weight, and six between, at the trained α: the curve of budgets is made of them.
+    assert {a for a, _ in gates.weight_asked} == {(1.0,)}
+    between = [1.09, 1.48, 2.05, 2.65, 3.25, 3.79]
+    assert [e for _, e in gates.weight_asked] == pytest.approx(sorted([*aims, *between]))
     families = [p.family for p in meter.points.values()]
-    assert [families.count(f) for f in ("trained", "top-k", "uniform", "per layer")] == [1, 4, 19, 0]
-    assert [families.count(f) for f in ("k per layer", "gate × norm")] == [0, 5]
+    assert [families.count(f) for f in ("trained", "top-k", "uniform", "per layer")] == [1, 4, 23, 0]
+    kinds = [s.selection for s, family in meter.asked if family == "uniform"]
+    assert kinds == ["mass"] * 12 + ["at_least"] * 11
+    assert [families.count(f) for f in ("k per layer", "gate × norm")] == [0, 6]
     assert gates.alpha_asked == []
 
 
@@ -53,14 +55,28 @@ def test_the_trained_alpha_and_the_target_join_the_grid(gates: NotingGates) -> N
     search(meter, 4, experts=1.5)
     assert {a for a, _ in gates.tau_asked} == {(0.5,), (1.0,), (2.0,), (5.0,), (3.0,)}
     assert [e for _, e in gates.tau_asked if e == 1.5] == [1.5] * 5
-    assert len(gates.tau_asked) == 4 * 4 + 6 + 5
+    assert len(gates.tau_asked) == 5 * (3 + 1)
+    assert [e for _, e in gates.weight_asked][-1] == 1.5
+    assert {a for a, _ in gates.weight_asked} == {(3.0,)}
     top = [s for s, family in meter.asked if family == "top-k"]
     assert top == [top_k((3.0,), k) for k in (1, 2, 3, 4)]
-    # A target that no mass setting between the ends can aim at is left out.
+    # A target that no setting between the ends can aim at is left out.
     gates.tau_asked.clear()
+    gates.weight_asked.clear()
     for outside in (1.0, 4.0, 5.0):
         search(SmoothMeter(1), 4, experts=outside)
-    assert len(gates.tau_asked) == 3 * (3 * 3 + 5 + 5)
+    assert len(gates.tau_asked) == 3 * 4 * 3
+    assert len(gates.weight_asked) == 3 * 11
+
+
+def test_renormalised_weights_are_cut_by_mass(gates: NotingGates) -> None:
+    """A weight that is dropped goes to the others there."""
+    meter = SmoothMeter(1)
+    meter.renormalizes = True  # type: ignore[method-assign, misc]
+    search(meter, 4)
+    assert gates.weight_asked == []
+    assert len(gates.tau_asked) == 4 * 3 + 11
+    assert {s.selection for s, _ in meter.asked} == {"mass", "topk"}
 
 
 @pytest.mark.parametrize("layers", [2, 7])
@@ -113,8 +129,10 @@ def test_two_experts_are_enough_to_choose_from_and_the_first_layer_names_the_alp
     gates: NotingGates,
 ) -> None:
     search(SmoothMeter(2, trained=top_k((3.0, 7.0), 2)), 2)
-    assert {a for a, _ in gates.tau_asked} == {(3.0, 7.0), *((a, a) for a in (0.5, 1.0, 2.0, 5.0, 3.0))}
-    assert [a for a, _ in gates.tau_asked].count((3.0, 7.0)) == 10  # the whole curve, because layers differ
+    assert {a for a, _ in gates.tau_asked} == {(a, a) for a in (0.5, 1.0, 2.0, 5.0, 3.0)}
+    assert [a for a, _ in gates.weight_asked] == [
+        (3.0, 7.0)
+    ] * 11  # the curve, at the trained α of each layer
 
 
 def test_bases_are_spread_evenly_along_the_uniform_frontier() -> None:

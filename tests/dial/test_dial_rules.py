@@ -18,7 +18,7 @@ from grmoe.dial.gates import Gates
 from grmoe.dial.meter import Family, Meter, Point
 from grmoe.dial.norms import expert_norms
 from grmoe.dial.rules import expected_rules, lowered, search_rules
-from grmoe.dial.search import Sensitivity, halfway
+from grmoe.dial.search import Sensitivity, cutter, halfway
 from grmoe.dial.setting import Setting, k_per_layer
 from grmoe.dial.speed import Speed
 from grmoe.dial.target import choose, family
@@ -148,14 +148,14 @@ class LayerMeter(SmoothMeter):
 def test_layers_are_lowered_in_the_order_of_what_they_lose() -> None:
     meter = LayerMeter(3, trained=top_k((1.0,) * 3, 4))
     meter.measure(top_k((1.0,) * 3, 1), "top-k")
-    search_rules(meter, NotingGates(), NORMS, 4)  # type: ignore[arg-type]
+    search_rules(meter, NORMS, 4, cutter(meter, NotingGates(), 4, NORMS))  # type: ignore[arg-type]
     found = [s.caps for s, name in meter.asked if name == "k per layer"]
     assert found[:6] == [(2, 4, 4), (1, 4, 4), (4, 2, 4), (4, 1, 4), (4, 4, 2), (4, 4, 1)]
     assert found[6:] == [(1, 2, 4), (1, 1, 4), (1, 1, 2)]
     ranked = [s for s, name in meter.asked if name == "gate × norm"]
     assert ranked[:2] == [top_k((1.0,) * 3, k, NORMS) for k in (1, 4)]
-    assert [(s.norms, s.cap) for s in ranked[2:]] == [(NORMS, 4)] * 3
-    assert len(found) + len(ranked) <= expected_rules(3, 4) == 6 + 4 + 5
+    assert [(s.norms, s.cap) for s in ranked[2:]] == [(NORMS, 4)] * 4
+    assert len(found) + len(ranked) <= expected_rules(3, 4) == 6 + 4 + 6
 
 
 def test_what_is_measured_of_both_rules(searched: Searched) -> None:
@@ -164,7 +164,7 @@ def test_what_is_measured_of_both_rules(searched: Searched) -> None:
     assert {p.setting.caps for p in static} == {(1, 2), (2, 1)}
     assert all(p.measured.layer_experts == tuple(map(float, p.setting.caps or ())) for p in static)
     ranked = sorted((p for p in points if p.family == "gate × norm"), key=lambda p: p.experts_per_token)
-    assert [p.experts_per_token for p in ranked] == pytest.approx([1.0, 1.25, 1.5, 1.75, 2.0], abs=0.1)
+    assert [p.experts_per_token for p in ranked] == pytest.approx([1.0, 1.08, 1.25, 1.5, 1.75, 2.0], abs=0.1)
     (norms,) = {p.setting.norms for p in ranked}
     assert norms is not None
     assert [len(layer) for layer in norms] == [4, 4]
@@ -277,12 +277,12 @@ def test_a_model_of_a_rule_keeps_its_word(
 
 def test_gate_times_norm_wins_only_beyond_noise() -> None:
     def at(experts: float, loss: float, norms: Any = None) -> Point:
-        return Point(mass((1.0, experts), 0.5, 2, norms), "uniform", measured(experts, loss))
+        return Point(mass((1.0, 1.0), experts / 4, 2, norms), "uniform", measured(experts, loss))
 
     trained, plain = at(2.0, 1.0), at(1.5, 1.1)
     noise_W = torch.tensor([0.2, -0.2] * 4, dtype=torch.float64)
     noisy = replace(measured(1.5, 1.09), losses_W=1.09 + noise_W)
-    ranked = Point(mass((1.0, 1.5), 0.5, 2, NORMS), "gate × norm", noisy)
+    ranked = Point(mass((1.0, 1.0), 0.4, 2, NORMS), "gate × norm", noisy)
     clear = at(1.5, 1.09, NORMS)
     few, fewer = at(1.48, 1.1, NORMS), at(1.46, 1.1, NORMS)
     for target, candidate, wins in (

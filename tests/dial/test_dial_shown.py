@@ -57,7 +57,7 @@ RULES = [
     shown(1.3, 18.0, "gate × norm", on_rule_frontier=True),
 ]
 POINTS = sorted([*UNIFORM, *PER_LAYER, *TOP_K, *RULES], key=lambda p: p.experts_per_token)
-SETTING = {"selection_tau": 0.37, "num_experts_per_tok": 2}
+SETTING = {"selection": "mass", "selection_tau": 0.37, "num_experts_per_tok": 2}
 
 
 def alpha_row(alpha: float, **changes: Any) -> AlphaRow:

@@ -14,7 +14,17 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from grmoe.routing import Dense, GrassmannRouter, Mass, Router, Routing, SoftmaxRouter, Threshold, TopK
+from grmoe.routing import (
+    AtLeast,
+    Dense,
+    GrassmannRouter,
+    Mass,
+    Router,
+    Routing,
+    SoftmaxRouter,
+    Threshold,
+    TopK,
+)
 from grmoe.routing.elastic import FULL, Elastic
 from grmoe.routing.fused import try_fused
 
@@ -72,7 +82,45 @@ def test_numbers_change_what_a_built_gate_selects(kind: str) -> None:
     assert counts[2] < counts[1] < 4
 
 
-@pytest.mark.parametrize("selection", [TopK(4), Mass(0.7, cap=3), Threshold(0.2)])
+@pytest.mark.parametrize("kind", ["grassmann", "softmax"])
+def test_least_weights(kind: str) -> None:
+    """As a policy, and as a negative τ of another one; for a token of NaN too."""
+    router, x = make(kind, selection=AtLeast(0.2, cap=3)), tokens(B, S)
+    counts = []
+    for weight, cap in ((0.2, 3), (0.13, 3), (0.13, 2), (1.0, 3), (1e-6, 3)):
+        router.selection = AtLeast(weight, cap=3)
+        router.cap = cap
+        fused, plain = both(router, x)
+        assert_same(fused, plain)
+        assert torch.equal(fused.selected, AtLeast(weight, cap)(plain.probs))
+        counts.append(float(fused.selected.sum(-1).float().mean()))
+        router.selection = TopK(3)
+        router.budget.set_numbers(-weight, cap)
+        assert torch.equal(both(router, x)[0].selected, fused.selected)
+    assert counts[3] == 1 < counts[0] < counts[1] < 3
+    assert counts[4] == 3
+    assert counts[2] <= 2
+    router.budget.set_numbers(-0.2, 3)
+    x[0, 0] = torch.nan
+    assert int(both(router, x)[0].selected[0, 0].sum()) == 1
+
+
+def test_mass_and_least_weights_in_one_batch() -> None:
+    """Budgets of different curves may meet in one batch: the sign of τ is a number of a sequence as well."""
+    router, x = make("grassmann", selection=TopK(3)), tokens(B, S)
+    taus = [0.6, -0.2, 2.0, -0.05, -1.0]
+    router.budget.tau = torch.tensor(taus).view(-1, 1, 1)
+    router.budget.cap = torch.full((B, 1, 1), 3, dtype=torch.int32)
+    router.alpha_value = torch.ones(B, 1, 1)
+    with torch.no_grad():
+        fused, plain = both(router, x)
+    assert_same(fused, plain)
+    rules: list[Any] = [Mass(0.6, 3), AtLeast(0.2, 3), TopK(3), AtLeast(0.05, 3), TopK(1)]
+    for row, rule in enumerate(rules):
+        assert torch.equal(fused.selected[row], rule(plain.probs[row]))
+
+
+@pytest.mark.parametrize("selection", [TopK(4), Mass(0.7, cap=3), AtLeast(0.2, cap=3), Threshold(0.2)])
 @pytest.mark.parametrize("kind", ["grassmann", "softmax"])
 def test_one_number_per_sequence(kind: str, selection: Any) -> None:
     """Every sequence gets what it would get alone."""
@@ -178,7 +226,7 @@ def test_a_dense_gate_has_no_budget() -> None:
     assert_same(fused, plain)
     assert bool(fused.selected.all())
     with pytest.raises(
-        ValueError, match="selection must be one of TopK, Mass, Threshold to change this, got Dense"
+        ValueError, match="selection must be one of TopK, Mass, AtLeast, Threshold to change this, got Dense"
     ):
         router.tau = 0.5
 

@@ -64,7 +64,10 @@ def test_derived_sizes_and_names() -> None:
         ({"hidden_act": "relu"}, "hidden_act must be 'silu' or 'gelu', got 'relu'"),
         ({"router": "magic"}, "router must be one of grassmann, softmax"),
         ({"router_rank": 1000}, "router_rank must be at most hidden_size = 768, got 1000"),
-        ({"selection": "best"}, "selection must be one of topk, mass, threshold, dense, got 'best'"),
+        (
+            {"selection": "best"},
+            "selection must be one of topk, mass, at_least, threshold, dense, got 'best'",
+        ),
         ({"selection": "mass", "selection_tau": 1.5}, "selection_tau must be in (0, 1], got 1.5"),
         (
             {"selection": "dense", "num_experts_per_tok": 2},

@@ -252,8 +252,9 @@ def test_gates_follow_the_budget(page: Path, show: Callable[[Path], Page]) -> No
         wanted = curve_numbers(curve, shown.js("return state.budget"), 2)
         for layer, want in enumerate(wanted):
             found = shown.js("return settingOf(data.runs[0], state, arguments[0])", layer)
-            assert found["selection"]["tau"] == pytest.approx(min(1.0, want.tau), abs=1e-6)
-            assert (found["selection"]["kind"], found["selection"]["k"]) == ("mass", want.cap)
+            kind, tau = ("at_least", -want.tau) if want.tau < 0 else ("mass", min(1.0, want.tau))
+            assert found["selection"]["tau"] == pytest.approx(tau, abs=1e-6)
+            assert (found["selection"]["kind"], found["selection"]["k"]) == (kind, want.cap)
             assert found["alpha"] == pytest.approx(want.alpha, rel=1e-5)
         experts = number(shown.text(".total b").removesuffix(" experts per token"))
         assert experts == pytest.approx(budget, abs=0.1)

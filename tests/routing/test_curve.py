@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grmoe.routing import LayerNumbers, check_curve, curve_loss, curve_numbers, curve_room
+from grmoe.routing.curve import NO_WEIGHT
 from grmoe.routing.selection import NO_LIMIT
 
 LAYERS = 3
@@ -128,6 +129,26 @@ def test_outside_the_range_is_an_error_with_the_range(budget: float) -> None:
         curve_numbers(CURVE, budget, LAYERS)
 
 
+BY_WEIGHT: list[dict[str, Any]] = [
+    {"experts_per_token": 1.0, "weight": 0.5001, "alpha": 1.0, "cap": 2},
+    {"experts_per_token": 1.5, "weight": [0.3, 0.2, 0.1], "alpha": 1.0, "cap": 2},
+    {"experts_per_token": 2.0, "weight": NO_WEIGHT, "alpha": 1.0, "cap": 2},
+]
+
+
+def test_a_curve_by_weight() -> None:
+    """A negative τ is the least weight. At the end the cap alone decides."""
+    check_curve(BY_WEIGHT, LAYERS, 8)
+    assert [n.tau for n in curve_numbers(BY_WEIGHT, 1.5, LAYERS)] == [-0.3, -0.2, -0.1]
+    assert [n.tau for n in curve_numbers(BY_WEIGHT, 1.75, LAYERS)] == pytest.approx(
+        [-0.15, -0.1, -0.05], abs=1e-5
+    )
+    assert [n.tau for n in curve_numbers(BY_WEIGHT, 2.0, LAYERS)] == [NO_LIMIT] * LAYERS
+    mixed = [BY_WEIGHT[0], {**point(2, 1.0), "cap": 2}]
+    with pytest.raises(ValueError, match=r"budget_curve\[1\] must have the rule of the first point, got tau"):
+        check_curve(mixed, LAYERS, 8)
+
+
 def test_losses_between_points() -> None:
     assert curve_loss(CURVE, 1.2) == pytest.approx(2.8)
     assert curve_loss(CURVE, 2.0) == pytest.approx(2.5)
@@ -148,8 +169,9 @@ def test_losses_between_points() -> None:
         ({"experts_per_token": float("nan")}, r"experts_per_token must be a finite number"),
         (
             {"extra": 1},
-            r"budget_curve\[1\] must have the keys experts_per_token, tau, alpha, cap \(and loss, bias\)",
+            r"budget_curve\[1\] must have the keys experts_per_token, alpha, cap and either tau or weight \(and loss",
         ),
+        ({"weight": 0.2}, r"budget_curve\[1\] must have the keys .* either tau or weight"),
     ],
 )
 def test_a_curve_that_is_none_is_refused_by_name(change: dict[str, Any], message: str) -> None:

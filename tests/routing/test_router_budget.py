@@ -68,7 +68,9 @@ def test_any_number_is_taken_and_bad_ones_are_refused() -> None:
     above.tau = 0.6
     with pytest.raises(ValueError, match=r"tau must leave at most 2 experts, got 0\.1"):
         above.tau = 0.1
-    with pytest.raises(ValueError, match="selection must be one of TopK, Mass to change this, got Threshold"):
+    with pytest.raises(
+        ValueError, match="selection must be one of TopK, Mass, AtLeast to change this, got Threshold"
+    ):
         above.cap = 1
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grmoe.routing import Dense, Mass, Selection, SoftmaxRouter, Threshold, TopK
+from grmoe.routing import AtLeast, Dense, Mass, Selection, SoftmaxRouter, Threshold, TopK
 
 UNIT = 64  # probabilities are multiples of 1/64, so that sums are exact and ties are real
 
@@ -70,6 +70,36 @@ def test_mass(rows: list[list[float]], tau: float, data: st.DataObject) -> None:
             assert total >= tau  # sufficient
         if len(experts) > 1:
             assert total - min(row[e] for e in experts) < tau  # minimal
+
+
+@given(rows=gates(), weight=st.integers(1, UNIT).map(lambda n: n / UNIT) | st.floats(1e-6, 1), data=st.data())
+def test_at_least(rows: list[list[float]], weight: float, data: st.DataObject) -> None:
+    cap = data.draw(st.none() | st.integers(1, 9))
+    for row, experts in zip(rows, chosen(AtLeast(weight, cap), rows), strict=True):
+        first, *others = ranking(row)
+        want = [first, *(e for e in others if row[e] >= weight)]
+        assert experts == set(want[:cap])
+
+
+def test_at_least_drops_the_least_weight_of_all_rules() -> None:
+    """For as many experts, top-k and mass drop more of the gates' weight."""
+    probs = torch.softmax(2 * torch.randn(4000, 8, generator=torch.Generator().manual_seed(0)), -1).double()
+
+    def dropped(policy: Selection) -> tuple[int, float]:
+        kept = policy(probs)
+        return int(kept.sum()), float(torch.where(kept, 0.0, probs).sum())
+
+    for other in (Mass(0.5, 2), Mass(0.7, 2), Mass(0.7, 4), TopK(2)):
+        experts, weight = dropped(other)
+        low, high = 0.0, 1.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (
+                (middle, high) if dropped(AtLeast(max(middle, 1e-9), 4))[0] > experts else (low, middle)
+            )
+        count, least = dropped(AtLeast(high, 4))
+        assert count <= experts
+        assert least < weight, other
 
 
 def test_mass_reached_exactly_in_single_precision() -> None:

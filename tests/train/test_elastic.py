@@ -253,7 +253,7 @@ def test_models_without_a_choice_are_off_unless_it_is_asked_for(
 def test_every_choice_is_resolved_once(settings: Settings) -> None:
     found = settings().resolved()
     assert (found.elastic, found.routing.prior_counts) == (ElasticConfig(unit="token"), "candidates")
-    assert found.routing.leading_weight == 0.03
+    assert found.routing.leading_weight == 0.01
     assert found.model["norm_topk_prob"] is False
     assert found.resolved() == found
     given = settings(

@@ -235,7 +235,7 @@ def test_wrong_settings_are_refused(settings: Settings) -> None:
         with pytest.raises(ValueError, match=rf"routing.leading_weight must be 0 with the router '{name}'"):
             settings(model={"router": name}, routing={"leading_weight": 0.1}).resolved()
     assert settings(elastic={"unit": "off"}).resolved().routing.leading_weight == 0.0
-    assert settings(elastic={"unit": "step"}).resolved().routing.leading_weight == 0.03
+    assert settings(elastic={"unit": "step"}).resolved().routing.leading_weight == 0.01
     assert (
         settings(elastic={"unit": "off"}, routing={"leading_weight": 0.1}).resolved().routing.leading_weight
         == 0.1

@@ -115,7 +115,7 @@ class Reference:
     prior_rate = 0.2
     entropy_weight = 0.4
     entropy_target = 0.6 * math.log(4)
-    leading_weight = 0.03  # only with random budgets
+    leading_weight = 0.01  # only with random budgets
     leading_step = "before"
     decays_vectors = False
     clip = 0.2

@@ -11,10 +11,10 @@
 from grmoe.dial.calibration import Plan, run
 from grmoe.dial.results import Result
 from grmoe.dial.saving import save
-from grmoe.dial.setting import Setting, apply, current, mass, top_k
+from grmoe.dial.setting import Setting, apply, at_least, current, mass, top_k
 from grmoe.dial.tables import show
 from grmoe.dial.target import Target
 
 __all__ = [
-    "Plan", "Result", "Setting", "Target", "apply", "current", "mass", "run", "save", "show", "top_k",
+    "Plan", "Result", "Setting", "Target", "apply", "at_least", "current", "mass", "run", "save", "show", "top_k",
 ]  # fmt: skip

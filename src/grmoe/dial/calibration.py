@@ -25,7 +25,7 @@ from grmoe.dial.results import (
 )
 from grmoe.dial.saved import Book, Saved
 from grmoe.dial.search import ALPHAS, expected, search
-from grmoe.dial.setting import apply, check_router, mass
+from grmoe.dial.setting import apply, at_least, check_router, mass
 from grmoe.dial.speed import ROUNDS, Speed, time_points
 from grmoe.dial.target import REFINEMENTS, Target, choose, refine
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM
@@ -187,9 +187,12 @@ def _thinned(points: list[Point], most: int) -> list[Point]:
 
 
 def _alpha_rows(meter: Meter, chosen: Point, cap: int) -> dict[float, Point]:
-    """What α does to the model with the chosen τ and cap."""
-    tau = chosen.setting.tau if chosen.setting.selection == "mass" else None
-    settings = {alpha: mass((alpha,) * meter.layers, tau or _TABLE_TAU, cap) for alpha in ALPHAS}
+    """What α does to the model with the chosen τ, or weight, and cap."""
+    setting = chosen.setting
+    rule, tau = (at_least, setting.tau) if setting.selection == "at_least" else (mass, None)
+    if setting.selection == "mass":
+        tau = setting.tau
+    settings = {alpha: rule((alpha,) * meter.layers, tau or _TABLE_TAU, cap) for alpha in ALPHAS}
     return {alpha: meter.measure(setting, "uniform") for alpha, setting in settings.items()}
 
 

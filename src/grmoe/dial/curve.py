@@ -1,9 +1,9 @@
 """From measured points to the curve that `model.set_budget` follows (`grmoe.routing.curve`).
 
-A curve has one rule, because no setting lies between two rules. Usually it varies τ at the trained α, because turning α
-also changes the weights of the experts that are kept. Where a k per layer or gate × norm was chosen, the curve is made
-of that rule. It goes from one expert per token to all that the cap allows, and has the chosen setting as a point. The
-full budget is the trained setting, unless another one has a lower loss there.
+A curve has one rule, because no setting lies between two rules. Usually it varies the least weight at the trained α,
+because turning α also changes the weights of the experts that are kept. Where a τ, a k per layer or gate × norm was
+chosen, the curve is made of that rule. It goes from one expert per token to all that the cap allows, and has the chosen
+setting as a point. The full budget is the trained setting, unless another one has a lower loss there.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from grmoe.dial.meter import Point
 from grmoe.dial.setting import mass
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.losses import Measurement
+from grmoe.routing.curve import NO_WEIGHT
 
 MAX_POINTS = 12
+_ONE = 0.5001  # no second expert has this weight
 
 
 def build_curve(
@@ -37,6 +39,7 @@ def build_curve(
     alphas = (
         trained.setting.alphas,
         mass(trained.setting.alphas, 1.0, cap).alphas,
+        *([chosen.setting.alphas] if chosen.setting.selection == "mass" else []),
     )  # a mass setting is rounded
     family = [p for p in (*points, trained) if p.setting.alphas in alphas]
     if chosen.setting.caps is not None:
@@ -47,13 +50,18 @@ def build_curve(
         for p in family
         if p.setting.caps is None and p.setting.level is None and p.setting.norms == chosen.setting.norms
     ]
-    found = {p: c for p in family if (c := _curve_point(p, cap, num_experts)) and c["cap"] == cap}
+    by_weight = chosen.setting.selection != "mass" and any(p.setting.selection == "at_least" for p in family)
+
+    def describe(p: Point) -> dict[str, Any] | None:
+        return _weight_point(p, cap) if by_weight else _tau_point(p, cap, num_experts)
+
+    found = {p: c for p in family if (c := describe(p)) and c["cap"] == cap}
     top = max(p.experts_per_token for p in found)
-    end = _curve_point(trained, cap, num_experts)
+    end = describe(trained)
     # At the full budget also where the curve is of gate × norm: there its bias fades out.
     if end and trained.experts_per_token >= top:
         found[trained] = end
-    picked = _curve_point(chosen, cap, num_experts)
+    picked = describe(chosen)
     if picked is not None:
         found[chosen] = picked
     by_experts: dict[float, Point] = {}
@@ -62,7 +70,7 @@ def build_curve(
     ascending = [by_experts[count] for count in sorted(by_experts)]
     forced = {ascending[0], ascending[-1], *({chosen} & set(ascending))}
     levelled = [p if p in (trained, chosen) else level(p) for p in _thinned(ascending, forced)]
-    return _ascending(levelled, chosen, lambda p: found.get(p) or _curve_point(p, cap, num_experts) or {})
+    return _ascending(levelled, chosen, lambda p: found.get(p) or describe(p) or {})
 
 
 def _ascending(
@@ -76,10 +84,20 @@ def _ascending(
     return [found[count] for count in sorted(found)]
 
 
-def _curve_point(point: Point, cap: int, num_experts: int) -> dict[str, Any] | None:
+def _weight_point(point: Point, cap: int) -> dict[str, Any] | None:
+    """None for a setting that is not "the most probable expert and those with at least this weight, at most cap"."""
+    setting = point.setting
+    numbers = setting.point
+    if setting.selection == "topk" and setting.cap in (1, cap):
+        del numbers["tau"]
+        numbers |= {"weight": _ONE if setting.cap == 1 < cap else NO_WEIGHT, "cap": cap}
+    return _point(point, numbers) if "weight" in numbers else None
+
+
+def _tau_point(point: Point, cap: int, num_experts: int) -> dict[str, Any] | None:
     """None for a setting that is not "the most probable experts, at most cap, up to τ"."""
     setting = point.setting
-    if setting.selection == "threshold":
+    if setting.selection in ("at_least", "threshold"):
         return None
     numbers = setting.point
     if setting.tau is None and setting.cap == 1 < cap:

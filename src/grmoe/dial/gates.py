@@ -19,6 +19,7 @@ from grmoe.dial.setting import Norms
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.gates import AffineGate, affine_gates
 from grmoe.probe.windows import Text
+from grmoe.routing.curve import NO_WEIGHT
 
 TOKENS = 2048  # gives the mean number of experts to about one percent
 STEPS = 30  # of a bisection
@@ -26,7 +27,7 @@ ALPHAS = (1e-2, 1e2)  # range of the search for α
 
 
 class Gates:
-    """Predicted experts per token of every layer under the mass rule."""
+    """Predicted experts per token of every layer under the rules "mass" and "at_least"."""
 
     def __init__(self, model: GrmoeForCausalLM, text: Text, cap: int) -> None:
         self.cap = cap
@@ -59,6 +60,21 @@ class Gates:
             return 1.0
         nth = held.kthvalue(max(1, needed)).values
         return min(1.0, float(nth.nextafter(nth.new_ones(()))))
+
+    def weight_for(self, alphas: Sequence[float], experts: float) -> float:
+        """The weight that as many experts have at least as make `experts` per token on average.
+
+        The most probable expert of a token is always computed. Of the others, up to the cap, those with the largest
+        weights of all tokens are.
+        """
+        more = [
+            self.layers[i].probs(alpha).topk(self.cap, dim=-1).values[:, 1:] for i, alpha in enumerate(alphas)
+        ]
+        tokens, weights = sum(map(len, more)), torch.cat([m.flatten() for m in more])
+        count = round((experts - 1) * tokens)
+        if count < 1:
+            return 1.0
+        return max(NO_WEIGHT, float(weights.topk(min(count, len(weights))).values[-1]))
 
     def alpha_for(self, layer: int, tau: float, experts: float) -> float:
         """α at which one layer computes `experts` at this τ. A larger α needs fewer experts."""

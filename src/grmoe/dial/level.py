@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grmoe.dial.meter import Meter, Point
-from grmoe.dial.setting import Setting, mass
+from grmoe.dial.setting import Setting, at_least, mass
 from grmoe.dial.target import Target, meets
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.gates import affine_gates
@@ -44,7 +44,7 @@ class Levels:
 
     def __call__(self, setting: Setting) -> Setting:
         """The setting with a bias that evens out its load, if that is uneven. A threshold or a dense gate has none."""
-        if setting.selection not in ("mass", "topk"):
+        if setting.selection not in ("mass", "at_least", "topk"):
             return setting
         if setting not in self.known:
             self.known[setting] = self._level(setting)
@@ -56,12 +56,34 @@ class Levels:
         biases = plain.bias or [[0.0] * self.gates[0].a_TN.shape[-1]] * layers
         caps = setting.caps or (setting.cap,) * layers
         tau = NO_LIMIT if setting.tau is None else setting.tau
+        tau = -tau if setting.selection == "at_least" else tau
         levels = []
         for gate, alpha, bias, cap in zip(self.gates, setting.alphas, biases, caps, strict=True):
             logits_TN = gate.a_TN + alpha * gate.b_TN
             level_N = even_bias(logits_TN + logits_TN.new_tensor(bias), tau, cap)
             levels.append(tuple(round(value, 4) for value in level_N.tolist()))
-        return replace(plain, level=tuple(levels)) if any(map(any, levels)) else plain
+        if not any(map(any, levels)):
+            return plain
+        levelled = replace(plain, level=tuple(levels))
+        return self._as_many(levelled, plain) if setting.selection == "at_least" else levelled
+
+    def _as_many(self, levelled: Setting, plain: Setting) -> Setting:
+        """With the least weight at which as many experts are computed as before: a bias moves what weights the choice
+        sees, and so the experts per token."""
+        assert plain.tau is not None
+        count = int((self._further(plain) >= plain.tau).sum())
+        weights = self._further(levelled)
+        return replace(levelled, tau=float(f"{weights.topk(count).values[-1]:.4g}")) if count else levelled
+
+    def _further(self, setting: Setting) -> Tensor:
+        """Weights of the experts after the first, up to the cap, as the choice sees them: all tokens of all layers."""
+        found = []
+        for gate, alpha, bias in zip(
+            self.gates, setting.alphas, setting.bias or [[0.0]] * len(self.gates), strict=True
+        ):
+            logits_TN = gate.a_TN + alpha * gate.b_TN + gate.b_TN.new_tensor(bias)
+            found.append(torch.softmax(logits_TN, -1).topk(setting.cap, -1).values[:, 1:].flatten())
+        return torch.cat(found)
 
     def measure(self, meter: Meter, point: Point) -> Point:
         """The point with an even load, or as it is where that costs too much."""
@@ -77,11 +99,14 @@ class Levels:
         if chosen is meter.trained:
             return chosen
         setting, sign = chosen.setting, 1 if target.kind == "perplexity" else -1
-        for change in _GIVE if setting.selection == "mass" else _GIVE[:1]:
+        for change in _GIVE if setting.selection in ("mass", "at_least") else _GIVE[:1]:
             near = chosen
             if change and setting.tau is not None:
-                tau = min(1.0, setting.tau * (1 + sign * change))
-                near = meter.measure(mass(setting.alphas, tau, setting.cap, setting.norms), chosen.family)
+                # More experts: a larger mass, a smaller weight.
+                more = sign if setting.selection == "mass" else -sign
+                rule = mass if setting.selection == "mass" else at_least
+                tau = min(1.0, setting.tau * (1 + more * change))
+                near = meter.measure(rule(setting.alphas, tau, setting.cap, setting.norms), chosen.family)
             levelled = self.measure(meter, near)
             # The same experts per token take the same time.
             if (levelled is not near or self(near.setting) == near.setting) and (

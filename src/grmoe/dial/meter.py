@@ -55,6 +55,11 @@ class Meter:
     def layers(self) -> int:
         return len(self.trained.setting.alphas)
 
+    @property
+    def renormalizes(self) -> bool:
+        """Whether the kept weights are scaled back to sum one."""
+        return bool(self.model.config.norm_topk_prob)
+
     def measure(self, setting: Setting, family: Family) -> Point:
         """The model stays at `setting` if it was not measured before."""
         if setting not in self.points:

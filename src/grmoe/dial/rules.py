@@ -5,14 +5,13 @@ Legend: L MoE layers, K cap (the most experts per token).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from grmoe.dial.gates import Gates
 from grmoe.dial.meter import Meter
-from grmoe.dial.setting import Norms, k_per_layer, mass, top_k
+from grmoe.dial.setting import Norms, Setting, k_per_layer, top_k
 
 _COMBINED = 4  # settings with a k per layer, besides single layers
-_SHARES = (0.25, 0.5, 0.75)  # experts per token by gate × norm, as a share of the way from 1 to K
+_SHARES = (0.08, 0.25, 0.5, 0.75)  # experts per token by gate × norm, as a share of the way from 1 to K
 
 
 def expected_rules(layers: int, cap: int) -> int:
@@ -21,17 +20,18 @@ def expected_rules(layers: int, cap: int) -> int:
     return (turned + min(_COMBINED, turned) if layers > 1 else 0) + len(_SHARES) + 2
 
 
-def search_rules(meter: Meter, gates: Gates, norms: Norms, cap: int) -> None:
-    """Fill the meter with points of both rules, at the trained α."""
+def search_rules(meter: Meter, norms: Norms, cap: int, cut: Callable[[float], Setting]) -> None:
+    """Fill the meter with points of both rules, at the trained α.
+
+    cut: from experts per token to a setting that chooses by gate × norm.
+    """
     alphas = meter.trained.setting.alphas
     if meter.layers > 1:
         _search_k(meter, alphas, cap)
     for k in (1, cap):
         meter.measure(top_k(alphas, k, norms), "gate × norm")
-    ranked = gates.times(norms)
     for share in _SHARES:
-        tau = ranked.tau_for(alphas, 1 + share * (cap - 1))
-        meter.measure(mass(alphas, tau, cap, norms), "gate × norm")
+        meter.measure(cut(1 + share * (cap - 1)), "gate × norm")
 
 
 def _search_k(meter: Meter, alphas: tuple[float, ...], cap: int) -> None:

@@ -1,12 +1,12 @@
-"""Which settings to measure: top-k, a grid of one α for all layers, τ at the trained α, one α per layer by measured
-sensitivity, and two other rules (`grmoe.dial.rules`).
+"""Which settings to measure: top-k, a grid of one α for all layers, least weights at the trained α, one α per layer by
+measured sensitivity, and two other rules (`grmoe.dial.rules`).
 
 Legend: L MoE layers, K cap (the most experts per token).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,11 +16,12 @@ from grmoe.dial.gates import Gates
 from grmoe.dial.meter import Meter, Point
 from grmoe.dial.norms import expert_norms
 from grmoe.dial.rules import expected_rules, search_rules
-from grmoe.dial.setting import Setting, mass, top_k
+from grmoe.dial.setting import Norms, Setting, at_least, mass, top_k
+from grmoe.routing.curve import NO_WEIGHT
 
 ALPHAS = (0.5, 1.0, 2.0, 5.0)  # the paper's
 _GRID = (0.08, 0.25, 0.45, 0.65, 0.85)  # experts per token, as a share of the way from 1 to K
-_MORE = (0.03, 0.16, 0.35, 0.55, 0.75)  # in addition at the trained α, for the curve of budgets
+_MORE = (0.03, 0.16, 0.35, 0.55, 0.75, 0.93)  # in addition at the trained α, for the curve of budgets
 _LEVELS = (0.1, 0.4, 0.7, 0.95)  # the same for a single layer
 _BASES = 2  # uniform settings around which single layers are varied
 _COMBINED = 6  # combinations of layers measured around each base
@@ -47,7 +48,7 @@ class Sensitivity:
 
 def expected(layers: int, cap: int) -> int:
     """About how many settings `search` measures."""
-    grid = len(ALPHAS) * (len(_GRID[::2]) + 1) + len(_GRID[1::2]) + len(_MORE)
+    grid = len(ALPHAS) * (len(_GRID[::2]) + 1) + len(_GRID) + len(_MORE) + 1
     return 1 + min(cap, 8) + grid + _BASES * (layers * len(_LEVELS) + _COMBINED) + expected_rules(layers, cap)
 
 
@@ -67,16 +68,17 @@ def search(meter: Meter, cap: int, experts: float | None = None) -> list[Sensiti
         meter.measure(top_k(trained.alphas, k), "top-k")
     counts = [1 + share * (cap - 1) for share in _GRID]
     for alpha in dict.fromkeys((*ALPHAS, *trained.alphas[:1])):
-        # Another α than the trained one is rarely better, because it changes the weights too.
-        some = counts if alpha in trained.alphas else counts[::2]
-        for count in [*some, *([experts] if experts else [])]:
+        for count in [*counts[::2], *([experts] if experts else [])]:
             if 1 < count < cap:
                 tau = gates.tau_for([alpha] * L, count)
                 meter.measure(mass((alpha,) * L, tau, cap), "uniform")
-    for share in _MORE if trained.uniform else (*_MORE, *_GRID):
-        tau = gates.tau_for(trained.alphas, 1 + share * (cap - 1))
-        meter.measure(mass(trained.alphas, tau, cap), "uniform" if trained.uniform else "per layer")
-    search_rules(meter, gates, norms, cap)
+    # At the trained α, for the curve of budgets. Another α is rarely better, because it changes the weights too.
+    cut = cutter(meter, gates, cap)
+    for share in sorted((*_MORE, *_GRID)):
+        meter.measure(cut(1 + share * (cap - 1)), "uniform" if trained.uniform else "per layer")
+    if experts is not None and 1 < experts < cap:
+        meter.measure(cut(experts), "uniform" if trained.uniform else "per layer")
+    search_rules(meter, norms, cap, cutter(meter, gates.times(norms), cap, norms))
     if L == 1:
         return []
     found = []
@@ -89,6 +91,18 @@ def search(meter: Meter, cap: int, experts: float | None = None) -> list[Sensiti
     return found
 
 
+def cutter(meter: Meter, gates: Gates, cap: int, norms: Norms | None = None) -> Callable[[float], Setting]:
+    """From experts per token to a setting at the trained α.
+
+    It drops the smallest weights of all tokens. Where weights are renormalised, a dropped one goes to the others, and
+    the mass that a token holds decides instead.
+    """
+    alphas = meter.trained.setting.alphas
+    if meter.renormalizes:
+        return lambda experts: mass(alphas, gates.tau_for(alphas, experts), cap, norms)
+    return lambda experts: at_least(alphas, gates.weight_for(alphas, experts), cap, norms)
+
+
 def _top_ks(cap: int) -> list[int]:
     """1 … K, at most eight of them."""
     return sorted({max(1, round(cap * i / min(cap, 8))) for i in range(1, min(cap, 8) + 1)} | {1})
@@ -96,7 +110,9 @@ def _top_ks(cap: int) -> list[int]:
 
 def _bases(meter: Meter, experts: float | None) -> list[Point]:
     """Points of the uniform frontier to start from: those nearest to the target, or evenly spread."""
-    points = frontier(p for p in meter.points.values() if p.family == "uniform")
+    points = frontier(
+        p for p in meter.points.values() if p.family == "uniform" and p.setting.selection == "mass"
+    )
     if experts is not None:
         return sorted(points, key=lambda p: abs(p.experts_per_token - experts))[:_BASES]
     return [points[(2 * i + 1) * len(points) // (2 * _BASES)] for i in range(min(_BASES, len(points)))]
@@ -150,18 +166,33 @@ def _prices(layers: Sequence[Sequence[Option]]) -> list[float]:
 
 
 def halfway(a: Setting, b: Setting) -> Setting | None:
-    """The mass setting in the middle of two: geometric in α, linear in τ. None if they cannot be joined.
+    """The setting in the middle of two: geometric in α, linear in τ or in the weight. None if they cannot be joined.
 
-    Top-k is mass with τ = 1 at its cap. Top-1 is mass with τ = 0. A k per layer has no neighbours.
+    Top-k is mass with τ = 1 at its cap, and top-1 mass with τ = 0. By weight, they are nothing and all of it. A k per
+    layer has no neighbours.
     """
     if a.norms != b.norms or a.caps or b.caps:
         return None
     cap = max(a.cap, b.cap)
+    if "at_least" in (a.selection, b.selection):
+        ends = [_weight(setting, cap) for setting in (a, b)]
+        if None in ends or a.alphas != b.alphas:
+            return None
+        return at_least(a.alphas, sum(end for end in ends if end is not None) / 2, cap, a.norms)
     start, end = _tau(a, cap), _tau(b, cap)
     if start is None or end is None or any(x <= 0 for x in (*a.alphas, *b.alphas)):
         return None
     alphas = tuple((x * y) ** 0.5 for x, y in zip(a.alphas, b.alphas, strict=True))
     return mass(alphas, (start + end) / 2, cap, a.norms)
+
+
+def _weight(setting: Setting, cap: int) -> float | None:
+    """The least weight of the "at_least" setting with this cap that selects the same experts; None if there is none."""
+    if setting.selection == "at_least" and setting.cap == cap:
+        return setting.tau
+    if setting.selection == "topk":
+        return NO_WEIGHT if setting.cap == cap else 1.0 if setting.cap == 1 else None
+    return None
 
 
 def _tau(setting: Setting, cap: int) -> float | None:

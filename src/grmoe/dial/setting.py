@@ -22,6 +22,7 @@ _RULE = ("budget_curve",)
 class Setting:
     """α of each MoE layer, and one selection rule for all layers.
 
+    Rule "at_least" with (τ, cap): the most probable expert and those with a weight of at least τ, at most `cap`.
     Rule "mass" with (τ, cap): the fewest experts that reach probability τ, at most `cap`. A larger α makes the gate
     sharper, so fewer experts reach τ. α also sets the weights of the selected experts.
 
@@ -57,10 +58,10 @@ class Setting:
     @property
     def point(self) -> dict[str, Any]:
         """As a point of the curve of budgets, without its number of experts. Not for a threshold."""
-        tau = 1.0 if self.tau is None else self.tau
+        rule = {"weight": self.tau} if self.selection == "at_least" else {"tau": self.tau or 1.0}
         cap = list(self.caps) if self.caps else self.cap
         biased = {} if self.bias is None else {"bias": self.bias}
-        return {"tau": tau, "alpha": self.fields["alpha"], "cap": cap, **biased}
+        return {**rule, "alpha": self.fields["alpha"], "cap": cap, **biased}
 
     @property
     def bias(self) -> list[list[float]] | None:
@@ -90,6 +91,8 @@ class Setting:
             return f"α {alpha}, top-{self.cap}{by}"
         if self.tau is None:
             return f"α {alpha}, {self.selection}"
+        if self.selection == "at_least":
+            return f"α {alpha}, weight ≥ {self.tau:.3g}, cap {self.cap}{by}"
         return f"α {alpha}, {self.selection} {self.tau:.3g}, cap {self.cap}{by}"
 
 
@@ -99,6 +102,11 @@ Norms = tuple[tuple[float, ...], ...]
 def mass(alphas: tuple[float, ...], tau: float, cap: int, norms: Norms | None = None) -> Setting:
     """A mass setting, rounded to four digits: what is measured is exactly what config.json will say."""
     return Setting(tuple(_rounded(a) for a in alphas), "mass", _rounded(tau), cap, norms=norms)
+
+
+def at_least(alphas: tuple[float, ...], weight: float, cap: int, norms: Norms | None = None) -> Setting:
+    """The most probable expert and those with at least this weight, rounded as in `mass`."""
+    return Setting(tuple(_rounded(a) for a in alphas), "at_least", _rounded(weight), cap, norms=norms)
 
 
 def top_k(alphas: tuple[float, ...], k: int, norms: Norms | None = None) -> Setting:
@@ -116,7 +124,7 @@ def k_per_layer(alphas: tuple[float, ...], caps: Sequence[int]) -> Setting:
 def current(config: GrmoeConfig) -> Setting:
     """The setting of a configuration without its budget: as it was trained, or as `apply` left it."""
     assert config.num_experts_per_tok is not None  # filled in by the configuration itself
-    tau = config.selection_tau if config.selection in ("mass", "threshold") else None
+    tau = config.selection_tau if config.selection in ("mass", "at_least", "threshold") else None
     return Setting(tuple(config.alphas), config.selection, tau, config.num_experts_per_tok)
 
 

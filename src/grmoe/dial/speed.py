@@ -92,7 +92,7 @@ def put(model: GrmoeForCausalLM, setting: Setting, room: int | None) -> None:
 
 
 def _by_rank(setting: Setting) -> bool:
-    return setting.selection in ("topk", "mass")
+    return setting.selection in ("topk", "mass", "at_least")
 
 
 def _shared(setting: Setting) -> tuple[str, bool]:

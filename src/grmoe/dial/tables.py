@@ -137,12 +137,13 @@ def budget_table(rows: Sequence[BudgetRow]) -> Table:
 
 
 def _alpha_table(body: DialResults) -> Table:
-    """The paper's table: what α does, at the chosen τ and cap."""
+    """The paper's table: what α does, at the chosen τ, or weight, and cap."""
     setting = body.table[0].setting
+    rule = "weight ≥" if setting["selection"] == "at_least" else setting["selection"]
     tau, cap = setting["selection_tau"], setting["num_experts_per_tok"]
     speed = ["relative speed", "tokens/s"] if body.timed else []
     headings = ["α", "exp(H)", "1/Σg²", "experts per token", "perplexity", *speed]
-    table = Table(f"One α for all layers, mass {tau:g}, cap {cap}", headings)
+    table = Table(f"One α for all layers, {rule} {tau:g}, cap {cap}", headings)
     rows: list[tuple[str, PointResult]] = [(f"{row.alpha:g}", row) for row in body.table]
     for name, p in [("as trained", body.trained), *rows, ("chosen", body.chosen)]:
         table.add(

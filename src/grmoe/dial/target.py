@@ -61,7 +61,8 @@ def meets(target: Target, point: Point, trained: Point, speed: RelativeSpeed) ->
 def choose(target: Target, points: Iterable[Point], trained: Point, speed: RelativeSpeed) -> Point:
     """The best point within the target, or an error that names the nearest one.
 
-    Gate × norm wins only beyond noise: the simpler rule is preferred.
+    The simple rule, one number for all layers at the trained α, is preferred. Another α, a k per layer or gate × norm
+    wins only beyond noise.
 
     speed: relative to the trained setting; None for a point that was not timed.
     """
@@ -76,10 +77,18 @@ def choose(target: Target, points: Iterable[Point], trained: Point, speed: Relat
         return pair[::-1] if fewest else pair
 
     best = min(allowed, key=order)
-    plain = min((p for p in allowed if p.setting.norms is None), key=order, default=best)
+    simple = [p for p in allowed if is_simple(p, trained)] or [p for p in allowed if p.setting.norms is None]
+    plain = min(simple, key=order, default=best)
     if fewest:
         return best if best.experts_per_token < (1 - _CLEARLY) * plain.experts_per_token else plain
     return best if increase(best.measured, plain.measured).high < 0 else plain
+
+
+def is_simple(point: Point, trained: Point) -> bool:
+    """Whether one number for all layers, at the trained α, says which experts are computed."""
+    setting = point.setting
+    alphas = [round(a, 3) for a in trained.setting.alphas]
+    return setting.norms is None and setting.caps is None and [round(a, 3) for a in setting.alphas] == alphas
 
 
 def _nearest(target: Target, points: list[Point], speed: RelativeSpeed) -> str:

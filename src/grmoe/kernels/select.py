@@ -87,8 +87,9 @@ def bias_BN(bias_ptr, token, expert, num_tokens, length, num_experts: tl.constex
 
 @triton.jit
 def select_BN(probs_BN, index_N, real_N, tau_B, cap_B, MODE: tl.constexpr, MAX_EXPERTS: tl.constexpr):
-    """Which experts are computed, as 0/1. LARGEST takes at most `cap_B` while the mass before is under `tau_B`,
-    ABOVE those with probability at least `tau_B`. MAX_EXPERTS is the largest possible cap.
+    """Which experts are computed, as 0/1. LARGEST takes at most `cap_B` while the mass before is under `tau_B`, or,
+    where `tau_B` is negative, while the next one has at least −`tau_B`. ABOVE takes those with probability at least
+    `tau_B`. MAX_EXPERTS is the largest possible cap.
 
     Ties go to the lower index. A row of NaN counts as all zero, so that it also gets an expert.
     """
@@ -109,7 +110,8 @@ def select_BN(probs_BN, index_N, real_N, tau_B, cap_B, MODE: tl.constexpr, MAX_E
     for taken in range(MAX_EXPERTS):
         best_B = tl.max(left_BN, axis=1)
         first_B = tl.min(tl.where(left_BN == best_B[:, None], index_N[None, :], probs_BN.shape[1]), axis=1)
-        more_B = (mass_B < tau_B) & (taken < cap_B)
+        next_B = (best_B >= -tau_B) | (cap_B * 0 == taken)  # the first one always
+        more_B = tl.where(tau_B < 0, next_B, mass_B < tau_B) & (taken < cap_B)
         take_BN = (index_N[None, :] == first_B[:, None]) & more_B[:, None]
         chosen_BN = tl.where(take_BN, 1, chosen_BN)
         left_BN = tl.where(take_BN, -1.0, left_BN)

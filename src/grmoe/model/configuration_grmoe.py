@@ -5,6 +5,7 @@ One file with all its checks, because it travels with exported models.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedConfig
@@ -14,6 +15,7 @@ try:
     from grmoe import checks
     from grmoe.routing import (
         ROUTERS,
+        AtLeast,
         Dense,
         LayerNumbers,
         Mass,
@@ -28,6 +30,7 @@ try:
 except ImportError:  # this file travels with exported models to where grmoe is not installed
     from .grmoe_routing import (  # type: ignore[import-not-found, no-redef]
         ROUTERS,
+        AtLeast,
         Dense,
         LayerNumbers,
         Mass,
@@ -54,7 +57,7 @@ except ImportError:  # this file travels with exported models to where grmoe is 
     if "grmoe" not in CONFIG_MAPPING:
         CONFIG_MAPPING.register("grmoe", _Known)
 
-SELECTIONS = ("topk", "mass", "threshold", "dense")
+SELECTIONS = ("topk", "mass", "at_least", "threshold", "dense")
 # Routers that choose by themselves, and the most experts a token can then get (None: all of them).
 OWN_CHOICE: dict[str, int | None] = {
     "switch": 1, "hash": 1, "expert_choice": None, "soft_moe": None, "grassmann_soft_moe": None,
@@ -156,10 +159,10 @@ class GrmoeConfig(PreTrainedConfig):
     layer. For "soft_moe" and "grassmann_soft_moe", `slots` fixes the slots per expert; by default a sequence of T
     tokens uses T/N."""
     selection: str = "topk"
-    """"topk", "mass" (the fewest experts that reach probability selection_tau, at most K), "threshold" (experts with at
-    least selection_tau) or "dense"."""
+    """"topk", "mass" (the fewest experts that reach probability selection_tau, at most K), "at_least" (experts with a
+    weight of at least selection_tau, at most K), "threshold" (the same without K) or "dense"."""
     selection_tau: float | None = None
-    """τ of "mass" and "threshold". Default: 0.9 and 1/N."""
+    """τ of "mass", "at_least" and "threshold". Default: 0.9, 1/N and 1/N."""
     norm_topk_prob: bool = False
     """Scale the kept weights back to sum one. The paper does not, and losses are lower without."""
     alpha: float | list[float] = 1.0
@@ -171,9 +174,9 @@ class GrmoeConfig(PreTrainedConfig):
     """Experts per token in use, by `budget_curve`. Default: the trained setting, which is `selection` at `alpha`.
     Setting `alpha` or the selection afterwards ends the budget."""
     budget_curve: list[dict[str, Any]] | None = None
-    """What `grmoe dial` calibrated: points with `experts_per_token`, `tau`, `alpha`, `cap` and `loss`, fewest experts
-    first. τ, α and cap are one number, or a list with one per MoE layer. A point may have a `bias` too: for each MoE
-    layer a list with one number per expert, added to the logits for the choice alone."""
+    """What `grmoe dial` calibrated: points with `experts_per_token`, `weight` or `tau`, `alpha`, `cap` and `loss`, with
+    the fewest experts first. Weight, τ, α and cap are one number, or a list with one per MoE layer. A point may have a
+    `bias` too: for each MoE layer a list with one number per expert, added to the logits for the choice alone."""
     shared_experts: int = 0
     """Experts of the same width that compute every token."""
     identity_experts: int = 0
@@ -202,7 +205,7 @@ class GrmoeConfig(PreTrainedConfig):
             self.router_rank = max(1, self.hidden_size // self.num_experts)
         if self.router_options is None:
             self.router_options = {}
-        if self.selection_tau is None and self.selection in ("mass", "threshold"):
+        if self.selection_tau is None and self.selection in ("mass", "at_least", "threshold"):
             self.selection_tau = 0.9 if self.selection == "mass" else 1 / self.num_experts
         if self.num_experts_per_tok is None:
             self.num_experts_per_tok = self._implied_experts() or min(2, self.num_experts)
@@ -271,13 +274,15 @@ class GrmoeConfig(PreTrainedConfig):
         if self.selection == "topk":
             return TopK(K, renormalize=norm)
         assert tau is not None
-        return Mass(tau, cap=K, renormalize=norm) if self.selection == "mass" else Threshold(tau, norm)
+        if self.selection == "threshold":
+            return Threshold(tau, norm)
+        return (Mass if self.selection == "mass" else AtLeast)(tau, cap=K, renormalize=norm)
 
     def router_policy(self, budget: float | None = None) -> Selection | None:
         """`selection_policy` as routers use it: with room for every point of the curve.
 
-        Top-k and mass keep one policy at every budget, so turning it recompiles nothing. A threshold or a dense gate
-        becomes a mass policy once there is a budget.
+        A policy by rank is kept at every budget, so turning it recompiles nothing. A threshold or a dense gate becomes
+        a mass policy once there is a budget.
         """
         policy = self.selection_policy()
         if policy is None or self.budget_curve is None:
@@ -285,8 +290,8 @@ class GrmoeConfig(PreTrainedConfig):
         room = curve_room(self.budget_curve)
         if isinstance(policy, TopK):
             return TopK(max(room, policy.k), policy.renormalize)
-        if isinstance(policy, Mass):
-            return Mass(policy.tau, max(room, policy.max_experts(self.num_experts)), policy.renormalize)
+        if isinstance(policy, Mass | AtLeast):
+            return replace(policy, cap=max(room, policy.max_experts(self.num_experts)))
         return policy if budget is None else Mass(1.0, room, policy.renormalize)
 
     def layer_numbers(self, budget: float | None = None) -> list[LayerNumbers]:

@@ -189,7 +189,9 @@ def describe(name: str, config: GrmoeConfig, cost: Cost) -> Table:
     table.end_section()
     table.add("parameters", short(cost.total))
     bounded = (
-        config.selection in ("mass", "threshold") or config.router == "switch" or config.identity_experts
+        config.selection in ("mass", "at_least", "threshold")
+        or config.router == "switch"
+        or config.identity_experts
     )
     bound = ", at most" if bounded and config.budget is None else ""
     table.add("  active per token", f"{short(cost.active)}{bound}")

@@ -40,6 +40,7 @@ try:
     from grmoe.layer import MoE, as_autocast
     from grmoe.regularizers import overlap_penalty
     from grmoe.routing import (
+        AtLeast,
         Dense,
         FrameRouter,
         HashRouter,
@@ -62,6 +63,7 @@ except ImportError:  # this file travels with exported models to where grmoe is 
     from .grmoe_routing import (  # type: ignore[import-not-found, no-redef]
         BACKENDS,
         IGNORED,
+        AtLeast,
         Dense,
         Dispatch,
         ExpertWeights,
@@ -202,7 +204,9 @@ def config_policy(config: GrmoeConfig) -> Selection | None:
     policy = config.router_policy(config.budget)
     if policy is None:
         return None
-    own = next(kind for kind in (TopK, Mass, Threshold, Dense) if kind.__name__ == type(policy).__name__)
+    own = next(
+        kind for kind in (TopK, Mass, AtLeast, Threshold, Dense) if kind.__name__ == type(policy).__name__
+    )
     return own(**vars(policy))
 
 

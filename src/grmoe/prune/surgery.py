@@ -132,7 +132,7 @@ def _layouts(outcomes: list[Outcome], method: str) -> tuple[Layout, ...]:
 def _fewest_experts(config: GrmoeConfig) -> int:
     """The fewest experts a layer can have: at least two, and as many as the selection gives a token."""
     assert config.num_experts_per_tok is not None
-    fewest = max(2, config.num_experts_per_tok if config.selection in ("topk", "mass") else 2)
+    fewest = max(2, config.num_experts_per_tok if config.selection in ("topk", "mass", "at_least") else 2)
     checks.require(
         fewest < config.num_experts,
         f"the model must have more than {fewest} experts to prune, got {config.num_experts} with up to "

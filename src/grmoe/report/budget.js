@@ -33,10 +33,13 @@ function curveNumbers(curve, budget, L) {
   });
 }
 
-function pointLayers({ tau, alpha, cap, bias }, L) {
+const NO_WEIGHT = 1e-6; // a weight that every expert has: the cap alone decides
+
+// A curve by weight has no τ. A negative τ stands for the least weight, as in the routers.
+function pointLayers({ tau, weight, alpha, cap, bias }, L) {
   const of = (value, i) => (Array.isArray(value) ? value[i] : value);
   return Array.from({ length: L }, (_, i) => ({
-    tau: of(tau, i),
+    tau: has(weight) ? -of(weight, i) : of(tau, i),
     alpha: of(alpha, i),
     cap: of(cap, i),
     bias: bias ? bias[i] : null,
@@ -58,7 +61,9 @@ function dialled(run, state, layer) {
   const { curve, moe_layers, alphas, selection } = run.model;
   if (has(state.budget) && curve) {
     const { tau, alpha, cap, bias } = curveNumbers(curve, state.budget, moe_layers.length)[layer];
-    return { alpha, selection: { kind: "mass", tau: Math.min(1, tau), k: cap, bias } };
+    const byWeight = tau < -NO_WEIGHT;
+    const rule = byWeight ? { kind: "at_least", tau: -tau } : { kind: "mass", tau: tau < 0 ? 1 : Math.min(1, tau) };
+    return { alpha, selection: { ...rule, k: cap, bias } };
   }
   const own = state.mark && run.dial && run.dial[state.mark].setting;
   if (!own) return { alpha: alphas[layer], selection };

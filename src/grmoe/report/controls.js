@@ -72,7 +72,7 @@ function drawControls(host, runs, state) {
   listen(update);
 }
 
-// How experts are selected: by mass, top-k, or all of them.
+// How experts are selected: by weight, by mass, top-k, or all of them.
 function selectionControls(run, state) {
   const N = run.model.experts;
   const tau = el("input", {
@@ -81,11 +81,11 @@ function selectionControls(run, state) {
     min: 0.05,
     max: 1,
     step: 0.01,
-    "aria-label": "τ, the probability to reach",
+    "aria-label": "τ, the probability to reach or the least weight",
   });
   const tauText = el("output", { for: "tau" });
   const cap = el("input", { type: "number", id: "cap", min: 1, max: N, step: 1 });
-  const kinds = { mass: "mass τ", topk: "top-k", dense: "all experts" };
+  const kinds = { at_least: "weight ≥ τ", mass: "mass τ", topk: "top-k", dense: "all experts" };
   const radios = Object.entries(kinds).map(([kind, name]) =>
     el(
       "label",
@@ -129,10 +129,10 @@ function selectionControls(run, state) {
     tau.value = value;
     tauText.textContent = digits(value);
     cap.value = k;
-    tauLabel.hidden = kind !== "mass";
+    tauLabel.hidden = kind !== "mass" && kind !== "at_least";
     node.hidden = kind === "own";
     capLabel.hidden = kind === "dense" || kind === "threshold";
-    capLabel.firstChild.textContent = kind === "mass" ? "at most" : "k =";
+    capLabel.firstChild.textContent = kind === "topk" ? "k =" : "at most";
   };
   return node;
 }

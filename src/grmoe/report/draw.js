@@ -45,7 +45,8 @@ function saySelection({ kind, tau, k }) {
   if (kind === "dense") return "all experts";
   if (kind === "own") return "the router's own rule";
   if (kind === "topk") return `top-${k}`;
-  return kind === "mass" ? `mass ${digits(tau)}, at most ${k}` : `probability ≥ ${digits(tau)}`;
+  if (kind === "mass") return `mass ${digits(tau)}, at most ${k}`;
+  return kind === "at_least" ? `weight ≥ ${digits(tau)}, at most ${k}` : `probability ≥ ${digits(tau)}`;
 }
 
 // -- colours ----------------------------------------------------------------------------------------

@@ -52,7 +52,9 @@ def _selection(config: GrmoeConfig) -> dict[str, Any]:
     """
     if config.budget is not None:
         taus, _, caps, _ = zip(*config.numbers, strict=True)
-        return {"kind": "mass", "tau": min(1.0, fmean(taus)), "k": max(caps)}
+        tau = fmean(taus)
+        kind = "at_least" if tau < 0 else "mass"
+        return {"kind": kind, "tau": min(1.0, abs(tau)), "k": max(caps)}
     kind, k = config.selection, config.num_experts_per_tok
     if config.router in OWN_CHOICE:
         kind = "topk" if OWN_CHOICE[config.router] else "own"

@@ -92,6 +92,10 @@ function keptOf(selection, N, at) {
     while (kept < N && at(kept) >= tau) kept++;
     return kept;
   }
+  if (kind === "at_least") {
+    while (kept < Math.min(k, N) && at(kept) >= tau) kept++;
+    return kept;
+  }
   for (let mass = at(0); kept < Math.min(k, N) && mass < tau; kept++) mass += at(kept);
   return kept;
 }

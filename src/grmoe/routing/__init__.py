@@ -32,7 +32,7 @@ from grmoe.routing.leading import leading_loss
 from grmoe.routing.linear import LinearRouter
 from grmoe.routing.metrics import RoutingMetrics
 from grmoe.routing.result import Routing, SlotMixing
-from grmoe.routing.selection import Dense, Mass, Selection, Threshold, TopK
+from grmoe.routing.selection import BY_RANK, AtLeast, Dense, Mass, Selection, Threshold, TopK
 from grmoe.routing.soft_moe import SlotRouter, SoftMoERouter
 from grmoe.routing.softmax import SoftmaxRouter, load_balancing_loss
 from grmoe.routing.switch import SwitchRouter
@@ -57,8 +57,10 @@ def build_router(name: str, dim: int, num_experts: int, **options: Any) -> Route
 
 
 __all__ = [
+    "BY_RANK",
     "FULL",
     "ROUTERS",
+    "AtLeast",
     "Dense",
     "Elastic",
     "EntropyTerm",

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from grmoe import checks
 from grmoe.routing.elastic import FULL, Elastic, elastic_numbers
-from grmoe.routing.selection import Mass, Selection, Threshold, TopK, above, largest, numbers
+from grmoe.routing.selection import BY_RANK, AtLeast, Selection, Threshold, above, largest, numbers
 
-_BY_RANK = (TopK, Mass)
 Balances = Literal["computed", "candidates", "leading", "both"]
 
 
@@ -87,17 +86,17 @@ class Budget(nn.Module):
         self.first_row.zero_()
 
     def set_tau(self, value: Any) -> None:
-        """τ of `Mass` and `TopK` (a top-k with a τ stops early), or the minimum of `Threshold`."""
-        self._needs(*_BY_RANK, Threshold)
+        """τ of `Mass` and `TopK` (a top-k with a τ stops early), the weight of `AtLeast` or of `Threshold`."""
+        self._needs(*BY_RANK, Threshold)
         tau = checks.fraction("tau", value)
         if type(self.policy) is Threshold:
             needed = Threshold(tau).max_experts(self.num_experts)
             checks.require(needed <= self.room, f"tau must leave at most {self.room} experts, got {value!r}")
-        self._fill("tau", tau)
+        self._fill("tau", -tau if type(self.policy) is AtLeast else tau)
 
     def set_cap(self, value: Any) -> None:
         """The most experts per token, at most the policy's own."""
-        self._needs(*_BY_RANK)
+        self._needs(*BY_RANK)
         cap = checks.positive_int("cap", value)
         checks.require(
             cap <= self.room, f"cap must be at most {self.room}, the room of {self.policy}, got {cap}"
@@ -105,8 +104,11 @@ class Budget(nn.Module):
         self._fill("cap", cap)
 
     def set_numbers(self, tau: float, cap: int, bias: Sequence[float] | None = None) -> None:
-        """τ, cap and bias together; τ may be `NO_LIMIT`. The caller has checked them for this policy."""
-        fits = cap <= self.room or type(self.policy) not in _BY_RANK
+        """τ, cap and bias together. The caller has checked them for this policy.
+
+        τ may be `NO_LIMIT`, or negative as in `grmoe.routing.selection.largest`.
+        """
+        fits = cap <= self.room or type(self.policy) not in BY_RANK
         checks.require(fits, f"cap must be at most {self.room}, the room of {self.policy}, got {cap}")
         self._fill("tau", tau)
         self._fill("cap", cap)
@@ -149,7 +151,7 @@ class Budget(nn.Module):
         # Exact types, because a subclass may select differently.
         if type(self.policy) is Threshold:
             return above(probs, self.tau)
-        if type(self.policy) not in _BY_RANK:
+        if type(self.policy) not in BY_RANK:
             return self.policy(probs)
         checks.require(
             self.room <= probs.shape[-1],
@@ -165,7 +167,7 @@ class Budget(nn.Module):
 
     def draws(self, training: bool) -> bool:
         """Whether budgets are random in this pass."""
-        return training and self.elastic is not None and type(self.policy) in _BY_RANK
+        return training and self.elastic is not None and type(self.policy) in BY_RANK
 
     def _needs(self, *kinds: type) -> None:
         checks.require(

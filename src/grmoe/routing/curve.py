@@ -1,10 +1,14 @@
-"""A budget as one number, experts per token, and the calibrated curve that turns it into τ, α and cap of every layer.
+"""A budget as one number, experts per token, and the calibrated curve that turns it into the numbers of every layer.
 
 `grmoe dial` measures the curve once. Its points are plain data in config.json, fewest experts first:
 
-    {"experts_per_token": 1.35, "tau": 0.31, "alpha": 1.0, "cap": 2, "loss": 3.61}
+    {"experts_per_token": 1.35, "weight": 0.21, "alpha": 1.0, "cap": 2, "loss": 3.61}
 
-Each of τ, α and cap is one number, or a list with one number per MoE layer. τ = 1 means: the cap alone decides.
+A token computes its most probable expert and those with at least this weight, at most `cap`. Other curves have `tau` in
+place of `weight`: the fewest experts that hold τ, at most `cap`. All points of a curve have the same of the two.
+Weight, τ, α and cap are one number each, or a list with one number per MoE layer. τ = 1 means: the cap alone decides. A
+weight of `NO_WEIGHT` means the same.
+
 Two keys are optional. `loss`: nats per token on the calibration text. `bias`: for each MoE layer a list with one number
 per expert, added to the logits for the choice alone. It evens out the load, or ranks experts by gate × output norm.
 """
@@ -19,11 +23,16 @@ from typing import Any, NamedTuple
 from grmoe import checks
 from grmoe.routing.selection import NO_LIMIT
 
-_KEYS = ("experts_per_token", "tau", "alpha", "cap")
+NO_WEIGHT = 1e-6  # a weight that every expert has: the cap alone decides
+_KEYS = ("experts_per_token", "alpha", "cap")
+_RULES = ("tau", "weight")
 
 
 class LayerNumbers(NamedTuple):
-    """The budget of one layer: its most probable experts, at most `cap`, while those before hold less than τ."""
+    """The budget of one layer: its most probable experts, at most `cap`, while those before hold less than τ.
+
+    A negative τ: while the next one has at least −τ (`grmoe.routing.selection.largest`).
+    """
 
     tau: float
     alpha: float
@@ -69,7 +78,7 @@ def curve_numbers(curve: Iterable[Mapping[str, Any]], budget: float, layers: int
             if a.alpha != b.alpha and min(a.alpha, b.alpha) > 0:
                 alpha = a.alpha ** (1 - share) * b.alpha**share
             found.append(LayerNumbers(tau, alpha, a.cap, _between(a.bias, b.bias, share)))
-    return [n._replace(tau=NO_LIMIT if n.tau >= 1 else n.tau) for n in found]
+    return [n._replace(tau=NO_LIMIT if n.tau >= 1 or -NO_WEIGHT <= n.tau < 0 else n.tau) for n in found]
 
 
 def curve_loss(curve: Iterable[Mapping[str, Any]], budget: float) -> float | None:
@@ -88,10 +97,16 @@ def check_curve(curve: Any, layers: int, num_experts: int) -> None:
     )
     for number, point in enumerate(curve):
         name = f"budget_curve[{number}]"
-        ok = isinstance(point, Mapping) and set(_KEYS) <= set(point) <= {*_KEYS, "loss", "bias"}
-        checks.require(ok, f"{name} must have the keys {', '.join(_KEYS)} (and loss, bias), got {point!r}")
+        rules = [rule for rule in _RULES if isinstance(point, Mapping) and rule in point]
+        ok = len(rules) == 1 and set(_KEYS) <= set(point) <= {*_KEYS, *rules, "loss", "bias"}
+        keys = f"{', '.join(_KEYS)} and either tau or weight"
+        checks.require(ok, f"{name} must have the keys {keys} (and loss, bias), got {point!r}")
+        checks.require(
+            rules[0] in curve[0],
+            f"{name} must have the rule of the first point, got {rules[0]}: a curve has one rule",
+        )
         checks.finite(f"{name}.experts_per_token", point["experts_per_token"], above=0)
-        for key in ("tau", "alpha", "cap"):
+        for key in (*rules, "alpha", "cap"):
             values = point[key] if isinstance(point[key], list) else [point[key]] * layers
             checks.require(
                 len(values) == layers, f"{name}.{key} must be one number or {layers}, got {point[key]!r}"
@@ -113,7 +128,7 @@ def curve_room(curve: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _check_number(name: str, key: str, value: Any, num_experts: int) -> None:
-    if key == "tau":
+    if key in _RULES:
         checks.fraction(name, value)
     elif key == "alpha":
         checks.alpha(name, value)
@@ -143,11 +158,10 @@ def _between(
 
 def _layers(point: Mapping[str, Any], layers: int) -> list[LayerNumbers]:
     """A point with one number per layer."""
-    columns = [
-        p if isinstance(p, list) else [p] * layers for p in (point[k] for k in ("tau", "alpha", "cap"))
-    ]
+    rule = "weight" if "weight" in point else "tau"
+    columns = [p if isinstance(p, list) else [p] * layers for p in (point[k] for k in (rule, "alpha", "cap"))]
     biases = [tuple(map(float, layer)) for layer in point["bias"]] if "bias" in point else [None] * layers
     return [
-        LayerNumbers(float(tau), float(alpha), int(cap), bias)
+        LayerNumbers(-float(tau) if rule == "weight" else float(tau), float(alpha), int(cap), bias)
         for tau, alpha, cap, bias in zip(*columns, biases, strict=True)
     ]

@@ -21,7 +21,7 @@ from grmoe import checks
 from grmoe.kernels import runtime
 from grmoe.routing.budget import Budget
 from grmoe.routing.result import Routing
-from grmoe.routing.selection import Dense, Mass, Selection, Threshold, TopK
+from grmoe.routing.selection import AtLeast, Dense, Mass, Selection, Threshold, TopK
 
 MAX_EXPERTS = 256  # a tile of gates is kept in registers
 
@@ -55,7 +55,8 @@ class GateParts:
 
 # Exact types, because a subclass may select differently.
 _MODES: dict[type, int] = {
-    Dense: runtime.DENSE, TopK: runtime.LARGEST, Mass: runtime.LARGEST, Threshold: runtime.ABOVE
+    Dense: runtime.DENSE, TopK: runtime.LARGEST, Mass: runtime.LARGEST, AtLeast: runtime.LARGEST,
+    Threshold: runtime.ABOVE
 }  # fmt: skip
 _RULES = {"mass": runtime.MASS, "count": runtime.COUNT}
 _UNITS = {"token": runtime.PER_TOKEN, "sequence": runtime.PER_SEQUENCE}

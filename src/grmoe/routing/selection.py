@@ -3,9 +3,9 @@
 A policy maps gate probabilities (..., N) to a boolean mask of the same shape. Every policy keeps at least the most
 probable expert. `renormalize` says whether the kept weights are scaled back to sum one; the paper's are not.
 
-`TopK` and `Mass` are one rule with two numbers: take the most probable experts, at most `cap` of them, while those
-taken hold less than τ. A router keeps both numbers on the device (`Router.tau`, `Router.cap`), where they change
-without recompiling.
+`TopK`, `Mass` and `AtLeast` are one rule with two numbers, τ and `cap`: take the most probable experts, at most `cap`
+of them, while those taken hold less than τ. A negative τ says it by expert: while the next one has at least −τ. A
+router keeps both numbers on the device (`Router.tau`, `Router.cap`), where they change without recompiling.
 """
 
 from __future__ import annotations
@@ -95,8 +95,37 @@ class Mass:
 
 
 @dataclass(frozen=True)
+class AtLeast:
+    """Experts with a weight of at least `weight`, at most `cap` of them, and always the most probable one.
+
+    Weights that are not renormalised are what a dropped expert's output is multiplied by. So for a number of experts
+    per token, this rule drops the least weight of all rules: it computes the largest weights of all tokens.
+    """
+
+    weight: float
+    cap: int | None = None
+    renormalize: bool = False
+    dense: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        weight = checks.fraction("weight", self.weight)
+        _set(self, "weight", weight)
+        if self.cap is not None:
+            _set(self, "cap", checks.positive_int("cap", self.cap))
+
+    def __call__(self, probs: Tensor) -> Tensor:
+        return largest(probs, -self.weight, self.max_experts(probs.shape[-1]))
+
+    def max_experts(self, num_experts: int) -> int:
+        return num_experts if self.cap is None else min(self.cap, num_experts)
+
+
+BY_RANK = (TopK, Mass, AtLeast)  # policies with the same rule and other numbers
+
+
+@dataclass(frozen=True)
 class Threshold:
-    """Experts with a probability of at least `minimum`, and always the most probable one."""
+    """Experts with a probability of at least `minimum`, and always the most probable one. `AtLeast` has a cap too."""
 
     minimum: float
     renormalize: bool = False
@@ -116,15 +145,17 @@ class Threshold:
 def largest(probs: Tensor, tau: float | Tensor, cap: int | Tensor) -> Tensor:
     """Mask (..., N) of the most probable experts: at most `cap` of them, while those before hold less than τ.
 
-    τ and cap may be tensors that broadcast against (..., N), for instance one number per sequence. Ties go to the lower
-    index.
+    A negative τ keeps the experts with at least −τ, and the most probable one. τ and cap may be tensors that broadcast
+    against (..., N), for instance one number per sequence. Ties go to the lower index.
     """
     # A NaN gate counts as all zero, so that its token gets experts too.
     sorted_probs, order = torch.where(probs == probs, probs, 0.0).sort(dim=-1, descending=True, stable=True)
     # Mass of the experts ranked higher. Shifted, because `cumsum − p` rounds and can keep one expert too many.
     before = torch.nn.functional.pad(sorted_probs.cumsum(-1)[..., :-1], (1, 0))
     rank = torch.arange(probs.shape[-1], device=probs.device)
-    keep = (before < tau) & (rank < cap)
+    by_mass, by_weight = before < tau, (sorted_probs >= -tau) | (rank == 0)
+    # An exact choice of either, for tensors and for numbers.
+    keep = ((by_weight & (tau < 0)) | (by_mass & (tau >= 0))) & (rank < cap)
     return torch.zeros_like(keep).scatter(-1, order, keep)
 
 
@@ -136,6 +167,8 @@ def above(probs: Tensor, minimum: float | Tensor) -> Tensor:
 
 def numbers(selection: Selection, num_experts: int) -> tuple[float, int]:
     """(τ, cap) of a policy, as `Router` keeps them on the device."""
+    if isinstance(selection, AtLeast):
+        return -selection.weight, selection.max_experts(num_experts)
     if isinstance(selection, Mass):
         return selection.tau, selection.max_experts(num_experts)
     if isinstance(selection, Threshold):

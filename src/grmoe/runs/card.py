@@ -122,9 +122,10 @@ def describe_setting(config: GrmoeConfig) -> str:
     """Router, α and selection of a configuration, or its budget, as text."""
     if config.budget is not None:
         taus, sharpness, caps, _ = zip(*config.numbers, strict=True)
-        shown = [1.0 if tau == NO_LIMIT else tau for tau in taus]
-        rule = f"probability {_values(shown)}, at most {_values(caps)}, α {_values(sharpness)}"
-        return f"a budget of {counted(config.budget, 'expert')} per token (the fewest that reach {rule})"
+        shown = _values(1.0 if tau == NO_LIMIT else abs(tau) for tau in taus)
+        rule = "those with a weight of at least" if min(taus) < 0 else "the fewest that reach probability"
+        more = f"at most {_values(caps)}, α {_values(sharpness)}"
+        return f"a budget of {counted(config.budget, 'expert')} per token ({rule} {shown}, {more})"
     alphas = ", ".join(f"{a:g}" for a in dict.fromkeys(config.alphas))
     if config.router in OWN_CHOICE:
         return f"router `{config.router}`, α {alphas}"
@@ -133,6 +134,7 @@ def describe_setting(config: GrmoeConfig) -> str:
     how = {
         "topk": f"the {probable} per token",
         "mass": f"the fewest experts per token that reach probability {tau}, at most {cap}",
+        "at_least": f"the experts with a weight of at least {tau} per token, at most {cap}",
         "threshold": f"the experts of probability at least {tau} per token",
         "dense": "all experts per token",
     }[config.selection]
@@ -155,10 +157,12 @@ def _budgets(config: GrmoeConfig) -> str:
     """The curve of budgets as a section of the card; empty without one."""
     if config.budget_curve is None:
         return ""
-    table = Table("", ["experts per token", "perplexity", "τ", "α", "at most"], left=0)
+    rule = "weight" if "weight" in config.budget_curve[0] else "tau"
+    heading = "weight at least" if rule == "weight" else "τ"
+    table = Table("", ["experts per token", "perplexity", heading, "α", "at most"], left=0)
     for point in config.budget_curve:
         columns = (
-            point[key] if isinstance(point[key], list) else [point[key]] for key in ("tau", "alpha", "cap")
+            point[key] if isinstance(point[key], list) else [point[key]] for key in (rule, "alpha", "cap")
         )
         loss = point.get("loss")
         perplexity = "–" if loss is None else f"{math.exp(loss):.3f}"

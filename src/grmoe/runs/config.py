@@ -133,7 +133,7 @@ class RoutingConfig:
     leading_weight: float | None = None
     """Weight of the leading term: N·Σ_e s_e·p_e, summed over layers. p_e is the mean probability of expert e. s_e is
     the share of the tokens that it led in the step before. The term makes the load more even where tokens get one or
-    few experts. It is logged as part of `router_loss`. 0: none. Default: 0.03 with random budgets (`elastic`), else
+    few experts. It is logged as part of `router_loss`. 0: none. Default: 0.01 with random budgets (`elastic`), else
     0."""
 
     def __post_init__(self) -> None:
@@ -339,7 +339,7 @@ class TrainConfig:
         )
         routing = RoutingConfig(
             prior_counts="candidates" if elastic.on else "computed",
-            leading_weight=0.03 if elastic.on else 0.0,
+            leading_weight=0.01 if elastic.on else 0.0,
         )
         model_choices = {name: getattr(model, name) for name in _OF_PRESET}
         return self.filled_from(TrainConfig(model=model_choices, elastic=elastic, routing=routing))

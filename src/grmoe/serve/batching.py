@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.routing import recorded
-from grmoe.routing import LayerNumbers, Mass, Router, Routing, TopK, routers
+from grmoe.routing import BY_RANK, LayerNumbers, Router, Routing, routers
 from grmoe.serve.near_ties import clear_experts
 from grmoe.serve.sampling import TokenSampler
 from grmoe.serve.scores import Score, score_prompt, score_token
@@ -259,7 +259,7 @@ def set_numbers(found: list[Router], numbers: list[tuple[LayerNumbers, ...]]) ->
     for layer, router in enumerate(found):
         taus, alphas, caps, biases = zip(*(sequence[layer] for sequence in numbers), strict=True)
         router.alpha_value = _by_sequence(router.alpha_value, alphas)
-        if not isinstance(router.selection, TopK | Mass):  # one rule for all sequences
+        if not isinstance(router.selection, BY_RANK):  # one rule for all sequences
             continue
         router.budget.tau = _by_sequence(router.budget.tau, taus)
         router.budget.cap = _by_sequence(router.budget.cap, caps)

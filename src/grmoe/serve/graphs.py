@@ -22,7 +22,7 @@ from torch import Tensor
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.routing import recorded
 from grmoe.probe.timing import warmed_up
-from grmoe.routing import Mass, TopK
+from grmoe.routing import BY_RANK
 from grmoe.serve.batching import BatchGenerator, Sequence
 
 SHORTEST = 256  # positions of a step; longer ones are powers of two
@@ -126,7 +126,7 @@ class GraphGenerator(BatchGenerator):
         """Let the routers read the buffers, as `set_numbers` sets numbers per sequence."""
         for layer, router in enumerate(self.routers):
             router.alpha_value = self.alpha[layer, :B]
-            if isinstance(router.selection, TopK | Mass):
+            if isinstance(router.selection, BY_RANK):
                 router.budget.tau, router.budget.cap = self.tau[layer, :B], self.cap[layer, :B]
                 if router.budget.biased:
                     router.budget.bias = self.bias[layer, :B]

@@ -14,7 +14,6 @@ from grmoe.studies.models.recipes import (
     GATES,
     RECIPES,
     SOFTMAX_BUDGET,
-    SOFTMAX_LED,
     Recipe,
     base_of,
     on_fine,
@@ -40,7 +39,7 @@ MARGIN, FINE_MARGIN = 0.005, 0.010  # nats to the specialist
 MOST_CV = 0.10
 
 _GRMOE, _SOFTMAX = RECIPES["grmoe"], RECIPES["softmax-bias"]
-_DEFAULT, *_OTHERS = (*BUDGETS, SOFTMAX_LED)
+_DEFAULT, *_OTHERS = BUDGETS
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ def _recipes(models: Models) -> Table:
         ["recipe", "seeds", "top-2", "mass 0.5", "top-1", "load CV at top-1"],
     )
     full = models["grmoe"]
-    for recipe in (_GRMOE, *BUDGETS, SOFTMAX_BUDGET, SOFTMAX_LED):
+    for recipe in (_GRMOE, *BUDGETS, SOFTMAX_BUDGET):
         runs = models[recipe.name]
         gaps = (difference(runs, full, VALIDATION, s, "top-2") for s in ("top-2", "mass 0.5", "top-1"))
         label = "full budgets only" if recipe is _GRMOE else recipe.label
@@ -227,7 +226,7 @@ def _half_by_seed(models: Models, texts: Sequence[str]) -> Table:
         ["trained", "text", "by seed", "mean"],
         left=3,
     )
-    for recipe in (_GRMOE, _DEFAULT, _SOFTMAX, SOFTMAX_BUDGET, SOFTMAX_LED):
+    for recipe in (_GRMOE, _DEFAULT, RECIPES["token-mass-led-0.03"], _SOFTMAX, SOFTMAX_BUDGET):
         for text in texts:
             found = halving.costs(models[recipe.name], 2, text)
             if found:

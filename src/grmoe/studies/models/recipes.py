@@ -196,22 +196,13 @@ BUDGETS = (
     ),
     _budget("token-mass-both", "per token, mass, prior counts both", *_TOKEN_MASS, "routing.prior_counts=both"),
     _budget("token-mass-unled", "per token, mass, no leading term", *_TOKEN_MASS, "routing.leading_weight=0"),
-    _budget("token-mass-led-0.01", "per token, mass, leading term 0.01", *_TOKEN_MASS, "routing.leading_weight=0.01"),
+    _budget("token-mass-led-0.03", "per token, mass, leading term 0.03", *_TOKEN_MASS, "routing.leading_weight=0.03"),
 )  # fmt: skip
 SOFTMAX_BUDGET = Recipe(
     "softmax-token-mass", "softmax, per token, mass", (*_SOFTMAX, _BIAS, *_TOKEN_MASS)
 ).with_rate(best_rate("two", "softmax-bias"))
 
-SOFTMAX_LED = SOFTMAX_BUDGET.plus(
-    "softmax-token-mass-led-0.01",
-    "softmax, per token, mass, leading term 0.01",
-    "routing.leading_weight=0.01",
-)
-
-RECIPES = {
-    recipe.name: recipe
-    for recipe in (*METHODS, *GATES["one"].values(), *BUDGETS, SOFTMAX_BUDGET, SOFTMAX_LED)
-}
+RECIPES = {recipe.name: recipe for recipe in (*METHODS, *GATES["one"].values(), *BUDGETS, SOFTMAX_BUDGET)}
 
 
 def find_recipe(text: str) -> Recipe:
