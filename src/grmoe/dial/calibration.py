@@ -189,9 +189,8 @@ def _thinned(points: list[Point], most: int) -> list[Point]:
 def _alpha_rows(meter: Meter, chosen: Point, cap: int) -> dict[float, Point]:
     """What α does to the model with the chosen τ, or weight, and cap."""
     setting = chosen.setting
-    rule, tau = (at_least, setting.tau) if setting.selection == "at_least" else (mass, None)
-    if setting.selection == "mass":
-        tau = setting.tau
+    rule = at_least if setting.selection == "at_least" else mass
+    tau = setting.tau if setting.selection in ("at_least", "mass") else None
     settings = {alpha: rule((alpha,) * meter.layers, tau or _TABLE_TAU, cap) for alpha in ALPHAS}
     return {alpha: meter.measure(setting, "uniform") for alpha, setting in settings.items()}
 

@@ -26,7 +26,7 @@ class Cost:
     """Parameters of the routed experts."""
     experts_per_token: float
     """Routed experts computed per token: the budget, if there is one. Soft MoE: slots per token. With "mass",
-    "threshold" and identity experts an upper bound."""
+    "at_least", "threshold" and identity experts an upper bound."""
     router: int
     """Parameters of the routers."""
     embedding: int
