@@ -22,6 +22,7 @@ from grmoe.experts.reference import reference_experts
 from grmoe.kernels import runtime
 from grmoe.layer import MoE
 from grmoe.routing import (
+    AtLeast,
     Dense,
     GrassmannRouter,
     Mass,
@@ -59,6 +60,7 @@ SELECTIONS: list[Selection] = [
     TopK(1, renormalize=False),
     Mass(0.7),
     Mass(0.9, cap=3),
+    AtLeast(0.2, cap=3),
     Threshold(0.1, renormalize=False),
 ]
 
