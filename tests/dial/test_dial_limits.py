@@ -25,7 +25,7 @@ from grmoe.dial.speed import time_points
 from grmoe.dial.tables import check_line
 from grmoe.dial.target import _beyond, choose, meets
 from grmoe.probe.gates import AffineGate
-from grmoe.probe.losses import Increase, Measurement
+from grmoe.probe.losses import Increase, Measurement, increase
 from grmoe.probe.windows import Text
 
 
@@ -66,6 +66,19 @@ def test_the_upper_end_of_the_interval_counts() -> None:
     high = math.expm1(0.05 + error)
     assert meets(Target("perplexity", high * (1 + 1e-9)), noisy, trained, no_speed)
     assert not meets(Target("perplexity", high * (1 - 1e-9)), noisy, trained, no_speed)
+
+
+def test_a_setting_that_breaks_the_promise_on_one_domain_is_not_chosen() -> None:
+    domains = ("wiki",) * 24 + ("code",) * 8
+
+    def cost(experts: float, wiki: float, code: float) -> Point:
+        found = point(experts, [2.0 + wiki] * 24 + [2.0 + code] * 8)
+        return replace(found, measured=replace(found.measured, domains_W=domains))
+
+    trained, few, more = cost(2.0, 0.0, 0.0), cost(1.0, 0.002, 0.012), cost(1.1, 0.001, 0.009)
+    target = Target("perplexity", 0.01)
+    assert increase(few.measured, trained.measured).high < 0.01  # on average it is kept
+    assert choose(target, [trained, few, more], trained, no_speed) is more
 
 
 def test_ties_are_broken_by_the_other_number() -> None:

@@ -104,8 +104,9 @@ def test_another_model_text_or_type_is_measured_afresh(run: Path, tmp_path: Path
         return saved.found
 
     assert found(loaded, text) == 1
-    renamed = Text("another name", text.rows_WS.clone())
+    renamed = Text("another name", text.rows_WS.clone(), text.domains_W)
     assert found(loaded, renamed) == 1
+    assert found(loaded, replace(text, domains_W=())) == 0  # domains decide what keeps a promise
     other = text.rows_WS.clone()
     other[-1, -1] += 1
     assert found(loaded, Text(text.name, other)) == 0

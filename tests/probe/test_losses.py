@@ -11,14 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grmoe import head
-from grmoe.probe.losses import Increase, Measurement, increase, measure, verdict, window_losses
+from grmoe.probe.losses import (
+    Increase,
+    Measurement,
+    increase,
+    increase_by_domain,
+    measure,
+    verdict,
+    window_losses,
+    within,
+)
 from grmoe.probe.routing import recorded, routing_figures
-from grmoe.probe.windows import Text
+from grmoe.probe.windows import MIN_WINDOWS, Text
 
 
-def measurement(losses: list[float]) -> Measurement:
+def measurement(losses: list[float], domains: tuple[str, ...] = ()) -> Measurement:
     return Measurement(
         losses_W=torch.tensor(losses, dtype=torch.float64),
+        domains_W=domains,
         layer_experts=(2.0, 1.0),
         entropy=1.0,
         effective_experts_entropy=2.7,
@@ -161,6 +171,27 @@ def test_a_paired_band_ignores_how_windows_differ() -> None:
     assert increase(base, base) == Increase(0.0, 0.0, 0.0)
     shifted = increase(measurement([1.1, 5.1, 2.1, 7.1]), base)
     assert shifted.low == pytest.approx(shifted.high)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(-0.5, 0.5)), min_size=2, max_size=60))
+def test_the_increase_of_a_domain_is_that_of_its_windows(windows: list[tuple[str, float]]) -> None:
+    domains = tuple(name for name, _ in windows)
+    base = measurement([2.0] * len(windows), domains)
+    found = increase_by_domain(measurement([2.0 + d for _, d in windows], domains), base)
+    losses = {name: [2.0 + d for other, d in windows if other == name] for name in dict.fromkeys(domains)}
+    enough = {name: values for name, values in losses.items() if len(values) >= MIN_WINDOWS}
+    assert list(found) == list(enough)
+    for name, values in enough.items():
+        alone = increase(measurement(values), measurement([2.0] * len(values)))
+        assert (found[name].value, found[name].high) == pytest.approx((alone.value, alone.high))
+
+
+def test_a_promise_holds_on_the_whole_text_and_on_each_domain() -> None:
+    whole, exact = Increase(0.005, 0.002, 0.01), Increase(0.01, -0.02, 0.05)
+    assert within(0.01, whole, {})
+    assert within(0.01, whole, {"code": exact})  # of a domain the increase counts, not its upper end
+    assert not within(0.01, whole, {"wiki": whole, "code": Increase(0.0101, 0.0, 0.02)})
+    assert not within(0.0099, whole, {})
 
 
 @pytest.mark.parametrize(

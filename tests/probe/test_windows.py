@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmoe.probe.text import open_stream
+from grmoe.probe.text import MemoryStream, TokenDocument, open_stream
 from grmoe.probe.typed_windows import covering_starts
 from grmoe.probe.windows import (
     MIN_WINDOWS,
@@ -19,6 +20,7 @@ from grmoe.probe.windows import (
     cut_windows,
     default_tokens,
     read_windows,
+    window_domains,
     window_length,
     window_starts,
 )
@@ -69,6 +71,15 @@ def test_windows_are_the_stream_cut_at_the_starts(texts: list[Path], make: Any) 
     assert text.rows_WS.tolist() == [tokens[start : start + 17].tolist() for start in starts]
     assert torch.equal(text.rows_WS, cut_windows(stream, starts, 16))
     assert (text.name, text.length, text.tokens) == (str(texts[0]), 16, 160)
+
+
+def test_a_window_has_the_domain_of_most_of_what_it_predicts() -> None:
+    parts = (("a", 7), ("b", 6), ("a", 3), ("c", 5))
+    stream = MemoryStream([TokenDocument(name, np.arange(count), None) for name, count in parts])
+    # The first token of a window is not predicted: 1 … 6 are a, 6 is a and 7 … 10 are b, …
+    assert window_domains(stream, [0, 5, 11, 15], 5) == ("a", "b", "a", "c")
+    text = Text("t", torch.zeros(4, 6, dtype=torch.long), ("a", "b", "a", "c"))
+    assert text.first(10).domains_W == ("a", "b")
 
 
 @given(st.integers(1, 40), st.integers(1, 5000))

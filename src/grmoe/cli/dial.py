@@ -21,8 +21,8 @@ def dial(
     max_ppl_increase: Annotated[
         str | None,
         typer.Option(
-            help="Fewest experts with a perplexity increase of at most this, 1% or 0.01, at the upper end of its 90 % "
-            "interval.",
+            help="Fewest experts with a perplexity increase of at most this, 1% or 0.01: at the upper end of its 90 % "
+            "interval, and on each domain of the text.",
             show_default="1%",
         ),
     ] = None,

@@ -29,7 +29,7 @@ from grmoe.dial.setting import apply, at_least, check_router, mass
 from grmoe.dial.speed import ROUNDS, Speed, time_points
 from grmoe.dial.target import REFINEMENTS, Target, choose, refine
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM
-from grmoe.probe.losses import increase
+from grmoe.probe.losses import increase, increase_by_domain
 from grmoe.probe.windows import Text, read_texts
 from grmoe.runs.open import open_model
 from grmoe.terminal import Progress, Steps, note, silent
@@ -158,6 +158,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
         curve=curve,
         budget=budget,
         budgets=budgets,
+        domains=increase_by_domain(chosen.measured, trained.measured),
     )
     return Result(loaded=loaded, body=body)
 

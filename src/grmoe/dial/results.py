@@ -119,6 +119,8 @@ class DialResults:
     """This model at round budgets, then the models it was compared with."""
     rule_gains: dict[Family, list[Gain]] = field(default_factory=dict)
     """What the rules beside τ and α gain over one α for all."""
+    domains: dict[str, Increase] = field(default_factory=dict)
+    """Of perplexity at the chosen setting, on each domain of the calibration text that has enough windows."""
 
     @property
     def timed(self) -> bool:

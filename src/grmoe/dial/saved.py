@@ -74,7 +74,8 @@ class Book:
             return measured
         fields = dict(self.entries[key])
         losses_W = torch.tensor(fields.pop("losses_W"), dtype=torch.float64)
-        return Measurement(**fields | {"layer_experts": tuple(fields["layer_experts"]), "losses_W": losses_W})
+        tuples = {name: tuple(fields[name]) for name in ("layer_experts", "domains_W")}
+        return Measurement(**fields | tuples | {"losses_W": losses_W})
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -96,7 +97,11 @@ def _fingerprint(loaded: LoadedModel, text: Text) -> str:
         "weights": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in weights],
         "step": loaded.step,
         "config": config,
-        "text": [hashlib.sha256(text.rows_WS.numpy().tobytes()).hexdigest(), list(text.rows_WS.shape)],
+        "text": [
+            hashlib.sha256(text.rows_WS.numpy().tobytes()).hexdigest(),
+            list(text.rows_WS.shape),
+            text.domains_W,
+        ],
         "dtype": str(model.dtype),
         "device": device_name(model.device),
         "versions": [grmoe.__version__, torch.__version__],

@@ -11,7 +11,7 @@ from grmoe.dial.results import Check, DialResults, PointResult, Result
 from grmoe.dial.speed import Speed
 from grmoe.dial.target import Target
 from grmoe.hardware import device_name
-from grmoe.probe.losses import verdict
+from grmoe.probe.losses import Increase, verdict
 from grmoe.tables import Table, percent, span
 
 _CARD_POINTS = 3  # of the frontier, in the model card
@@ -54,6 +54,8 @@ def _summary(body: DialResults) -> Iterator[str]:
         f"        {chosen.experts_per_token:.3f} experts per token (trained {trained.experts_per_token:.3f}), "
         f"perplexity {chosen.perplexity:.3f} (trained {trained.perplexity:.3f}): {chosen.increase}"
     )
+    if len(body.domains) > 1:
+        yield f"        by domain: {domain_line(body.domains)}"
     yield (
         f"        load: CV {chosen.load_cv:.3f} (trained {trained.load_cv:.3f}), the least used expert gets "
         f"{chosen.min_load:.2f} of a fair share (trained {trained.min_load:.2f})"
@@ -72,6 +74,12 @@ def _summary(body: DialResults) -> Iterator[str]:
         yield f"Budget: any from {low:g} to {high:g} experts per token ({len(body.curve)} points of the curve)"
     for check in body.checks:
         yield f"Check:  {check_line(body.target, check)}"
+
+
+def domain_line(domains: Mapping[str, Increase]) -> str:
+    """The increase of perplexity on each domain, the largest first."""
+    ordered = sorted(domains.items(), key=lambda item: -item[1].value)
+    return ", ".join(f"{name} {percent(found.value)}" for name, found in ordered)
 
 
 def gain_line(gains: Sequence[Gain], rule: str = "one α per layer") -> str:
@@ -191,6 +199,7 @@ def card_section(result: Result) -> str:
         few = [best[i * (len(best) - 1) // (_CARD_POINTS - 1)] for i in range(_CARD_POINTS)]
     checks = "".join(f"- Checked on {check_line(body.target, c)}.\n" for c in body.checks)
     alphas, certificates = _alpha_table(body), _certificate_table(body)
+    domains = f" By domain: {domain_line(body.domains)}." if len(body.domains) > 1 else ""
     return f"""## The dial
 
 Measured with `grmoe dial` on {text.tokens:,} tokens of “{Path(text.text).name}”
@@ -198,7 +207,7 @@ Measured with `grmoe dial` on {text.tokens:,} tokens of “{Path(text.text).name
 
 - Asked: {body.asked}.
 - Chosen: {chosen.name}: {chosen.experts_per_token:.3f} experts per token, perplexity {chosen.perplexity:.3f},
-  {chosen.increase}.
+  {chosen.increase}.{domains}
 - As trained: {trained.name}: {trained.experts_per_token:.3f} experts per token, perplexity {trained.perplexity:.3f}.
 {checks}
 {alphas.title}:

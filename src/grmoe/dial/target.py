@@ -11,7 +11,7 @@ from grmoe.dial.frontier import frontier
 from grmoe.dial.meter import Family, Meter, Point
 from grmoe.dial.search import halfway
 from grmoe.dial.setting import Setting
-from grmoe.probe.losses import increase
+from grmoe.probe.losses import increase, increase_by_domain, within
 
 _CLEARLY = 0.02  # share of the experts that gate × norm must save to win
 REFINEMENTS = 6  # settings tried between the chosen point and those just beyond the target
@@ -23,9 +23,9 @@ RelativeSpeed = Callable[[Point], float | None]
 class Target:
     """experts: the lowest perplexity with at most `value` experts per token.
 
-    perplexity: the fewest experts with a relative increase of perplexity of at most `value`. The upper end of the
-        interval counts (1.645 paired standard errors over windows), so the promise extends to other windows of the
-        same kind of text.
+    perplexity: the fewest experts with a relative increase of perplexity of at most `value`. On the whole text the
+        upper end of the interval counts (1.645 paired standard errors over windows), so the promise extends to other
+        windows of the same kind of text. The increase on each domain must be within `value` too.
     throughput: the lowest perplexity at `value` times the measured speed of the trained setting, or more.
     """
 
@@ -53,7 +53,8 @@ def meets(target: Target, point: Point, trained: Point, speed: RelativeSpeed) ->
     if target.kind == "experts":
         return point.experts_per_token <= target.value
     if target.kind == "perplexity":
-        return increase(point.measured, trained.measured).high <= target.value
+        both = point.measured, trained.measured
+        return within(target.value, increase(*both), increase_by_domain(*both))
     measured = speed(point)
     return measured is not None and measured >= target.value
 

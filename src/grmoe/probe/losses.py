@@ -6,6 +6,7 @@ Legend: W windows, S tokens per window, D model width.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from grmoe.head import token_losses
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.routing import RoutingFigures, routing_figures
-from grmoe.probe.windows import Text
+from grmoe.probe.windows import MIN_WINDOWS, Text
 from grmoe.tables import percent
 
 ONE_SIDED = 1.645  # standard errors: 95 % of a normal distribution lie below
@@ -26,6 +27,8 @@ class Measurement(RoutingFigures):
 
     losses_W: Tensor
     """Nats per token of each window, fp64 on the CPU."""
+    domains_W: tuple[str, ...] = ()
+    """The domain of each window. Empty: not known."""
 
     @property
     def loss(self) -> float:
@@ -46,7 +49,7 @@ def measure(model: GrmoeForCausalLM, text: Text) -> Measurement:
     losses_W = torch.cat(parts).cpu()
     if not bool(torch.isfinite(losses_W).all()):
         raise ValueError(f"the loss on {text.name} is NaN or Inf: nothing can be compared")
-    return Measurement(losses_W=losses_W, **vars(routing))
+    return Measurement(losses_W=losses_W, domains_W=text.domains_W, **vars(routing))
 
 
 def window_losses(model: GrmoeForCausalLM, rows_WS: Tensor) -> Tensor:
@@ -74,7 +77,29 @@ def increase(measured: Measurement, base: Measurement) -> Increase:
 
     Paired: windows differ far more from each other than two settings do on one window.
     """
-    delta_W = measured.losses_W - base.losses_W
+    return _increase(measured.losses_W - base.losses_W)
+
+
+def increase_by_domain(measured: Measurement, base: Measurement) -> dict[str, Increase]:
+    """`increase` on each domain of the text that has enough windows, in the order of the text."""
+    delta_W, found = measured.losses_W - base.losses_W, {}
+    for domain in dict.fromkeys(measured.domains_W):
+        of_domain_W = torch.tensor([name == domain for name in measured.domains_W])
+        if int(of_domain_W.sum()) >= MIN_WINDOWS:
+            found[domain] = _increase(delta_W[of_domain_W])
+    return found
+
+
+def within(limit: float, whole: Increase, domains: Mapping[str, Increase]) -> bool:
+    """Whether perplexity grows by at most `limit` on the whole text, and on each of its domains.
+
+    On the whole text the upper end of the interval counts. A domain has few windows and a wide interval, so there the
+    increase itself counts. Without domains, the average would hide a kind of text on which the promise is broken.
+    """
+    return whole.high <= limit and all(part.value <= limit for part in domains.values())
+
+
+def _increase(delta_W: Tensor) -> Increase:
     mean = float(delta_W.mean())
     error = ONE_SIDED * float(delta_W.std()) / math.sqrt(len(delta_W))
     return Increase(math.expm1(mean), math.expm1(mean - error), math.expm1(mean + error))

@@ -26,6 +26,8 @@ class Text:
     name: str
     rows_WS: Tensor
     """int64, (windows, length + 1)."""
+    domains_W: tuple[str, ...] = ()
+    """The domain of most tokens of each window. Empty: not known."""
 
     @property
     def length(self) -> int:
@@ -42,7 +44,8 @@ class Text:
 
     def first(self, tokens: int) -> Text:
         """The first windows, about `tokens` tokens, at least one window."""
-        return Text(self.name, self.rows_WS[: max(1, tokens // self.length)])
+        count = max(1, tokens // self.length)
+        return Text(self.name, self.rows_WS[:count], self.domains_W[:count])
 
     def batches(self, device: torch.device) -> list[Tensor]:
         """Rows on the device, in batches that fit it."""
@@ -90,7 +93,7 @@ def read_windows(source: str | None, loaded: LoadedModel, length: int, tokens: i
         f"text must hold at least {MIN_WINDOWS} windows of {length} tokens, got {len(starts)} from {name}: "
         f"{advice}, or a shorter --length",
     )
-    return Text(name, cut_windows(stream, starts, length))
+    return Text(name, cut_windows(stream, starts, length), window_domains(stream, starts, length))
 
 
 def read_texts(
@@ -105,3 +108,9 @@ def read_texts(
 def cut_windows(stream: Stream, starts: list[int], length: int) -> Tensor:
     """Rows (W, length + 1) that begin at `starts`."""
     return torch.from_numpy(np.stack([stream.read(start, start + length + 1) for start in starts]))
+
+
+def window_domains(stream: Stream, starts: Sequence[int], length: int) -> tuple[str, ...]:
+    """The domain of most predicted tokens of each window."""
+    found = (np.bincount(stream.domains_of(start + 1, start + length + 1)).argmax() for start in starts)
+    return tuple(stream.domain_names[number] for number in found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
 from grmoe.probe.losses import Increase
@@ -38,6 +38,8 @@ class PrunedResult:
     experts_per_token: float
     increase: Increase
     """Of perplexity, relative to the trained model."""
+    domains: dict[str, Increase] = field(default_factory=dict)
+    """The same on each domain of the text that has enough windows."""
 
 
 @dataclass(frozen=True, kw_only=True)

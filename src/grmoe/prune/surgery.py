@@ -11,7 +11,7 @@ import torch
 from grmoe import checks, geometry
 from grmoe.model import GrmoeForCausalLM
 from grmoe.model.configuration_grmoe import GrmoeConfig
-from grmoe.probe.losses import Measurement, increase, measure
+from grmoe.probe.losses import Measurement, increase, increase_by_domain, measure, within
 from grmoe.probe.windows import Text, read_texts
 from grmoe.prune.certificate import certificate_drop, certified
 from grmoe.prune.choose import (
@@ -203,6 +203,7 @@ class _Pruning:
             perplexity=measured.perplexity,
             experts_per_token=measured.experts_per_token,
             increase=increase(measured, self.trained[text]),
+            domains=increase_by_domain(measured, self.trained[text]),
         )
 
     def _measure(self, text: Text, stage: str) -> Measurement:
@@ -223,7 +224,8 @@ def _best(plan: Plan, reached: list[Outcome]) -> Outcome | None:
     """
     allowed = [o for o in reached if o.draw is None]
     if plan.experts is None:
-        allowed = [o for o in allowed if o.texts[0].increase.high <= plan.max_increase]
+        first = ((o, o.texts[0]) for o in allowed)
+        allowed = [o for o, text in first if within(plan.max_increase, text.increase, text.domains)]
     return min(allowed, key=lambda o: o.divergence or 0.0, default=None)
 
 
