@@ -69,8 +69,8 @@ def write(store: Store) -> Page:
         notes=[
             f"`small` and `small-fine`, 1000 steps of 32 × 512 tokens, one seed. {DEFAULT_RATE:g} is used unless "
             f"another rate is better by more than {NOISE:g} nats, the noise between seeds. The rate of κ follows that "
-            "of the weights. With two of eight experts, rates of GrMoE, softmax and vMF were searched before, with four "
-            "values or more: `results/learning-rates-small.json`.",
+            "of the weights. With two of eight experts, rates of GrMoE, softmax and vMF were searched before, with "
+            "four values or more: `results/learning-rates-small.json`.",
         ],
     )
 
