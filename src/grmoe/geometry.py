@@ -22,7 +22,6 @@ __all__ = [
     "identity_frames",
     "largest_cosine",
     "largest_eigenvalue",
-    "max_cosine",
     "orthonormality_error",
     "orthonormalize",
     "overlap",
@@ -206,20 +205,6 @@ def largest_cosine(frames_NDK: Tensor) -> Tensor:
     still have σ_max = 1.
     """
     return torch.linalg.matrix_norm(_pairwise_inner(frames_NDK), ord=2)
-
-
-def max_cosine(frames_NDK: Tensor) -> Tensor:
-    """The largest `largest_cosine` over pairs of different experts, shape (...); for metrics, without a gradient.
-
-    It uses products only, because SVDs of a layer's pairs take a GPU a thousand times as long.
-    """
-    N = frames_NDK.shape[-3]
-    checks.require(N > 1, f"frames must hold at least two experts, got {N}")
-    with torch.no_grad():
-        first, second = torch.triu_indices(N, N, 1, device=frames_NDK.device)
-        inner_PKK = _pairwise_inner(frames_NDK)[..., first, second, :, :]
-        # p = 2²⁴: too large by a factor k^(1/2p), one part in 10⁷.
-        return largest_eigenvalue(inner_PKK.mT @ inner_PKK, 24).sqrt().amax(-1)
 
 
 def largest_eigenvalue(gram_BB: Tensor, squarings: int) -> Tensor:

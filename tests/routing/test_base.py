@@ -163,7 +163,7 @@ def test_the_base_class_is_abstract() -> None:
     torch.testing.assert_close(routing.probs, (0.5 * x[:, :N]).softmax(-1))
     assert routing.selected.sum(-1).tolist() == [2, 2, 2]
     assert float(routing.aux_loss) == 0.0
-    assert router.geometry_metrics() == {}
+    assert router.geometry_figures() == {}
     assert Constant(D, N).selection == Dense()
 
 

@@ -54,6 +54,7 @@ try:
         TopK,
         all_routers,
         build_router,
+        read_metrics_of,
         routers,
     )
     from grmoe.routing import set_alpha as set_router_alpha
@@ -85,6 +86,7 @@ except ImportError:  # this file travels with exported models to where grmoe is 
         divergence,
         next_token_loss,
         overlap_penalty,
+        read_metrics_of,
         realize,
         routers,
     )
@@ -378,11 +380,11 @@ class GrmoePreTrainedModel(PreTrainedModel):
 
     def routing_metrics(self) -> list[RoutingMetrics]:
         """Metrics of each MoE layer's router since the last reset. Waits for the device."""
-        return [router.read_metrics() for router in routers(self)]
+        return read_metrics_of(list(routers(self)))
 
     def head_metrics(self) -> list[RoutingMetrics]:
         """The same of each block's heads, with heads for experts; empty without `attention_heads_per_token`."""
-        return [router.read_metrics() for router in all_routers(self) if isinstance(router, HeadRouter)]
+        return read_metrics_of([router for router in all_routers(self) if isinstance(router, HeadRouter)])
 
     def reset_routing_metrics(self) -> None:
         for router in all_routers(self):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from grmoe import checks
-from grmoe.routing.base import Router
+from grmoe.routing.base import Router, read_metrics_of
 from grmoe.routing.controls import (
     all_routers,
     routers,
@@ -96,6 +96,7 @@ __all__ = [
     "grassmann_soft_moe_reference",
     "leading_loss",
     "load_balancing_loss",
+    "read_metrics_of",
     "routers",
     "set_alpha",
     "set_balances",

@@ -9,7 +9,7 @@ Legend: N experts, D model width; `...` any leading dimensions of the input.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from grmoe import checks
 from grmoe.kernels.runtime import INTERPRETED
 from grmoe.routing.budget import Budget
-from grmoe.routing.counting import LoadCounter
+from grmoe.routing.counting import LoadCounter, read_all
 from grmoe.routing.entropy import EntropyTerm
 from grmoe.routing.fused import GateOperands, GateParts, try_fused
 from grmoe.routing.leading import leading_loss, next_leading_share
@@ -129,8 +129,8 @@ class Router(nn.Module):
         """The router's own loss, 0-d."""
         return routing.aux_loss
 
-    def geometry_metrics(self) -> dict[str, float]:
-        """Frame and concentration figures for `read_metrics`, where a router has them."""
+    def geometry_figures(self) -> dict[str, Tensor]:
+        """Frame and concentration figures for `read_metrics`, 0-d tensors, where a router has them."""
         return {}
 
     # -- what all routers share ------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class Router(nn.Module):
 
     def read_metrics(self) -> RoutingMetrics:
         """Metrics since the last `reset_metrics`. Waits for the device."""
-        return RoutingMetrics(**{**vars(self.counter.read()), **self.geometry_metrics()})
+        return read_metrics_of([self])[0]
 
     def reset_metrics(self) -> None:
         self.counter.reset()
@@ -322,3 +322,20 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, num_experts={self.num_experts}, selection={self.selection}, balance={self.balance}"
+
+
+@torch.no_grad()
+def read_metrics_of(found: Sequence[Router]) -> list[RoutingMetrics]:
+    """`Router.read_metrics` of several. All numbers are on their way before the host waits, once for all routers."""
+    if not found:
+        return []
+    figures = [router.geometry_figures() for router in found]
+    device = found[0].counter.sums.device
+    flat = [figure.to(device, torch.float32) for each in figures for figure in each.values()]
+    values = torch.stack(flat) if flat else None
+    counted = read_all([router.counter for router in found])
+    numbers = iter([] if values is None else values.tolist())
+    return [
+        replace(metrics, **{name: next(numbers) for name in each})
+        for metrics, each in zip(counted, figures, strict=True)
+    ]

@@ -273,19 +273,15 @@ class GrassmannRouter(FrameRouter):
             log_prior=self.log_prior_correction(),
         )
 
-    @torch.no_grad()
-    def geometry_metrics(self) -> dict[str, float]:
+    def geometry_figures(self) -> dict[str, Tensor]:
         frames = self.frames.float()
         overlap_NN = geometry.overlap(frames)
-        figures = {
+        return {
             "max_overlap": (overlap_NN - overlap_NN.diagonal().diag()).max() / self.rank,
-            "max_cosine": geometry.max_cosine(frames),
             "orthonormality_error": geometry.orthonormality_error(frames),
             "kappa_min": self.kappa.min(),
             "kappa_max": self.kappa.max(),
         }
-        # One trip to the device for all of them.
-        return dict(zip(figures, torch.stack([f.float() for f in figures.values()]).tolist(), strict=True))
 
     def extra_repr(self) -> str:
         kind = "scalar" if self.log_kappa.ndim == 1 else "diagonal"

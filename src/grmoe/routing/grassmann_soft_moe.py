@@ -62,18 +62,15 @@ class GrassmannSoftMoERouter(FrameRouter, SlotRouter):
         squares = (x @ frames.permute(1, 0, 2).reshape(D, S * K)).square().unflatten(-1, (S, K)).sum(-1)
         return kappa * (D / K) * squares / x.square().sum(-1, keepdim=True).clamp(min=_ZERO_TOKEN)
 
-    @torch.no_grad()
-    def geometry_metrics(self) -> dict[str, float]:
-        """Without principal cosines: their cost grows with the square of the number of slots."""
+    def geometry_figures(self) -> dict[str, Tensor]:
         frames = self.frames.float()
         overlap_SS = geometry.overlap(frames)
-        figures = {
+        return {
             "max_overlap": (overlap_SS - overlap_SS.diagonal().diag()).max() / self.rank,
             "orthonormality_error": geometry.orthonormality_error(frames),
             "kappa_min": self.kappa.min(),
             "kappa_max": self.kappa.max(),
         }
-        return dict(zip(figures, torch.stack([f.float() for f in figures.values()]).tolist(), strict=True))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, slots={self.slots}, slot_rank={self.rank}"

@@ -61,8 +61,6 @@ class RoutingMetrics:
     """Share of tokens that choose each identity expert. Their sum is the choices per token that compute nothing."""
     max_overlap: float | None = None
     """Largest ‖UᵢᵀUⱼ‖²_F / k over i ≠ j. None without frames."""
-    max_cosine: float | None = None
-    """Largest principal cosine between two experts. None without frames."""
     orthonormality_error: float | None = None
     """Largest |UᵀU − I|. None without frames."""
     kappa_min: float | None = None

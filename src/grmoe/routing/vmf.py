@@ -44,7 +44,6 @@ class VMFRouter(Router):
         cosine = torch.where(norm2 <= 1e-12, 0.0, cosine)
         return self.alpha_value * (self.log_kappa.exp().to(x.dtype) * cosine + self.log_prior.to(x.dtype))
 
-    def geometry_metrics(self) -> dict[str, float]:
-        with torch.no_grad():
-            kappa = self.log_kappa.exp()
-            return {"kappa_min": float(kappa.min()), "kappa_max": float(kappa.max())}
+    def geometry_figures(self) -> dict[str, Tensor]:
+        kappa = self.log_kappa.exp()
+        return {"kappa_min": kappa.min(), "kappa_max": kappa.max()}

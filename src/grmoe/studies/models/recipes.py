@@ -73,6 +73,7 @@ def small(steps: int, preset: str = "small") -> Base:
             "data.batch_size=32",
             f"validation.every={max(1, steps // POINTS)}",
             "validation.tokens=20000",
+            "log.every=25",
             "checkpoint.every=0",
             "checkpoint.keep_last=1",
             "checkpoint.keep_best=false",
