@@ -246,6 +246,16 @@ def test_a_stopped_job_needs_less_time(place: Place, started: list[str]) -> None
     assert fits(now, task)
 
 
+def test_with_free_places_a_job_needs_less_time(place: Place, started: list[str]) -> None:
+    (task,) = training_tasks(jobs(seeds=1), place)
+    now = a_slice(replace(place, at_once=10), 100)
+    now.seconds = {"tiny": [150.0]}  # ten at once
+    running = now._start(task)
+    for count, enough in ((0, True), (4, True), (5, False), (9, False)):
+        now.running = [running] * count
+        assert fits(now, task) is enough, count  # 150 s · (0.3 + 0.7 · (count + 1) / 10)
+
+
 def test_a_job_that_does_not_fit_lets_shorter_ones_pass(place: Place, started: list[str]) -> None:
     """Before, the first job that did not fit kept all others waiting."""
     waiting = training_tasks([Job(LONG, MINE, 0), Job(BASE, MINE, 0)], place)

@@ -27,7 +27,7 @@ POLL = 1.0  # seconds between looks at the running tasks
 GRACE = 90.0  # seconds that a task gets to save and stop
 LOG_LINES = 5  # of a failed task that are shown
 _ENOUGH = 0.1  # share of a running task from which its end is foretold
-_FIXED = 0.3  # share of a task's time that does not shrink when it continues: starting, compiling, measuring
+_FIXED = 0.3  # share of a task's time that neither progress nor free places shorten: starting, compiling, measuring
 
 
 class StudyError(RuntimeError):
@@ -132,7 +132,10 @@ class _Slice:
             return True
         if task.like not in known:
             known[task.like] = self._whole(task)
-        rest = _FIXED + (1 - _FIXED) * (1 - task.saved())
+        # Times are those of a full house. With free places each task has more of the machine, so the last minutes are
+        # filled with fewer and fewer tasks.
+        company = min(1.0, (len(self.running) + 1) / self.place.at_once)
+        rest = _FIXED + (1 - _FIXED) * (1 - task.saved()) * company
         return known[task.like] * rest <= self.place.time_left
 
     def _whole(self, task: Task) -> float:
