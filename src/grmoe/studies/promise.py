@@ -44,6 +44,7 @@ def measure_run(folder: Path, place: Place, progress: Progress) -> Mapping[str, 
     return {
         "calibration": found["calibration"],
         **{which: {name: found[which][name] for name in _POINT} for which in ("trained", "chosen")},
+        "domains": found["domains"],
         "checks": [check | {"text": Path(check["text"]).name} for check in found["checks"]],
         "budgets": [{k: v for k, v in row.items() if k != "model"} for row in found["budgets"]],
         "frontier": [
@@ -73,7 +74,7 @@ def write(models: Models) -> Page:
         else [],
         notes=[
             "`grmoe dial RUN --max-ppl-increase 1%` chooses on validation text: the fewest experts per token with the "
-            "upper end of the 90 % interval below 1 %. The other texts are only measured.",
+            "upper end of the 90 % interval below 1 %, and no domain above 1 %. The other texts are only measured.",
             "The load is the one on validation text at the chosen setting. A share of one is an expert's fair load.",
         ],
     )
@@ -124,16 +125,28 @@ def _promise_table(models: Models) -> Table:
     )
     table = Table(
         f"{100 * ASKED:g} % asked for, by seed",
-        ["model", "seed", "chosen", "experts per token", "validation", *texts, "load CV", "least load"],
+        [
+            "model",
+            "seed",
+            "chosen",
+            "experts per token",
+            "validation",
+            "its worst domain",
+            *texts,
+            "load CV",
+            "least load",
+        ],
         left=3,
     )
     for name, runs in models.items():
         for one in runs:
             point = one.body["chosen"]
             found = {check["text"]: check["increase"]["value"] for check in one.body["checks"]}
+            domains = {name: increase["value"] for name, increase in one.body["domains"].items()}
+            worst = max(domains, key=lambda name: domains[name], default=None)
             table.add(
                 _LABELS[name], str(one.seed), point["name"], f"{point['experts_per_token']:.2f}",
-                percent(point["increase"]["value"]),
+                percent(point["increase"]["value"]), "–" if worst is None else f"{worst} {percent(domains[worst])}",
                 *(percent(found[text]) if text in found else "–" for text in texts),
                 f"{point['load_cv']:.3f}", f"{point['min_load']:.2f}",
             )  # fmt: skip
