@@ -125,7 +125,17 @@ def _promise_table(models: Models) -> Table:
     )
     table = Table(
         f"{100 * ASKED:g} % asked for, by seed",
-        ["model", "seed", "chosen", "experts per token", "validation", "worst domain", *texts, "load CV", "least load"],
+        [
+            "model",
+            "seed",
+            "chosen",
+            "experts per token",
+            "validation",
+            "worst domain",
+            *texts,
+            "load CV",
+            "least load",
+        ],
         left=3,
     )
     for name, runs in models.items():
