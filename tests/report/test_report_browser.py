@@ -165,6 +165,17 @@ def test_the_band_is_the_librarys(page: Path, show: Callable[[Path], Page]) -> N
             assert upper == pytest.approx(float(band.upper.bound), abs=1e-12, rel=1e-12)
 
 
+def test_ticks_can_be_told_apart(page: Path, show: Callable[[Path], Page]) -> None:
+    shown = show(page)
+    for ticks, labels in (
+        ([51.6, 51.65, 51.7, 51.75], ["51.6", "51.65", "51.7", "51.75"]),  # three digits: 51.7 twice
+        ([0, 0.5, 1], ["0", "0.5", "1"]),
+        ([-2, 1000, 1001], ["−2", "1000", "1001"]),
+        ([1e6], ["1000000"]),
+    ):
+        assert shown.js("return tickLabels(arguments[0])", ticks) == labels
+
+
 SELECTIONS: list[tuple[dict[str, Any], Selection]] = [
     ({"kind": "mass", "tau": 0.5, "k": 2}, Mass(0.5, cap=2)),
     ({"kind": "mass", "tau": 0.9, "k": 4}, Mass(0.9)),

@@ -36,6 +36,15 @@ function padded(values, share = 0.06) {
   return [low - room, high + room];
 }
 
+// Labels with as few digits as tell all ticks apart, three at least.
+function tickLabels(ticks) {
+  for (let n = 3; n < 12; n++) {
+    const labels = ticks.map((v) => digits(v, n));
+    if (new Set(labels).size === ticks.length) return labels;
+  }
+  return ticks.map(String);
+}
+
 const HALF_LETTER = 3.6; // half the width of a letter in a tick's label
 
 // spec: x and y {domain, log, label, format, ticks}, height. paint(pane) draws into pane.g with pane.X and pane.Y.
@@ -44,18 +53,19 @@ function axes(width, spec) {
   const margin = { ...MARGIN, ...spec.margin };
   const right = width - margin.right, bottom = height - margin.bottom;
   const X = scaleOf(x, margin.left, right), Y = scaleOf(y, bottom, margin.top);
-  const ticksOf = (axis, room, gap) =>
-    axis.ticks || (axis.log ? logTicks : niceTicks)(...axis.domain, Math.floor(room / gap));
-  const format = (axis) => axis.format || ((v) => digits(v));
+  const ticksOf = (axis, room, gap) => {
+    const ticks = axis.ticks || (axis.log ? logTicks : niceTicks)(...axis.domain, Math.floor(room / gap));
+    const labels = axis.format ? ticks.map(axis.format) : tickLabels(ticks);
+    return ticks.map((v, i) => [v, String(labels[i])]);
+  };
   const root = svg("svg", { width, height, role: "img", "aria-label": label });
-  for (const v of ticksOf(y, bottom - margin.top, 42)) {
+  for (const [v, words] of ticksOf(y, bottom - margin.top, 42)) {
     root.append(
       svg("line", { class: "grid", x1: margin.left, x2: right, y1: Y(v), y2: Y(v) }),
-      svg("text", { class: "tick", x: margin.left - 6, y: Y(v) + 3.5, "text-anchor": "end" }, format(y)(v)),
+      svg("text", { class: "tick", x: margin.left - 6, y: Y(v) + 3.5, "text-anchor": "end" }, words),
     );
   }
-  for (const v of ticksOf(x, right - margin.left, 62)) {
-    const words = String(format(x)(v));
+  for (const [v, words] of ticksOf(x, right - margin.left, 62)) {
     const middle = Math.min(X(v), width - HALF_LETTER * words.length); // a label at the edge stays inside
     root.append(
       svg("line", { class: "tickmark", x1: X(v), x2: X(v), y1: bottom, y2: bottom + 4 }),
