@@ -10,12 +10,23 @@ from test_models_store import a_run
 
 from grmoe.studies import budgets, gates
 from grmoe.studies.judging import not_worse
-from grmoe.studies.learning_rates import RATES, SEARCHED, STEPS, at, best_rates
+from grmoe.studies.learning_rates import (
+    FULL_LENGTH,
+    RATES,
+    SEARCHED,
+    STEPS,
+    WINNERS,
+    at,
+    best_rates,
+    winner,
+)
 from grmoe.studies.models import Run, Store, Trained
-from grmoe.studies.models.recipes import GATES, Base, Recipe, Setting, base_of
+from grmoe.studies.models.recipes import DEFAULT_RATE, GATES, Base, Recipe, Setting, base_of
 from grmoe.studies.models.summary import Mean
 from grmoe.studies.page import Verdict
 from grmoe.tables import Table
+
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 def models(losses: list[float], entropy: float | None = None, other_text: float | None = None) -> list[Run]:
@@ -120,13 +131,36 @@ def table(results: Path, start: str) -> Table:
     return next(t for t in gates.STUDY.page(results).tables if t.title.startswith(start))
 
 
-def test_the_best_rate_is_that_of_its_setting(tmp_path: Path) -> None:
-    best: dict[Setting, float] = {"two": RATES[0], "fine": RATES[2]}
-    for setting, chosen in best.items():
-        recipe = SEARCHED[setting]["grmoe"]
+def test_a_rate_has_to_win_at_full_length_too(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    winners: dict[Setting, float] = {"two": RATES[0], "one": RATES[1], "fine": RATES[2]}
+    for setting, won in winners.items():
         for rate in RATES:
-            put(tmp_path, base_of(setting, STEPS), at(recipe, rate), models([3.0 if rate == chosen else 3.1]))
-    assert best_rates(Store(tmp_path)) == {(setting, "grmoe"): rate for setting, rate in best.items()}
+            losses = [3.0 if rate == won else 3.1]
+            put(tmp_path, base_of(setting, STEPS), at(SEARCHED[setting]["grmoe"], rate), models(losses))
+    assert {setting: winner(store, setting, "grmoe") for setting in winners} == winners
+    assert winner(store, "two", "vmf") is None
+    assert best_rates(store) == {
+        (setting, "grmoe"): DEFAULT_RATE for setting in winners
+    }  # nothing longer yet
+    for setting, loss in (("two", 2.5), ("fine", 2.7)):
+        base, recipe = base_of(setting, FULL_LENGTH), SEARCHED[setting]["grmoe"]
+        put(tmp_path, base, recipe, models([2.6]))
+        put(tmp_path, base, at(recipe, winners[setting]), models([loss]))
+    expected = {("two", "grmoe"): RATES[0], ("one", "grmoe"): DEFAULT_RATE, ("fine", "grmoe"): DEFAULT_RATE}
+    assert best_rates(store) == expected
+
+
+def test_every_rate_that_won_the_search_is_trained_at_full_length() -> None:
+    """The list agrees with results, where there are any."""
+    store = Store(RESULTS)
+    found = {
+        (setting, method): rate
+        for setting, recipes in SEARCHED.items()
+        for method in recipes
+        if (rate := winner(store, setting, method)) not in (None, DEFAULT_RATE)
+    }
+    assert found == WINNERS
 
 
 def test_not_worse() -> None:
