@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from grmoe.dial.meter import Family, Meter, Point
+from grmoe.dial.results import Check
 from grmoe.dial.setting import Setting, mass
-from grmoe.probe.losses import Measurement
+from grmoe.probe.losses import Increase, Measurement
 
 
 def measured(experts: float, loss: float) -> Measurement:
@@ -24,6 +25,16 @@ def measured(experts: float, loss: float) -> Measurement:
 
 def point(experts: float, loss: float, family: Family = "uniform", setting: Setting | None = None) -> Point:
     return Point(setting or mass((experts, loss), 0.5, 4), family, measured(experts, loss))
+
+
+NOTHING = Increase(0.0, 0.0, 0.0)
+
+
+def a_check(text: str = "t", grown: Increase = NOTHING, missed_by: float | None = 0.0) -> Check:
+    return Check(
+        text=text, tokens=1024, perplexity_trained=10.0, perplexity=10.1, experts_per_token=2.0, increase=grown,
+        missed_by=missed_by,
+    )  # fmt: skip
 
 
 class SmoothMeter(Meter):

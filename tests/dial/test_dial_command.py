@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_up import a_check
 from typer.testing import CliRunner
 
 import grmoe.runs.card
@@ -19,7 +20,7 @@ from grmoe.dial import Plan, Target, apply, current, mass, save, top_k
 from grmoe.dial import run as run_dial
 from grmoe.dial.certify import certify
 from grmoe.dial.frontier import Gain
-from grmoe.dial.results import Check, Result
+from grmoe.dial.results import Result
 from grmoe.dial.tables import check_line, gain_line
 from grmoe.probe.losses import Increase, measure
 from grmoe.probe.routing import layer_inputs, moe_layers
@@ -27,6 +28,7 @@ from grmoe.probe.windows import Text, default_tokens, read_windows
 from grmoe.runs.export import export
 from grmoe.runs.open import LoadedModel, open_model
 from grmoe.runs.results import ResultsError, load_results
+from grmoe.tables import percent
 
 
 def dial(*arguments: object) -> tuple[int, str]:
@@ -232,6 +234,13 @@ def test_results_table_picture_and_card(written: tuple[Path, str]) -> None:
     best = [p["loss"] for p in found["points"] if p["on_frontier"]]
     assert best == sorted(best, reverse=True)
     assert found["checks"][0]["missed_by"] == found["checks"][0]["experts_per_token"] - 1.45
+    # The checked text is the calibration text here, so every budget costs the same on both.
+    assert len(found["budgets"]) == 4
+    assert found["checks"][0]["budgets"] == found["budgets"]
+    *_, table = said.split("Increase of perplexity by experts per token, on each text")
+    for row in found["budgets"]:
+        cell = percent(row["increase"]["value"])
+        assert f"│ {cell} │ {cell} │" in " ".join(table.split())
     assert (folder / "pareto.png").stat().st_size > 10_000
     for words in ("exp(H)", "experts per token", "Certificates", "Chosen", "Check:"):
         assert words in said
@@ -259,6 +268,7 @@ def test_an_exported_folder_and_a_softmax_router_have_the_same_dial(
     assert {p.name: p.read_bytes() for p in model.iterdir()} == before  # the model itself stays as it was
     chosen = results(out)["chosen"]
     assert chosen["increase"]["high"] <= 0.05
+    assert 3 * chosen["increase"]["value"] <= 0.05
     again = open_model(out / "model")
     text = read_windows(str(data), again, 32, 512)
     assert measure(again.model, text).perplexity == chosen["perplexity"]
@@ -278,6 +288,8 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path) -> None:
         ((run, "--target-experts", 1.5, "--throughput", "2x"), "not several"),
         ((run, "--max-ppl-increase", "much"), "max-ppl-increase must be a number like 1%"),
         ((run, "--max-ppl-increase", 1), "max-ppl-increase 1: 1% or 0.01?"),
+        ((run, "--max-ppl-increase", "1%", "--margin", 0.5), "margin must be a finite number >= 1, got 0.5"),
+        ((run, "--target-experts", 1.5, "--margin", 2), "--margin belongs to --max-ppl-increase"),
         ((tmp_path,), "neither a run"),
         ((run, "--cap", 9), "cap must be from 1 to 4, the number of experts, got 9"),
         ((run, "--tokens", 64), "at least 8 windows of 32 tokens, got 2 from validation: give more --tokens"),
@@ -315,16 +327,7 @@ def test_certificates_hold_against_the_exact_error(loaded: LoadedModel, text: Te
 
 def test_the_check_says_by_how_much_a_promise_was_missed() -> None:
     def said(target: Target, grown: Increase, missed_by: float | None = None) -> str:
-        check = Check(
-            text="/data/other.txt",
-            tokens=1024,
-            perplexity_trained=10.0,
-            perplexity=10.1,
-            experts_per_token=2.0,
-            increase=grown,
-            missed_by=missed_by,
-        )
-        return check_line(target, check)
+        return check_line(target, a_check("/data/other.txt", grown, missed_by))
 
     one = Target("perplexity", 0.01)
     assert said(one, Increase(0.005, 0.002, 0.008)).startswith(

@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from made_up import a_check
 
 from grmoe.dial import Plan, Target, certify, gates, save, saving, speed
 from grmoe.dial.certify import LayerCertificate
 from grmoe.dial.frontier import best_within, frontier, gains, top_k_points
 from grmoe.dial.gates import Gates
 from grmoe.dial.meter import Family, Point
-from grmoe.dial.results import Check
 from grmoe.dial.search import _tau
 from grmoe.dial.setting import Setting, current, mass, top_k
 from grmoe.dial.speed import time_points
 from grmoe.dial.tables import check_line
 from grmoe.dial.target import _beyond, choose, meets
 from grmoe.probe.gates import AffineGate
-from grmoe.probe.losses import Increase, Measurement, increase
+from grmoe.probe.losses import Measurement, increase
 from grmoe.probe.windows import Text
 
 
@@ -51,8 +51,10 @@ def test_a_target_that_is_met_exactly_is_met() -> None:
     assert not meets(Target("experts", 1.5), point(math.nextafter(1.5, 2), 9.0), trained, no_speed)
     worse = point(1.0, 1.0 + 2**-6)  # the same in every window: no error
     limit = math.expm1(2**-6)
-    assert meets(Target("perplexity", limit), worse, trained, no_speed)
-    assert not meets(Target("perplexity", math.nextafter(limit, 0)), worse, trained, no_speed)
+    assert meets(Target("perplexity", limit, 1), worse, trained, no_speed)
+    assert not meets(Target("perplexity", math.nextafter(limit, 0), 1), worse, trained, no_speed)
+    assert meets(Target("perplexity", 4 * limit, 4), worse, trained, no_speed)
+    assert not meets(Target("perplexity", math.nextafter(4 * limit, 0), 4), worse, trained, no_speed)
     assert meets(Target("perplexity", 1e-300), trained, trained, no_speed)
     for value, met in ((1.25, True), (1.2500001, False)):
         assert meets(Target("throughput", value), worse, trained, lambda _: 1.25) is met
@@ -64,8 +66,8 @@ def test_the_upper_end_of_the_interval_counts() -> None:
     noisy = point(1.0, [1.0, 1.1, 1.0, 1.1])
     error = 1.645 * math.sqrt(0.01 / 3) / 2
     high = math.expm1(0.05 + error)
-    assert meets(Target("perplexity", high * (1 + 1e-9)), noisy, trained, no_speed)
-    assert not meets(Target("perplexity", high * (1 - 1e-9)), noisy, trained, no_speed)
+    assert meets(Target("perplexity", high * (1 + 1e-9), 1), noisy, trained, no_speed)
+    assert not meets(Target("perplexity", high * (1 - 1e-9), 1), noisy, trained, no_speed)
 
 
 def test_a_setting_that_breaks_the_promise_on_one_domain_is_not_chosen() -> None:
@@ -116,12 +118,8 @@ def test_the_trained_setting_is_a_top_k_only_if_it_selects_so() -> None:
 
 
 def test_a_check_that_is_met_exactly_is_kept() -> None:
-    check = Check(
-        text="t", tokens=1, perplexity_trained=1.0, perplexity=1.0, experts_per_token=1.5,
-        increase=Increase(0.0, 0.0, 0.0), missed_by=0.0,
-    )  # fmt: skip
-    assert check_line(Target("experts", 1.5), check).endswith(": kept")
-    missed = check_line(Target("experts", 1.5), replace(check, missed_by=0.001))
+    assert check_line(Target("experts", 1.5), a_check()).endswith(": kept")
+    missed = check_line(Target("experts", 1.5), a_check(missed_by=0.001))
     assert missed.endswith(": missed by 0.001 experts per token")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from made_up import SmoothMeter, measured, point
+from made_up import SmoothMeter, a_check, measured, point
 
 from grmoe.dial import calibration
 from grmoe.dial import meter as meter_module
@@ -32,10 +32,16 @@ def test_a_target_keeps_a_plain_number() -> None:
         assert type(target.value) is float
         assert target.value == 1.5
     assert Target("experts", 1).value == 1.0
-    assert str(Target("perplexity", 0.02)) == "perplexity at most 2 % above the trained setting"
+    assert str(Target("perplexity", 0.02, 1)) == "perplexity at most 2 % above the trained setting"
+    assert str(Target("perplexity", 0.01, 2.5)) == (
+        "perplexity at most 1 % above the trained setting (0.4 % on the calibration text, a margin for other text)"
+    )
+    for margin in (0.99, math.inf, math.nan, -3):
+        with pytest.raises(ValueError, match="margin"):
+            Target("perplexity", 0.01, margin)
 
 
-@pytest.mark.parametrize("target", [Target("experts", 2.0), Target("perplexity", 1.0)], ids=str)
+@pytest.mark.parametrize("target", [Target("experts", 2.0), Target("perplexity", 1.0, 1)], ids=str)
 def test_refining_measures_new_settings_ever_nearer_to_the_target(target: Target) -> None:
     meter = SmoothMeter(2)
     meter.measure(mass((1.0, 1.0), 0.1, 4), "uniform")
@@ -156,7 +162,8 @@ def test_a_check_measures_both_settings_on_the_other_text(monkeypatch: pytest.Mo
         (Target("perplexity", 0.2), grown - 0.2),
         (Target("throughput", 1.2), None),
     ):
-        found = _check(SimpleNamespace(config=None), target, trained, chosen, text, said.append)  # type: ignore[arg-type]
+        found, base = _check(SimpleNamespace(config=None), target, trained, chosen, text, said.append)  # type: ignore[arg-type]
+        assert base is there[trained.setting]
         assert found.missed_by == (None if missed is None else pytest.approx(missed))
         assert (found.text, found.tokens, found.experts_per_token) == ("other", 128, 1.6)
         assert found.increase.value == pytest.approx(grown)
@@ -206,13 +213,13 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
     stubs: dict[str, Any] = {
         "open_model": lambda path, *_, **__: opened[path],
         "check_tokens": lambda *_: None,
-        "measure_budgets": lambda name, loaded, trained, *_, **__: [(name, loaded.path.name, trained is None)],
+        "measure_budgets": lambda name, loaded, trained, *_, **__: [(name, loaded.path.name, str(trained)[:4])],
         "read_texts": lambda sources, *_: texts[: len(sources)],
         "Meter": lambda *_: meter, "search": fake_search, "time_points": fake_times, "certify": lambda *_: [],
         "apply": lambda _, setting: applied.append(setting), "Steps": NotingSteps,
         "use_curve": lambda _, curve, budget: used.append((curve, budget)),
         "Levels": lambda *_: SimpleNamespace(measure=lambda _, p: p, within=lambda *given: given[-1]),
-        "_check": lambda m, t, trained, chosen, text, step, book: text.name,
+        "_check": lambda m, t, trained, chosen, text, step, book: (a_check(text.name), f"base {text.name}"),
         "Saved": lambda folder: SimpleNamespace(found=0, book=lambda *_: None),
     }  # fmt: skip
     monkeypatch.setattr(calibration, "ROUNDS", 9)
@@ -222,16 +229,19 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
     body = calibration.run(plan).body
     assert searched == [(3, 2.0 if target.kind == "experts" else None)]
     # 6 refinements, 12 points of the curve, timing in passes of 9 rounds and a warm-up, two measurements per check; the
-    # budgets 3, 2.25, 1.5 and 1 of two models, and the other one as trained.
+    # budgets 3, 2.25, 1.5 and 1 of two models and on two checked texts, and the other model as trained.
     passes = 2 if target.kind == "throughput" else 1
-    assert totals == [expected(2, 3) + 6 + 12 + 10 * passes + 2 * 2 + 2 * 4 + 1]
-    assert body.checks == ["a", "b"]
+    assert totals == [expected(2, 3) + 6 + 12 + 10 * passes + 2 * 2 + 4 * 4 + 1]
+    assert [(c.text, c.budgets) for c in body.checks] == [
+        ("a", [("a", "a", "base")]),
+        ("b", [("a", "a", "base")]),
+    ]
     assert (body.calibration.text, body.calibration.tokens, body.calibration.windows) == ("own", 128, 8)
     # The trained setting stays; the chosen one is a budget.
     assert [str(setting) for setting in applied] == [body.trained.name]
     assert used == [(None, None), (body.curve, None)]
     assert budgets == [body.budget]
-    assert body.budgets == [("a", "a", False), ("b", "b", True)]
+    assert body.budgets == [("a", "a", "Meas"), ("b", "b", "None")]
     assert body.budget == round(body.chosen.experts_per_token, 4)
     refined = 6 if target.kind != "throughput" else 0
     assert len(body.points) == 1 + 3 + refined + 4  # trained, grid, refinements, rows of the α table

@@ -288,8 +288,8 @@ def test_gate_times_norm_wins_only_beyond_noise() -> None:
     for target, candidate, wins in (
         (Target("experts", 1.6), ranked, False),
         (Target("experts", 1.6), clear, True),
-        (Target("perplexity", 0.2), few, False),
-        (Target("perplexity", 0.2), fewer, True),
+        (Target("perplexity", 0.2, 1), few, False),
+        (Target("perplexity", 0.2, 1), fewer, True),
     ):
         chosen = choose(target, [trained, plain, candidate], trained, lambda _: None)
         assert chosen is (candidate if wins else plain)

@@ -22,8 +22,16 @@ def dial(
         str | None,
         typer.Option(
             help="Fewest experts with a perplexity increase of at most this, 1% or 0.01: at the upper end of its 90 % "
-            "interval, and on each domain of the text.",
+            "interval, on each domain of the text, and with a --margin for other text.",
             show_default="1%",
+        ),
+    ] = None,
+    margin: Annotated[
+        float | None,
+        typer.Option(
+            help="How many times the increase on the calibration text must fit into --max-ppl-increase. Text of "
+            "another kind can grow by more. 1: the calibration text is like the text you will serve.",
+            show_default="3",
         ),
     ] = None,
     throughput: Annotated[
@@ -66,13 +74,16 @@ def dial(
     """
     with shell("lm", "studies", continues=True):
         asked = _asked(target_experts, max_ppl_increase, throughput)  # before the imports, which take seconds
+        if margin is not None and asked[0] != "perplexity":
+            raise ValueError("--margin belongs to --max-ppl-increase: other targets do not use it")
         from grmoe.dial import Plan, Target, run, save, show
         from grmoe.runs.export import check_place
         from grmoe.runs.results import check_results, results_folder
 
         out = out or results_folder(model, "dial")
+        target = Target(*asked) if margin is None else Target(*asked, margin)
         plan = Plan(
-            model=model, target=Target(*asked), text=text, checks=check or [],
+            model=model, target=target, text=text, checks=check or [],
             tokens=tokens, length=length, cap=cap, checkpoint=checkpoint, beside=beside or [], timed=not no_speed,
             folder=out,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from grmoe.runs.open import LoadedModel
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetRow:
-    """One model at one budget, on the calibration text."""
+    """One model at one budget, on one text."""
 
     model: str
     """The end of its path."""

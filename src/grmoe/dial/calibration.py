@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from grmoe.dial.setting import apply, at_least, check_router, mass
 from grmoe.dial.speed import ROUNDS, Speed, time_points
 from grmoe.dial.target import REFINEMENTS, Target, choose, refine
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM
-from grmoe.probe.losses import increase, increase_by_domain
+from grmoe.probe.losses import Measurement, increase, increase_by_domain
 from grmoe.probe.windows import Text, read_texts
 from grmoe.runs.open import open_model
 from grmoe.terminal import Progress, Steps, note, silent
@@ -96,7 +96,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     check_tokens(beside, text, plan.text, plan.length, plan.tokens)
     total = (
         expected(len(model.config.moe_layers), cap) + REFINEMENTS + MAX_POINTS + 2 * len(others)
-        + len(round_budgets(cap)) * (1 + len(beside)) + len(beside)
+        + len(round_budgets(cap)) * (1 + len(others) + len(beside)) + len(beside)
     )  # fmt: skip
     step = Steps(progress, total + timings * (ROUNDS + 1))
     saved = Saved(plan.folder)
@@ -120,7 +120,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
 
     measured = sorted(meter.points.values(), key=lambda p: p.experts_per_token)
     describe = _Describer(measured, trained, row_speeds | speeds)
-    checked = [
+    on_others = [
         _check(model, target, trained, chosen, other, step, kept)
         for other, kept in zip(others, checked_books, strict=True)
     ]
@@ -139,6 +139,10 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     budgets = measure_budgets(
         own, loaded, trained.measured, text, cap, step, book, measured_at(curve, meter.points.values())
     )
+    checked = [
+        replace(check, budgets=measure_budgets(own, loaded, base, other, cap, step, kept))
+        for (check, base), other, kept in zip(on_others, others, checked_books, strict=True)
+    ]
     for name, other, kept in zip(names, beside, beside_books, strict=True):
         budgets += measure_budgets(name, other, None, text, step=step, book=kept)
     model.set_budget(budget)
@@ -204,15 +208,15 @@ def _check(
     text: Text,
     step: Callable[[str], None],
     book: Book | None = None,
-) -> Check:
-    """Measure both settings on another text."""
+) -> tuple[Check, Measurement]:
+    """Measure both settings on another text. Returns the trained one's measurement too."""
     apply(model, trained.setting)
     meter = Meter(model, text, step, book)
     base = meter.trained.measured
     measured = meter.measure(chosen.setting, chosen.family).measured
     change = increase(measured, base)
     reached = {"perplexity": change.value, "experts": measured.experts_per_token}.get(target.kind)
-    return Check(
+    check = Check(
         text=text.name,
         tokens=text.tokens,
         perplexity_trained=base.perplexity,
@@ -221,6 +225,7 @@ def _check(
         increase=change,
         missed_by=None if reached is None else reached - target.value,
     )
+    return check, base
 
 
 class _Describer:

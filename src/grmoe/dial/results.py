@@ -91,6 +91,8 @@ class Check:
     increase: Increase
     missed_by: float | None
     """How far the target was missed, at most 0 if it was kept. None for a target of speed."""
+    budgets: list[BudgetRow] = field(default_factory=list)
+    """This model at round budgets, on this text."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,8 @@ def show(result: Result) -> Iterator[Table | str]:
     yield _frontier_table(body, _worth_showing(body))
     yield _alpha_table(body)
     yield _certificate_table(body)
+    if any(check.budgets for check in body.checks):
+        yield _text_table(body)
     if body.budgets:
         yield budget_table(body.budgets)  # last, where the eye is when the command ends
 
@@ -141,6 +143,18 @@ def budget_table(rows: Sequence[BudgetRow]) -> Table:
             if row.budget == budget
         }
         table.add(f"{budget:.3g}", *(cells.get(name, "–") for name in models))
+    return table
+
+
+def _text_table(body: DialResults) -> Table:
+    """What fewer experts cost on each text: one row per budget."""
+    own = [row for row in body.budgets if row.model == body.budgets[0].model]
+    columns = {body.calibration.text: own} | {Path(check.text).name: check.budgets for check in body.checks}
+    table = Table(
+        "Increase of perplexity by experts per token, on each text", ["experts per token", *columns]
+    )
+    for i, row in enumerate(own):
+        table.add(f"{row.budget:.3g}", *(percent(rows[i].increase.value) for rows in columns.values()))
     return table
 
 

@@ -45,14 +45,22 @@ def measure_run(folder: Path, place: Place, progress: Progress) -> Mapping[str, 
         "calibration": found["calibration"],
         **{which: {name: found[which][name] for name in _POINT} for which in ("trained", "chosen")},
         "domains": found["domains"],
-        "checks": [check | {"text": Path(check["text"]).name} for check in found["checks"]],
-        "budgets": [{k: v for k, v in row.items() if k != "model"} for row in found["budgets"]],
+        "checks": [
+            check | {"text": Path(check["text"]).name, "budgets": _nameless(check["budgets"])}
+            for check in found["checks"]
+        ],
+        "budgets": _nameless(found["budgets"]),
         "frontier": [
             {name: p[name] for name in ("name", "experts_per_token", "perplexity")}
             for p in found["points"]
             if p["best"]
         ],
     }
+
+
+def _nameless(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of budgets. All are of one model."""
+    return [{name: value for name, value in row.items() if name != "model"} for row in rows]
 
 
 def _lacks(place: Place) -> str:
