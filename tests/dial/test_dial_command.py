@@ -267,8 +267,7 @@ def test_an_exported_folder_and_a_softmax_router_have_the_same_dial(
     assert status == 0, said
     assert {p.name: p.read_bytes() for p in model.iterdir()} == before  # the model itself stays as it was
     chosen = results(out)["chosen"]
-    assert chosen["increase"]["high"] <= 0.05
-    assert 3 * chosen["increase"]["value"] <= 0.05
+    assert 2.5 * chosen["increase"]["high"] <= 0.05
     again = open_model(out / "model")
     text = read_windows(str(data), again, 32, 512)
     assert measure(again.model, text).perplexity == chosen["perplexity"]

@@ -78,7 +78,7 @@ def test_a_setting_that_breaks_the_promise_on_one_domain_is_not_chosen() -> None
         return replace(found, measured=replace(found.measured, domains_W=domains))
 
     trained, few, more = cost(2.0, 0.0, 0.0), cost(1.0, 0.002, 0.012), cost(1.1, 0.001, 0.009)
-    target = Target("perplexity", 0.01)
+    target = Target("perplexity", 0.01, 1)
     assert increase(few.measured, trained.measured).high < 0.01  # on average it is kept
     assert choose(target, [trained, few, more], trained, no_speed) is more
 

@@ -72,6 +72,21 @@ def test_every_seed_counts(body: dict[str, Any]) -> None:
     assert verdicts(good, good, changed(body, min_load=0.009))[2] is Verdict.FAILS
 
 
+def test_each_text_has_its_own_increase_by_budget(body: dict[str, Any]) -> None:
+    bodies = [copy.deepcopy(body) for _ in range(3)]
+    for i, one in enumerate(bodies):
+        for row in one["checks"][0]["budgets"]:
+            row["increase"]["value"] = 0.01 * i + (0.02 if row["budget"] == 1 else 0)
+    table = promise.write(models(*bodies)).tables[2]
+    assert list(table.headings) == ["model", "budget", "validation", "other.txt"]
+    row_at = {row[1]: row for row in table.rows if row[0] == "GrMoE"}
+    assert list(row_at) == [f"{row['budget']:g}" for row in body["budgets"]]
+    assert row_at["1"][3] == "+3.00 ± 2.48; +4.00"
+    assert row_at["2"][3] == "+1.00 ± 2.48; +2.00"
+    here = 100 * body["budgets"][-1]["increase"]["value"]
+    assert row_at["1"][2] == f"{here:+.2f} ± 0.00; {here:+.2f}"
+
+
 def test_without_results_nothing_is_decided() -> None:
     page = promise.write({"token-mass": [], "softmax-token-mass": []})
     assert {claim.verdict for claim in page.claims} == {Verdict.OPEN}
@@ -83,6 +98,7 @@ def test_the_page_has_both_models(body: dict[str, Any], tmp_path: Path) -> None:
     assert [table.title for table in page.tables] == [
         "1 % asked for, by seed",
         "`set_budget`: means over seeds",
+        "Increase on each text: mean over seeds, and the worst seed, %",
     ]
     assert {row[0] for table in page.tables for row in table.rows} == {"GrMoE", "softmax"}
     first = page.tables[0]

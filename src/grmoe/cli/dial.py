@@ -31,7 +31,7 @@ def dial(
         typer.Option(
             help="How many times the increase on the calibration text must fit into --max-ppl-increase. Text of "
             "another kind can grow by more. 1: the calibration text is like the text you will serve.",
-            show_default="3",
+            show_default="2.5",
         ),
     ] = None,
     throughput: Annotated[

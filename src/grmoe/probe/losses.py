@@ -96,11 +96,9 @@ def within(limit: float, whole: Increase, domains: Mapping[str, Increase], margi
     On the whole text the upper end of the interval counts. A domain has few windows and a wide interval, so there the
     increase itself counts. Without domains, the average would hide a kind of text on which the promise is broken.
 
-    margin: the increase on the whole text may be at most limit / margin. Text of another kind can grow by more.
+    margin: the upper end may be at most limit / margin. Text of another kind can grow by more.
     """
-    if whole.high > limit or margin * whole.value > limit:
-        return False
-    return all(part.value <= limit for part in domains.values())
+    return margin * whole.high <= limit and all(part.value <= limit for part in domains.values())
 
 
 def _increase(delta_W: Tensor) -> Increase:
