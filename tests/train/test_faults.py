@@ -104,7 +104,7 @@ def _train_telling(config: TrainConfig, steps: Connection) -> None:
     train(config, resume=True)
 
 
-def test_killed_twenty_times_is_straight_to_the_bit(settings: Settings) -> None:
+def test_killed_ten_times_is_straight_to_the_bit(settings: Settings) -> None:
     """SIGKILL at random moments: of starting, of loading, of steps and, with a checkpoint every other, of saving."""
     options: dict[str, Any] = {
         "steps": 40,
@@ -115,7 +115,7 @@ def test_killed_twenty_times_is_straight_to_the_bit(settings: Settings) -> None:
     Processes(1, train, straight).answers()
     draw = random.Random(0)
     broken, reached, hit = settings("broken", **options, checkpoint={"every": 2}), set(), 0
-    for death in range(20):
+    for death in range(10):
         background = replace(broken.checkpoint, background=death % 2 == 1)
         ours, theirs = multiprocessing.get_context("forkserver").Pipe(duplex=False)
         run = Processes(1, _train_telling, replace(broken, checkpoint=background), theirs)
