@@ -20,7 +20,7 @@ from grmoe.studies.learning_rates import (
     best_rates,
     winner,
 )
-from grmoe.studies.models import Run, Store, Trained
+from grmoe.studies.models import Run, Store, Trained, recipes
 from grmoe.studies.models.recipes import DEFAULT_RATE, GATES, Base, Recipe, Setting, base_of
 from grmoe.studies.models.summary import Mean
 from grmoe.studies.page import Verdict
@@ -151,13 +151,26 @@ def test_a_rate_has_to_win_at_full_length_too(tmp_path: Path) -> None:
     assert best_rates(store) == expected
 
 
+def test_a_rate_in_use_stays_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the comparisons train at that rate, and the default is the one with a name of its own."""
+    monkeypatch.setitem(recipes.RATES, ("two", "grmoe"), RATES[2])
+    recipe, base = SEARCHED["two"]["grmoe"], base_of("two", FULL_LENGTH)
+    for rate in RATES:
+        put(tmp_path, base_of("two", STEPS), at(recipe, rate), models([3.0 if rate == RATES[2] else 3.1]))
+    put(tmp_path, base, recipe, models([2.5]))
+    put(tmp_path, base, at(recipe, DEFAULT_RATE), models([2.6]))
+    assert best_rates(Store(tmp_path)) == {("two", "grmoe"): RATES[2]}
+    put(tmp_path, base, at(recipe, DEFAULT_RATE), models([2.4]))
+    assert best_rates(Store(tmp_path)) == {("two", "grmoe"): DEFAULT_RATE}
+
+
 def test_every_rate_that_won_the_search_is_trained_at_full_length() -> None:
     """The list agrees with results, where there are any."""
     store = Store(RESULTS)
     found = {
         (setting, method): rate
-        for setting, recipes in SEARCHED.items()
-        for method in recipes
+        for setting, searched in SEARCHED.items()
+        for method in searched
         if (rate := winner(store, setting, method)) not in (None, DEFAULT_RATE)
     }
     assert found == WINNERS

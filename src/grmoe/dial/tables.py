@@ -149,12 +149,11 @@ def budget_table(rows: Sequence[BudgetRow]) -> Table:
 def _text_table(body: DialResults) -> Table:
     """What fewer experts cost on each text: one row per budget."""
     own = [row for row in body.budgets if row.model == body.budgets[0].model]
-    columns = {body.calibration.text: own} | {Path(check.text).name: check.budgets for check in body.checks}
-    table = Table(
-        "Increase of perplexity by experts per token, on each text", ["experts per token", *columns]
-    )
-    for i, row in enumerate(own):
-        table.add(f"{row.budget:.3g}", *(percent(rows[i].increase.value) for rows in columns.values()))
+    texts = [body.calibration.text, *(Path(check.text).name for check in body.checks)]
+    table = Table("Increase of perplexity by experts per token, on each text", ["experts per token", *texts])
+    for same_budget in zip(own, *(check.budgets for check in body.checks), strict=True):
+        grown = (percent(row.increase.value) for row in same_budget)
+        table.add(f"{same_budget[0].budget:.3g}", *grown)
     return table
 
 

@@ -53,10 +53,17 @@ def winner(store: Store, setting: Setting, method: str) -> float | None:
     return best if losses[best] < losses[DEFAULT_RATE] - NOISE else DEFAULT_RATE
 
 
+def long_recipe(setting: Setting, method: str, rate: float) -> Recipe:
+    """The method at this rate, for runs of full length: the recipe of the comparisons if that is the rate in use."""
+    recipe = SEARCHED[setting][method]
+    return recipe if rate == best_rate(setting, method) else at(recipe, rate)
+
+
 def at_full_length(store: Store, setting: Setting, method: str, rate: float) -> Mean | None:
     """Loss at this rate minus loss at the default, both after all steps, by seed."""
-    base, recipe = base_of(setting, FULL_LENGTH), SEARCHED[setting][method]
-    return difference(store.runs(base, at(recipe, rate)), store.runs(base, recipe))
+    base = base_of(setting, FULL_LENGTH)
+    runs, others = (store.runs(base, long_recipe(setting, method, r)) for r in (rate, DEFAULT_RATE))
+    return difference(runs, others)
 
 
 def best_rates(store: Store) -> dict[tuple[Setting, str], float]:
@@ -104,10 +111,10 @@ def _longer(store: Store) -> Table:
     headings = ["router", "experts", "rate", "seeds", "loss", f"minus that at {DEFAULT_RATE:g}"]
     table = Table(f"Rates that won the search, after {FULL_LENGTH} steps", headings)
     for (setting, method), rate in WINNERS.items():
-        recipe = SEARCHED[setting][method]
-        runs = store.runs(base_of(setting, FULL_LENGTH), at(recipe, rate))
+        recipe = long_recipe(setting, method, rate)
+        runs = store.runs(base_of(setting, FULL_LENGTH), recipe)
         table.add(
-            recipe.label,
+            SEARCHED[setting][method].label,
             SETTINGS[setting],
             f"{rate:g}",
             str(len(runs)),
@@ -131,7 +138,11 @@ STUDY = ModelStudy(
             for setting, recipes in SEARCHED.items()
         ),
         *(
-            Group(base_of(setting, FULL_LENGTH), (at(SEARCHED[setting][method], rate),), FULL_LENGTH_SEEDS)
+            Group(
+                base_of(setting, FULL_LENGTH),
+                tuple(long_recipe(setting, method, r) for r in (rate, DEFAULT_RATE)),
+                FULL_LENGTH_SEEDS,
+            )
             for (setting, method), rate in WINNERS.items()
         ),
     ),
