@@ -15,7 +15,7 @@ from grmoe.probe.losses import increase, increase_by_domain, within
 
 _CLEARLY = 0.02  # share of the experts that gate × norm must save to win
 # Text of another kind than that of the calibration can grow by more: by up to 2.47 times as much in 40 checks of 20
-# models (docs/results/budgets.md).
+# models, from which this number was taken (docs/results/budgets.md).
 MARGIN = 2.5
 REFINEMENTS = 6  # settings tried between the chosen point and those just beyond the target
 
