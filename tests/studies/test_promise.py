@@ -12,6 +12,7 @@ import pytest
 from grmoe.dial import calibration
 from grmoe.studies import promise
 from grmoe.studies.measuring import Measured
+from grmoe.studies.model_study import list_jobs
 from grmoe.studies.page import Verdict
 from grmoe.studies.study import Place
 from grmoe.terminal import silent
@@ -110,6 +111,16 @@ def test_the_page_has_both_models(body: dict[str, Any], tmp_path: Path) -> None:
     (figure,) = page.figures
     figure.draw(tmp_path / "promise.png")
     assert (tmp_path / "promise.png").stat().st_size > 10_000
+
+
+def test_the_models_are_not_those_that_the_margin_was_chosen_from() -> None:
+    chosen_from = json.loads((Path(__file__).parents[2] / "results" / "dial-small-domains.json").read_text())
+    before = {model["seed"] for model in chosen_from["models"]}
+    assert before == set(range(5))
+    seeds = [job.seed for job in list_jobs((promise.GROUP,))]
+    assert not before & set(seeds)
+    assert sorted(seeds) == sorted([5, 6, 7, 8, 9] * 2)
+    assert {job.seed for job in list_jobs((promise.GROUP,), Place(results=Path(), work=Path(), seeds=2))} == {5, 6}
 
 
 def test_it_asks_for_other_texts(tmp_path: Path) -> None:

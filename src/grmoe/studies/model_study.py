@@ -17,11 +17,14 @@ from grmoe.studies.study import Place, State
 
 @dataclass(frozen=True)
 class Group:
-    """Recipes on one base, each with the same seeds 0, 1, …"""
+    """Recipes on one base, each with the same seeds."""
 
     base: Base
     recipes: tuple[Recipe, ...]
     seeds: int
+    """How many."""
+    first: int = 0
+    """The first seed; the others follow it."""
 
 
 def list_jobs(groups: Sequence[Group], place: Place | None = None) -> list[Job]:
@@ -32,7 +35,7 @@ def list_jobs(groups: Sequence[Group], place: Place | None = None) -> list[Job]:
         for group in groups
         for recipe in group.recipes
         if place is None or place.wants(recipe.name) or place.wants(on_base(group.base, recipe))
-        for seed in range(seeds or group.seeds)
+        for seed in range(group.first, group.first + (seeds or group.seeds))
     ]
     return [job for _, job in sorted(found, key=lambda pair: pair[0])]
 

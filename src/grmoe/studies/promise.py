@@ -23,7 +23,8 @@ from grmoe.tables import Table, percent
 from grmoe.terminal import Progress
 
 GRMOE = BUDGETS[0]
-GROUP = Group(BASE, (GRMOE, SOFTMAX_BUDGET), SEEDS)
+# The margin of the dial was chosen from models with seeds 0 to 4, so these test nothing.
+GROUP = Group(BASE, (GRMOE, SOFTMAX_BUDGET), SEEDS, first=5)
 ASKED = 0.01  # of perplexity
 MOST_EXPERTS = 1.1
 LEAST_LOAD = 0.01  # of an expert's fair share
