@@ -135,6 +135,11 @@ def test_tau_gives_way_where_an_even_load_would_break_the_target(
     assert even("perplexity") == levels(mass((1.0, 1.0), 0.515, 2))  # more experts, a lower loss
     assert even("experts") == levels(mass((1.0, 1.0), 0.485, 2))
     allowed.clear()
+    allowed.add(0.6)  # a fifth further
+    assert even("perplexity") == chosen.setting  # takes 5 % more experts
+    monkeypatch.setattr(level, "MAX_MORE", 1.0)
+    assert even("perplexity") == levels(mass((1.0, 1.0), 0.6, 2))
+    allowed.clear()
     assert even("experts") == chosen.setting
     assert even("throughput") == levels(chosen.setting)  # the same experts per token take the same time
     assert even("experts", fewest) == fewest.setting

@@ -28,7 +28,8 @@ EVEN = 0.05  # CV of the load of a layer that is even enough
 STEPS, RATE, DECAY = 100, 0.2, 0.98
 LOOK = 5  # steps between two looks at the load: a look waits for the device
 MAX_COST = 0.003  # of perplexity: an even load must be nearly free
-_GIVE = (0.0, 0.01, 0.03)  # changes of τ that are tried for an even load within the target
+MAX_MORE = 0.05  # of the experts per token: what an even load may take where a target bounds the perplexity
+_GIVE = (0.0, 0.01, 0.03, 0.1, 0.2)  # changes of τ that are tried for an even load within the target
 
 
 class Levels:
@@ -93,13 +94,16 @@ class Levels:
     def within(self, target: Target, meter: Meter, chosen: Point) -> Point:
         """The chosen point with an even load.
 
-        That changes the experts and the loss a little. Where it breaks the target, τ gives way. Where nothing helps,
-        the point stays as it is.
+        That changes the experts and the loss a little. Where it breaks the target, τ gives way, as long as that is
+        nearly free: 5 % more experts, or 0.3 % more perplexity where the target bounds the experts. Where nothing
+        helps, the point stays as it is.
         """
         if chosen is meter.trained:
             return chosen
         setting, sign = chosen.setting, 1 if target.kind == "perplexity" else -1
-        for change in _GIVE if setting.selection in ("mass", "at_least") else _GIVE[:1]:
+        # The same experts per token take the same time, so a target of speed asks nothing of τ.
+        has_room = setting.selection in ("mass", "at_least") and target.kind != "throughput"
+        for change in _GIVE if has_room else _GIVE[:1]:
             near = chosen
             if change and setting.tau is not None:
                 # More experts: a larger mass, a smaller weight.
@@ -108,12 +112,20 @@ class Levels:
                 tau = min(1.0, setting.tau * (1 + more * change))
                 near = meter.measure(rule(setting.alphas, tau, setting.cap, setting.norms), chosen.family)
             levelled = self.measure(meter, near)
-            # The same experts per token take the same time.
+            if not _is_cheap(levelled, chosen, target):
+                break
             if (levelled is not near or self(near.setting) == near.setting) and (
                 target.kind == "throughput" or meets(target, levelled, meter.trained, lambda _: None)
             ):
                 return levelled
         return chosen
+
+
+def _is_cheap(levelled: Point, chosen: Point, target: Target) -> bool:
+    """Whether a target that bounds one of experts and perplexity pays little of the other for an even load."""
+    if target.kind == "perplexity":
+        return levelled.experts_per_token <= (1 + MAX_MORE) * chosen.experts_per_token
+    return increase(levelled.measured, chosen.measured).value <= MAX_COST
 
 
 def even_bias(logits_TN: Tensor, tau: float, cap: int) -> Tensor:
