@@ -120,7 +120,10 @@ def test_the_models_are_not_those_that_the_margin_was_chosen_from() -> None:
     seeds = [job.seed for job in list_jobs((promise.GROUP,))]
     assert not before & set(seeds)
     assert sorted(seeds) == sorted([5, 6, 7, 8, 9] * 2)
-    assert {job.seed for job in list_jobs((promise.GROUP,), Place(results=Path(), work=Path(), seeds=2))} == {5, 6}
+    assert {job.seed for job in list_jobs((promise.GROUP,), Place(results=Path(), work=Path(), seeds=2))} == {
+        5,
+        6,
+    }
 
 
 def test_it_asks_for_other_texts(tmp_path: Path) -> None:
