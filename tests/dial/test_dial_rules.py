@@ -21,7 +21,7 @@ from grmoe.dial.rules import expected_rules, lowered, search_rules
 from grmoe.dial.search import Sensitivity, cutter, halfway
 from grmoe.dial.setting import Setting, k_per_layer
 from grmoe.dial.speed import Speed
-from grmoe.dial.target import choose, family
+from grmoe.dial.target import choose, family, meets
 from grmoe.probe.losses import measure
 from grmoe.probe.routing import layer_inputs, moe_layers, recorded
 from grmoe.probe.windows import Text, read_windows
@@ -281,8 +281,11 @@ def test_gate_times_norm_wins_only_beyond_noise() -> None:
 
     trained, plain = at(2.0, 1.0), at(1.5, 1.1)
     noise_W = torch.tensor([0.2, -0.2] * 4, dtype=torch.float64)
-    noisy = replace(measured(1.5, 1.09), losses_W=1.09 + noise_W)
-    ranked = Point(mass((1.0, 1.0), 0.4, 2, NORMS), "gate × norm", noisy)
+
+    def spread(experts: float, loss: float, spread_W: torch.Tensor) -> Any:
+        return replace(measured(experts, loss), losses_W=loss + spread_W)
+
+    ranked = Point(mass((1.0, 1.0), 0.4, 2, NORMS), "gate × norm", spread(1.5, 1.09, noise_W))
     clear = at(1.5, 1.09, NORMS)
     few, fewer = at(1.48, 1.1, NORMS), at(1.46, 1.1, NORMS)
     for target, candidate, wins in (
@@ -293,6 +296,17 @@ def test_gate_times_norm_wins_only_beyond_noise() -> None:
     ):
         chosen = choose(target, [trained, plain, candidate], trained, lambda _: None)
         assert chosen is (candidate if wins else plain)
+    # With as few experts the simple rule is beyond the target. Unless it is clearly above, that may be noise.
+    limit = Target("perplexity", 0.27, 1)
+    lucky = Point(lucky_setting := mass((1.0, 1.0), 0.35, 2, NORMS), "gate × norm", spread(1.4, 1.1, noise_W))
+    simple = replace(lucky_setting, norms=None)
+    near = Point(simple, "uniform", spread(1.4, 1.2, -noise_W))
+    far = Point(simple, "uniform", spread(1.4, 1.5, -noise_W))
+    assert meets(limit, lucky, trained, lambda _: None)
+    for rival, winner in ((None, lucky), (far, lucky), (near, plain)):
+        points = [trained, plain, lucky] if rival is None else [trained, plain, lucky, rival]
+        assert rival is None or not meets(limit, rival, trained, lambda _: None)
+        assert choose(limit, points, trained, lambda _: None) is winner
     assert (
         choose(Target("experts", 1.6), [trained, ranked], trained, lambda _: None) is ranked
     )  # nothing else

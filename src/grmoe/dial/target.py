@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grmoe import checks
-from grmoe.dial.frontier import frontier
+from grmoe.dial.frontier import best_within, frontier
 from grmoe.dial.meter import Family, Meter, Point
 from grmoe.dial.search import halfway
 from grmoe.dial.setting import Setting
 from grmoe.probe.losses import increase, increase_by_domain, within
 
-_CLEARLY = 0.02  # share of the experts that gate × norm must save to win
+_CLEARLY = 0.02  # share of the experts that another rule must save to win
 # Text of another kind than that of the calibration can grow by more: by up to 2.47 times as much in 40 checks of 20
 # models, from which this number was taken (docs/results/budgets.md).
 MARGIN = 2.5
@@ -88,9 +88,14 @@ def choose(target: Target, points: Iterable[Point], trained: Point, speed: Relat
     best = min(allowed, key=order)
     simple = [p for p in allowed if is_simple(p, trained)] or [p for p in allowed if p.setting.norms is None]
     plain = min(simple, key=order, default=best)
-    if fewest:
-        return best if best.experts_per_token < (1 - _CLEARLY) * plain.experts_per_token else plain
-    return best if increase(best.measured, plain.measured).high < 0 else plain
+    if not fewest:
+        return best if increase(best.measured, plain.measured).high < 0 else plain
+    if best.experts_per_token >= (1 - _CLEARLY) * plain.experts_per_token:
+        return plain
+    # The simple rule with as few experts has a higher loss. It may be noise that only this text has.
+    as_few = [p for p in measured if is_simple(p, trained)]
+    rival = best_within(as_few, best.experts_per_token)
+    return best if rival is None or increase(best.measured, rival.measured).high < 0 else plain
 
 
 def is_simple(point: Point, trained: Point) -> bool:
