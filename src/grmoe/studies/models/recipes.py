@@ -177,7 +177,6 @@ BUDGETS = (
     _budget("token-mass", "per token, mass (default)", *_TOKEN_MASS),
     _budget("token-count", "per token, count", *_elastic("token", "count")),
     _budget("sequence-mass", "per sequence, mass", *_elastic("sequence", "mass")),
-    _budget("sequence-count", "per sequence, count", *_elastic("sequence", "count")),
     _budget("layer-count", "per layer, count", *_elastic("layer", "count")),
     _budget(
         "layer-count-full", "per layer, count, 80 % full steps",
@@ -194,7 +193,6 @@ BUDGETS = (
         "token-mass-computed", "per token, mass, prior counts the computed",
         *_TOKEN_MASS, "routing.prior_counts=computed",
     ),
-    _budget("token-mass-both", "per token, mass, prior counts both", *_TOKEN_MASS, "routing.prior_counts=both"),
     _budget("token-mass-unled", "per token, mass, no leading term", *_TOKEN_MASS, "routing.leading_weight=0"),
     _budget("token-mass-led-0.03", "per token, mass, leading term 0.03", *_TOKEN_MASS, "routing.leading_weight=0.03"),
 )  # fmt: skip
