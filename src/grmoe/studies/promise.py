@@ -23,7 +23,7 @@ from grmoe.tables import Table, percent
 from grmoe.terminal import Progress
 
 GRMOE = BUDGETS[0]
-# The margin of the dial was chosen from models with seeds 0 to 4, so these test nothing.
+# The dial's margin was chosen from models with seeds 0 to 4. Only others can test it.
 GROUP = Group(BASE, (GRMOE, SOFTMAX_BUDGET), SEEDS, first=5)
 ASKED = 0.01  # of perplexity
 MOST_EXPERTS = 1.1
