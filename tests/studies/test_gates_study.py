@@ -197,3 +197,26 @@ def test_one_model_for_every_budget_is_judged_for_softmax_too(tmp_path: Path) ->
     seeds = {(g.base.name, r.name): g.seeds for g in budgets.STUDY.groups for r in g.recipes}
     assert seeds[base.name, "softmax-fine-4"] == seeds[budgets.BASE.name, "token-mass"] == 5
     assert seeds[budgets.BASE.name, "step-count"] == 3
+
+
+def test_a_way_to_draw_is_compared_with_the_default_on_its_own_seeds(tmp_path: Path) -> None:
+    default, other = (next(r for r in recipes.BUDGETS if r.name == n) for n in ("token-mass", "step-count"))
+    for recipe, losses in ((default, [3.0, 3.1, 4.0, 5.0]), (other, [2.99, 3.08])):
+        runs = [
+            replace(
+                run,
+                rows=[
+                    replace(run.rows[0], setting="top-2"),
+                    replace(run.rows[0], setting="top-1", loss=run.rows[0].loss + 0.01),
+                ],
+            )
+            for run in models(losses)
+        ]
+        put(tmp_path, budgets.BASE, recipe, runs)
+    tables = budgets.STUDY.page(tmp_path).tables
+    (table,) = [t for t in tables if t.title.startswith("Ways to draw the budget")]
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows[default.label][:5] == ["4", "–", "–", "–", "+0.0100 ± 0.0000"]
+    assert rows[other.label][0] == "2"
+    assert rows[other.label][1].startswith("-0.0150 ±")  # of 0.01 and 0.02; seeds 2 and 3 do not count
+    assert rows[other.label][3].startswith("-0.0150 ±")
