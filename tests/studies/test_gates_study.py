@@ -216,7 +216,7 @@ def test_a_way_to_draw_is_compared_with_the_default_on_its_own_seeds(tmp_path: P
     tables = budgets.STUDY.page(tmp_path).tables
     (table,) = [t for t in tables if t.title.startswith("Ways to draw the budget")]
     rows = {row[0]: row[1:] for row in table.rows}
-    assert rows[default.label][:5] == ["4", "–", "–", "–", "+0.0100 ± 0.0000"]
+    assert rows[default.label][:5] == ("4", "–", "–", "–", "+0.0100 ± 0.0000")
     assert rows[other.label][0] == "2"
     assert rows[other.label][1].startswith("-0.0150 ±")  # of 0.01 and 0.02; seeds 2 and 3 do not count
     assert rows[other.label][3].startswith("-0.0150 ±")
