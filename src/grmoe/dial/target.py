@@ -93,8 +93,7 @@ def choose(target: Target, points: Iterable[Point], trained: Point, speed: Relat
     if best.experts_per_token >= (1 - _CLEARLY) * plain.experts_per_token:
         return plain
     # The simple rule with as few experts has a higher loss. It may be noise that only this text has.
-    as_few = [p for p in measured if is_simple(p, trained)]
-    rival = best_within(as_few, best.experts_per_token)
+    rival = best_within((p for p in measured if is_simple(p, trained)), best.experts_per_token)
     return best if rival is None or increase(best.measured, rival.measured).high < 0 else plain
 
 

@@ -13,6 +13,7 @@ from grmoe.studies.models.store import Run, Store, describe_data
 from grmoe.studies.page import Page
 from grmoe.studies.queue import Needs, QueueStudy
 from grmoe.studies.study import Place, State
+from grmoe.tables import Table
 
 
 @dataclass(frozen=True)
@@ -77,24 +78,30 @@ class ModelStudy(QueueStudy):
     def page(self, results: Path) -> Page:
         store = Store(results)
         page = self.write(store)
-        return replace(page, notes=[*page.notes, *self._sources(store)])
+        texts, origins = self._sources(store)
+        if not texts:
+            return page
+        return replace(
+            page,
+            tables=[*page.tables, origins],
+            notes=[*page.notes, f"Text: {'; '.join(texts)}. Raw numbers: `results/models`."],
+        )
 
-    def _sources(self, store: Store) -> list[str]:
-        """Where the models come from: text, revision and machine."""
-        found: Counter[str] = Counter()
+    def _sources(self, store: Store) -> tuple[list[str], Table]:
+        """The text, and a table of where the models come from: revision and machine."""
+        found: Counter[tuple[str, str, str]] = Counter()
         texts: dict[str, None] = {}
         for group in self.groups:
             for recipe in group.recipes:
                 trained = store.read(group.base, recipe)
                 for run in [] if trained is None else trained.runs:
-                    origin = f", taken from `{run.source}`" if run.source else ""
-                    found[f"revision {run.revision}, {run.machine}{origin}"] += 1
+                    found[run.revision, run.machine, run.source or "–"] += 1
                 if trained is not None:
                     texts[describe_data(trained.data)] = None
-        if not found:
-            return []
-        models = "; ".join(f"{count} of {source}" for source, count in sorted(found.items()))
-        return [f"Text: {'; '.join(texts)}. Models: {models}. Raw numbers: `results/models`."]
+        table = Table("Where the models come from", ["revision", "machine", "taken from", "models"], left=3)
+        for origin, count in sorted(found.items()):
+            table.add(*origin, str(count))
+        return list(texts), table
 
 
 def runs_of(store: Store, base: Base, *recipes: Recipe) -> dict[str, list[Run]]:
