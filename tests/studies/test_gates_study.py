@@ -106,6 +106,7 @@ def test_softmax_is_compared_at_the_entropy_of_grmoe(tmp_path: Path) -> None:
 
     put(tmp_path, base, gates.GRMOE, models([3.0, 3.1, 3.2], entropy=1.3))
     put(tmp_path, base, gates.SOFTMAX, models([3.1, 3.2, 3.3], entropy=0.6))
+    put(tmp_path, base, gates.Z_LOSS, models([3.1, 3.2, 3.3], entropy=1.6))
     low, near, high = gates.FLAT
     for recipe, loss, entropy in ((low, 2.0, 1.0), (near, 3.05, 1.35)):
         put(tmp_path, base, recipe, models([loss, loss + 0.1, loss + 0.2], entropy))
@@ -125,6 +126,9 @@ def test_softmax_is_compared_at_the_entropy_of_grmoe(tmp_path: Path) -> None:
     ) in table(tmp_path, "Parts").rows
     put(tmp_path, base, near, models([3.05, 3.15, 3.25], 1.5))
     assert claim() == (Verdict.OPEN, "–")  # none is near
+    put(tmp_path, base, gates.SOFTMAX, models([3.1, 3.2, 3.3], entropy=1.25))
+    assert claim() == (Verdict.HOLDS, "-0.1000 ± 0.0000")  # plain softmax is
+    assert table(tmp_path, "Which part").rows[1][-1].startswith("none")
 
 
 def table(results: Path, start: str) -> Table:

@@ -257,16 +257,20 @@ def _loads(models: Models) -> Table:
 
 
 def _beside_specialists(fine: Models) -> Table:
-    """Both gates, budget by budget: the model with random budgets above the specialist."""
-    lines: list[tuple[str, Sequence[Run], str | None]] = [
-        (label, fine[recipe.name], f"top-{count}")
-        for count in NARROW[0].specialists
-        for family in NARROW
-        for label, recipe in (
-            (f"{family.label}, random budgets: computed at top-{count}", family.elastic),
-            (family.specialists[count].label, family.specialists[count]),
-        )
-    ]
+    """Both gates, budget by budget: random budgets, the specialist, and the plain model with fewer experts."""
+    full = max(NARROW[0].specialists)
+    lines: list[tuple[str, Sequence[Run], str | None]] = []
+    for count in NARROW[0].specialists:
+        for family in NARROW:
+            rows = {
+                f"{family.label}, random budgets: computed at top-{count}": family.elastic,
+                family.specialists[count].label: family.specialists[count],
+            }
+            if count < full:
+                rows[f"{family.specialists[full].label}, plain: computed at top-{count}"] = (
+                    family.specialists[full]
+                )
+            lines += [(label, fine[recipe.name], f"top-{count}") for label, recipe in rows.items()]
     return model_table(
         "32 narrow experts, eight per token; difference to GrMoE at top-8", lines, (fine["grmoe"], "top-8")
     )
