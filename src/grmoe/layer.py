@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from grmoe import checks
 from grmoe.experts import BACKENDS, Dispatch, ExpertWeights, pick_backend
 from grmoe.experts.bounds import POWER, output_gains
-from grmoe.experts.weights import Activation
+from grmoe.experts.weights import Activation, with_weights_at_hand
 from grmoe.routing import (
     GrassmannRouter,
     HashRouter,
@@ -140,8 +140,8 @@ class MoE(nn.Module):
         x = as_autocast(x)
         routing = self.router(x, token_ids)
         y = self.mix(x, routing.slots) if routing.slots is not None else self.compute(x, routing)
-        if self.shared is not None:
-            y = y + _expert(self.shared, 0, x)
+        if (shared := self.shared) is not None:
+            y = y + with_weights_at_hand(shared, lambda: _expert(shared, 0, x))
         return y, routing
 
     def compute(self, x: Tensor, routing: Routing) -> Tensor:
@@ -159,7 +159,7 @@ class MoE(nn.Module):
         dispatch = Dispatch.build(weights_TN, selected_TN, max_experts, kernels=backend == "triton")
         if self.transport is not None:
             return self.transport(x_TD, dispatch, self.experts, backend)
-        return BACKENDS[backend](x_TD, dispatch, self.experts)
+        return with_weights_at_hand(self.experts, lambda: BACKENDS[backend](x_TD, dispatch, self.experts))
 
     def mix(self, x: Tensor, slots: SlotMixing) -> Tensor:
         """Soft MoE: experts compute slots, weighted means of a sequence's tokens."""

@@ -124,7 +124,12 @@ def test_a_long_frontier_is_thinned_evenly_with_both_ends_and_every_top_k() -> N
 
 def test_the_cap_is_as_asked_or_as_trained() -> None:
     config: Any = SimpleNamespace(num_experts=4, num_experts_per_tok=3)
-    assert [_cap(asked, config) for asked in (None, 1, 4)] == [3, 1, 4]
+    assert [_cap(asked, config) for asked in (None, 2, 4)] == [3, 2, 4]
+    one = SimpleNamespace(num_experts=4, num_experts_per_tok=1)
+    assert _cap(2, one) == 2  # type: ignore[arg-type]
+    for asked in (None, 1):
+        with pytest.raises(ValueError, match="cap must be at least 2, got 1"):
+            _cap(asked, one)  # type: ignore[arg-type]
     assert _cap(None, SimpleNamespace(num_experts=4, num_experts_per_tok=None)) == 2  # type: ignore[arg-type]
     assert _cap(None, SimpleNamespace(num_experts=4, num_experts_per_tok=9)) == 4  # type: ignore[arg-type]
     for wrong in (0, 5):

@@ -310,6 +310,10 @@ def test_the_tables_of_the_terminal() -> None:
     twice = tables._worth_showing(body(points=points, trained=points[-1]))
     assert [p.name for p in twice["one α for all"]] == ["uniform 1.2", "uniform 1.9"]
     assert [p.name for p in twice["one α per layer allowed"]] == ["per layer 1.1", "per layer 1.5"]
+    # The chosen and the trained one are there even if they lie on no frontier.
+    off = [shown(1.7, 15.0, family="uniform"), shown(2.0, 9.4, family="trained")]
+    beside = tables._worth_showing(body(points=[*POINTS, *off], chosen=off[0], trained=off[1]))
+    assert (beside["uniform"], beside["trained"]) == (off[:1], off[1:])
     assert (frontiers.left, alphas.left, certificates.left) == (2, 1, 1)
     assert alphas.title == "One α for all layers, mass 0.37, cap 2"
     assert alphas.rows == [

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM
 from grmoe.routing import Dense, Mass, Threshold, TopK, routers
 from grmoe.routing.selection import NO_LIMIT
+from grmoe.serve.batching import set_numbers
 
 Build = Callable[..., GrmoeForCausalLM]
 
@@ -180,3 +181,26 @@ def test_the_range_and_the_numbers_in_use() -> None:
     assert GrmoeConfig(**sizes).budget_range is None
     with pytest.raises(ValueError, match=r"budget_curve\[1\].tau must be one number or 6"):
         GrmoeConfig(num_hidden_layers=12, budget_curve=CURVE)
+
+
+def test_an_alpha_set_by_hand_ends_the_budget_when_the_model_is_saved(
+    build: Build, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    model = build(budget_curve=CURVE)
+    model.set_budget(1.0)
+    for router in routers(model):
+        router.alpha = 2.0
+    model.save_pretrained(tmp_path)
+    loaded = GrmoeForCausalLM.from_pretrained(tmp_path)
+    assert (model.budget, loaded.budget) == (None, None)
+    assert in_use(loaded) == in_use(model)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_a_budget_after_one_per_sequence_is_one_number_again(build: Build, ids: torch.Tensor) -> None:
+    model = build(budget_curve=CURVE)
+    model.set_budget(1.0)
+    expected = model(ids[:1]).logits
+    set_numbers(routers(model), [model.config.layer_numbers(b) for b in (1.0, 1.5, None)])
+    model.set_budget(1.0)
+    assert torch.equal(model(ids[:1]).logits, expected)

@@ -187,3 +187,10 @@ def test_plain_training_lowers_the_loss_and_keeps_frames_orthonormal(build: Buil
         losses.append(float(loss.detach()))
     assert losses[2] < losses[0] - 0.1
     assert max(float(orthonormality_error(r.frames.detach())) for r in grmoe.routers(model)) < 1e-5
+
+
+def test_a_selection_by_mass_chosen_while_loading_has_its_default(build: Build, tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path)
+    assert GrmoeForCausalLM.from_pretrained(tmp_path, selection="mass").config.selection_tau == 0.9
+    with pytest.raises(ValueError, match="num_experts_per_tok must be 4 with selection 'threshold'"):
+        GrmoeForCausalLM.from_pretrained(tmp_path, selection="threshold")

@@ -101,3 +101,16 @@ def test_a_closure_and_a_model_without_frames() -> None:
         p.requires_grad_(False)
     with pytest.raises(ValueError, match="empty parameter list"):
         ModelOptimizer(model)
+
+
+def test_a_later_group_is_refused() -> None:
+    """It would belong to neither optimiser, and would never be trained."""
+    layer = grmoe.MoE(8, 4, 2)
+    layer.experts.requires_grad_(False)
+    optimizer = ModelOptimizer(layer)
+    layer.experts.requires_grad_(True)
+    with pytest.raises(ValueError, match="takes no more groups"):
+        optimizer.add_param_group({"params": list(layer.experts.parameters())})
+    copied = pickle.loads(pickle.dumps(optimizer))
+    with pytest.raises(ValueError, match="takes no more groups"):
+        copied.add_param_group({"params": list(layer.experts.parameters())})

@@ -49,6 +49,9 @@ def check_about(run: Path, out: Path) -> None:
     assert "CPU, grmoe" in facts["started"]
     assert facts["dial"] == "not turned yet"
     assert following == f"grmoe dial {run} --write"
+    (run / "dial").mkdir()  # of a dial that stopped
+    assert told(run)[0]["dial"] == "not turned yet"
+    (run / "dial").rmdir()
     facts, following = told(out)
     assert facts["what"] == "an exported model"
     assert facts["weights"].endswith(" MB, float32")

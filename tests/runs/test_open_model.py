@@ -34,3 +34,12 @@ def test_a_run_and_its_export_are_one_model(settings: Callable[..., TrainConfig]
     assert routers(half.model)[0].frames.dtype == torch.float32
     with pytest.raises(ValueError, match="neither a run"):
         open_model(tmp_path)
+
+
+def test_alpha_of_a_router_without_a_dial_is_refused(
+    settings: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    config = settings(steps=1, model={"router": "hash"}, elastic={"unit": "off"})
+    train(config)
+    with pytest.raises(ValueError, match="a hash router has no dial"):
+        open_model(config.out, "last", alpha=2.0)

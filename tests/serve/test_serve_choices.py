@@ -188,6 +188,51 @@ def test_text_offsets(first: str) -> None:
     assert [offset for piece in pieces for offset in piece["text_offset"]] == starts
 
 
+class ByteTexts(TokenTexts):
+    """Texts of tokens that are bytes of UTF-8, some of them the end of one character and the start of the next."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.pieces, self.special = pieces, frozenset()
+
+    def alone(self, token: int) -> str:
+        return self.together([token])
+
+    def together(self, tokens: list[int]) -> str:
+        return b"".join(self.pieces[token] for token in tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "starts"),
+    [
+        ([b"a ", b"\xe6\x97", b"\xa5\xe6", b"\x9c\xac", b"\xe8", b"\xaa\x9e b"], [0, 2, 2, 3, 4, 4, 7]),
+        # No token of five ends a character: \xa5\xe6 ends one and begins the next.
+        (
+            [b"\xe6", b"\x97", b"\xa5\xe6", b"\x9c", b"\xac\xe8", b"\xaa", b"\x9e", b"c"],
+            [0, 0, 0, 1, 1, 2, 2, 3, 4],
+        ),
+        (
+            [b"\xf0", b"\xf0", b"\xf0", b"\xf0", b"ab", b"c"],
+            [0, 0, 0, 0, 4, 6, 7],
+        ),  # bytes that are no character
+    ],
+)
+def test_text_offsets_of_tokens_that_cross_characters(pieces: list[bytes], starts: list[int]) -> None:
+    """The last number is where a next token would begin: the length of the text."""
+    writer = ScoreWriter(ByteTexts(pieces), chat=False)
+    scores = [Score(token, -1.0, []) for token in range(len(pieces))]
+    assert [*writer.add(scores)["text_offset"], writer.offset] == starts
+
+
+def test_a_prompt_that_fills_the_context_is_scored(folder: Path) -> None:
+    model = make_model()
+    prompt = [5] * model.config.max_position_embeddings
+    with running(make_service(options(folder))) as client:
+        [choice] = ask(client, prompt=prompt, max_tokens=0, echo=True, logprobs=0)["choices"]
+        assert len(choice["logprobs"]["tokens"]) == len(prompt)
+        response = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+        assert f"at most {len(prompt) - 1} tokens" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [

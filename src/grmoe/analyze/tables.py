@@ -88,7 +88,7 @@ def _type_table(analysis: Analysis, layers: Sequence[Layer]) -> Table:
         cells = [name, f"{n:,}", f"{n / analysis.tokens:.1%}"]
         for layer in layers:
             share, expert = max((row[k] or 0.0, expert) for expert, row in enumerate(layer.of_type))
-            cells += [_number(layer.type_entropy[k]), f"expert {expert}: {share:.0%}" if n else "–"]
+            cells += [_number(layer.type_entropy[k]), f"expert {expert}: {share:.0%}" if share else "–"]
         table.add(*cells)
     return table
 

@@ -169,10 +169,14 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
 
 def _cap(asked: int | None, config: GrmoeConfig) -> int:
     """The most experts per token: as asked, or as trained."""
-    if asked is None:
-        return min(config.num_experts_per_tok or 2, config.num_experts)
     limit = config.num_experts
+    if asked is None:
+        asked = min(config.num_experts_per_tok or 2, limit)
     checks.require(1 <= asked <= limit, f"cap must be from 1 to {limit}, the number of experts, got {asked}")
+    checks.require(
+        asked >= 2,
+        f"cap must be at least 2, got {asked}: with one expert per token there is nothing to choose. Give --cap 2.",
+    )
     return asked
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from grmoe import checks
 from grmoe.dial.frontier import frontier
 from grmoe.dial.gates import Gates
 from grmoe.dial.meter import Meter, Point
@@ -57,10 +56,6 @@ def search(meter: Meter, cap: int, experts: float | None = None) -> list[Sensiti
 
     experts: a target to aim at, in addition to the grid.
     """
-    checks.require(
-        cap >= 2,
-        f"cap must be at least 2, got {cap}: with one expert per token there is nothing to choose. Give --cap 2.",
-    )
     trained, L = meter.trained.setting, meter.layers
     # Both at the setting the model has now, the trained one.
     gates, norms = Gates(meter.model, meter.text, cap), expert_norms(meter.model, meter.text)

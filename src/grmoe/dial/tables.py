@@ -40,6 +40,9 @@ def _worth_showing(body: DialResults) -> dict[str, list[PointResult]]:
     for name, points in body.families.items():
         found[name] = [p for p in points if p in left]
         left = [p for p in left if p not in points]
+    for p in left:  # the chosen and the trained one may lie on no frontier
+        if p in (body.chosen, body.trained):
+            found.setdefault("trained" if p == body.trained else p.family, []).append(p)
     return found
 
 

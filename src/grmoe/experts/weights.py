@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -79,3 +79,18 @@ class ExpertWeights(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.up_name}={tuple(self.up.shape)}, down_proj={tuple(self.down_proj.shape)}"
+
+
+def with_weights_at_hand(weights: nn.Module, compute: Callable[[], Tensor]) -> Tensor:
+    """compute(), with weights that accelerate has offloaded (`device_map`) on their device.
+
+    Its hooks run around a module's `forward`, which no backend calls.
+    """
+    hook: Any = getattr(weights, "_hf_hook", None)
+    if hook is None:
+        return compute()
+    hook.pre_forward(weights)
+    try:
+        return compute()
+    finally:
+        hook.post_forward(weights, None)

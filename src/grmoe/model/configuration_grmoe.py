@@ -205,12 +205,15 @@ class GrmoeConfig(PreTrainedConfig):
             self.router_rank = max(1, self.hidden_size // self.num_experts)
         if self.router_options is None:
             self.router_options = {}
-        if self.selection_tau is None and self.selection in ("mass", "at_least", "threshold"):
-            self.selection_tau = 0.9 if self.selection == "mass" else 1 / self.num_experts
+        self._fill_tau()
         if self.num_experts_per_tok is None:
             self.num_experts_per_tok = self._implied_experts() or min(2, self.num_experts)
         super().__post_init__(**kwargs)
         self.check()
+
+    def _fill_tau(self) -> None:
+        if self.selection_tau is None and self.selection in ("mass", "at_least", "threshold"):
+            self.selection_tau = 0.9 if self.selection == "mass" else 1 / self.num_experts
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Numbers become Python's, because NumPy's and PyTorch's cannot be written to JSON."""
@@ -323,6 +326,7 @@ class GrmoeConfig(PreTrainedConfig):
         """Raise a `ValueError` that names the field. Models call it too, because `from_pretrained(dir, name=value)`
         writes into a finished configuration."""
         self._check_sizes()
+        self._fill_tau()
         self._check_numbers()
         checks.require(
             self.hidden_act in list(ACTIVATIONS),
@@ -362,6 +366,13 @@ class GrmoeConfig(PreTrainedConfig):
             check_curve(self.budget_curve, found, self.gate_experts)
         if self.budget is not None:
             self.layer_numbers(self.budget)
+
+    def check_has_dial(self) -> None:
+        """Raise a `ValueError` if α changes nothing."""
+        checks.require(
+            self.router != "hash",
+            "alpha must be left out: a hash router has no dial, because its gate is a fixed choice",
+        )
 
     def _check_budget(self, budget: float, policy: Selection | None) -> None:
         checks.finite("budget", budget, above=0)

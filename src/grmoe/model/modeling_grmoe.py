@@ -477,7 +477,10 @@ class GrmoePreTrainedModel(PreTrainedModel):
         # `router.alpha` may have been set directly. Its fp32 value is rounded; the configuration keeps all digits.
         now = self.alpha
         if now != torch.tensor([n.alpha for n in self.config.numbers], dtype=torch.float32).tolist():
-            self.config.alpha = now[0] if len(set(now)) == 1 else now
+            had_budget = self.config.budget is not None
+            self.config.alpha = now[0] if len(set(now)) == 1 else now  # ends a budget
+            if had_budget:
+                self._use_config_numbers()
         super().save_pretrained(save_directory, *args, **kwargs)
 
 
@@ -509,6 +512,8 @@ class GrmoeModel(GrmoePreTrainedModel):
     ) -> GrmoeModelOutput:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if input_ids is None and self.config.router == "hash":
+            raise ValueError("router 'hash' needs input_ids: it sends a token to an expert by its id")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         x = x * self.config.embedding_multiplier
         if use_cache and past_key_values is None:

@@ -41,12 +41,21 @@ class ModelOptimizer(Optimizer):
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._share()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only at the start: a later group would belong to neither part, and would never be trained."""
+        if hasattr(self, "_shared"):
+            raise ValueError(
+                "a ModelOptimizer takes no more groups: make a new one after requires_grad_(True)"
+            )
+        super().add_param_group(param_group)
+
     def _share(self) -> None:
         """The parts use the groups and the state of the whole: a schedule and a checkpoint then see all of them."""
         groups = iter(self.param_groups)
         for part in self._parts:
             part.param_groups = [next(groups) for _ in part.param_groups]
             part.state = self.state
+        self._shared = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_parts": self._parts}

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import wraps
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -29,6 +30,23 @@ from grmoe.routing.packed import PackedCopy
 from grmoe.routing.prior import next_log_prior
 from grmoe.routing.result import Routing
 from grmoe.routing.selection import Dense, Selection
+
+
+def _in_full_precision(init: Callable[..., None]) -> Callable[..., None]:
+    """An __init__ that makes fp32 tensors where the default dtype has 16 bits, as in transformers'
+    `from_pretrained(dtype=…)`."""
+
+    @wraps(init)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        before = torch.get_default_dtype()
+        if before in (torch.bfloat16, torch.float16):
+            torch.set_default_dtype(torch.float32)
+        try:
+            init(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+
+    return wrapped
 
 
 class Router(nn.Module):
@@ -58,6 +76,7 @@ class Router(nn.Module):
     log_alpha: nn.Parameter | None
     leading_share: Tensor | None
 
+    @_in_full_precision
     def __init__(
         self,
         dim: int,
@@ -98,6 +117,8 @@ class Router(nn.Module):
         super().__init_subclass__(**kwargs)
         depth = {name: i for i, c in reversed(list(enumerate(cls.__mro__))) for name in vars(c)}
         cls._fusable = depth["gate_operands"] <= min(depth[name] for name in ("gate", "select", "route"))
+        if "__init__" in vars(cls):
+            cls.__init__ = _in_full_precision(cls.__init__)  # type: ignore[method-assign]
 
     # -- what a router defines -------------------------------------------------------------------------
 
@@ -269,7 +290,10 @@ class Router(nn.Module):
 
     @alpha.setter
     def alpha(self, value: Any) -> None:
-        self.alpha_value.fill_(checks.alpha("alpha", value))
+        number = checks.alpha("alpha", value)
+        if self.alpha_value.ndim:  # one number per sequence
+            self.alpha_value = self.alpha_value.new_tensor(number)
+        self.alpha_value.fill_(number)
 
     @property
     def selection(self) -> Selection:

@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from grmoe import checks
+from grmoe.routing.buffers import Restarted
 from grmoe.routing.elastic import FULL, Elastic, elastic_numbers
 from grmoe.routing.selection import BY_RANK, AtLeast, Selection, Threshold, above, largest, numbers
 
 Balances = Literal["computed", "candidates", "leading", "both"]
 
 
-class Budget(nn.Module):
+class Budget(Restarted):
     """How many experts a token gets: a policy, and its numbers on the device. Not part of a checkpoint.
 
     policy: the rule, the room (the most experts a token can get, which sizes the dispatch list) and whether weights are
@@ -46,6 +47,7 @@ class Budget(nn.Module):
         self.elastic: Elastic | None = None
         self.layer = 0
         self.weighs_apart = False
+        self._weight_alpha = 1.0
         self.biased = False
         self._balances: Balances = "computed"
         tau, cap = numbers(policy, num_experts)
@@ -76,6 +78,19 @@ class Budget(nn.Module):
         tau, cap = numbers(policy, self.num_experts)
         self._fill("tau", tau)
         self._fill("cap", cap)
+
+    @torch.no_grad()
+    def restart(self, name: str) -> None:
+        tau, cap = numbers(self.policy, self.num_experts)
+        starts = {
+            "tau": tau,
+            "cap": cap,
+            "weight_alpha": self._weight_alpha,
+            "bias": 0.0,
+            "key": FULL,
+            "first_row": 0,
+        }
+        getattr(self, name).fill_(starts[name])
 
     def reset(self, weight_alpha: float | None) -> None:
         """Fill all numbers again: a model made on the meta device has none."""
@@ -118,7 +133,8 @@ class Budget(nn.Module):
         """α of the combine weights; None: that of the choice, as in the paper."""
         self.weighs_apart = value is not None
         if value is not None:
-            self._fill("weight_alpha", checks.alpha("weight_alpha", value))
+            self._weight_alpha = checks.alpha("weight_alpha", value)
+            self._fill("weight_alpha", self._weight_alpha)
 
     def set_bias(self, bias: Sequence[float] | None) -> None:
         """What is added to the logits for the choice alone; None: nothing. Weights stay those of the gate.

@@ -11,15 +11,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from grmoe.kernels.runtime import attempt, available, has_failed
 from grmoe.routing.budget import Budget
+from grmoe.routing.buffers import Restarted
 from grmoe.routing.metrics import RoutingMetrics, routing_sums, summarize
 from grmoe.routing.result import Routing
 
 
-class LoadCounter(nn.Module):
+class LoadCounter(Restarted):
     """Buffers of sums. None is part of a checkpoint.
 
     sums: what `summarize` turns into metrics, since `reset`. See `routing_sums` for the layout.
@@ -39,6 +40,9 @@ class LoadCounter(nn.Module):
         self.register_buffer("sums", torch.zeros(3 * num_experts + 4, dtype=torch.float64), persistent=False)
         self.register_buffer("prior_sums", torch.zeros(num_experts + 1), persistent=False)
         self.register_buffer("leading_sums", None, persistent=False)
+
+    def restart(self, name: str) -> None:
+        getattr(self, name).zero_()
 
     def count_leads(self, on: bool) -> None:
         """Whether `leading_sums` exist, from zero."""

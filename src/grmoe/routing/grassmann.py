@@ -274,6 +274,8 @@ class GrassmannRouter(FrameRouter):
         )
 
     def geometry_figures(self) -> dict[str, Tensor]:
+        if self.frames.is_meta:  # offloaded by accelerate
+            return {}
         frames = self.frames.float()
         overlap_NN = geometry.overlap(frames)
         return {

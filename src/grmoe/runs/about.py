@@ -60,7 +60,7 @@ def _about_run(folder: Path) -> tuple[GrmoeConfig, Table, str]:
         of_best = [line for line in validations if line.get("step") == best.step and "perplexity" in line]
         measured = f"{of_best[-1]['perplexity']:.2f} " if of_best else ""
         table.add("validation perplexity", f"{measured}at step {best.step:,}, the best checkpoint")
-    if not (folder / "dial").is_dir() and model.router not in OWN_CHOICE:
+    if not (folder / "dial" / "results.json").is_file() and model.router not in OWN_CHOICE:
         table.add("dial", "not turned yet")
     budget = _add_measurements(table, folder, None if best is None else best.step)
     place = dialled_model(folder)
@@ -73,7 +73,7 @@ def _about_run(folder: Path) -> tuple[GrmoeConfig, Table, str]:
     elif model.router in OWN_CHOICE:
         following = f"grmoe export {folder}"
     else:
-        following = f"grmoe dial {folder} --write"
+        following = f"grmoe dial {folder}{_cap(model)} --write"
     return model, table, following
 
 
@@ -93,7 +93,13 @@ def _about_export(folder: Path) -> tuple[GrmoeConfig, Table, str]:
     if not turned:
         table.add("dial", "not turned yet")
     _add_measurements(table, folder, None)
-    return config, table, f"grmoe serve {folder}" if turned else f"grmoe dial {folder} --text FILE --write"
+    calibrate = f"grmoe dial {folder} --text FILE{_cap(config)} --write"
+    return config, table, f"grmoe serve {folder}" if turned else calibrate
+
+
+def _cap(config: GrmoeConfig) -> str:
+    """A dial has to choose between two experts at least, whatever the training had."""
+    return " --cap 2" if config.num_experts_per_tok == 1 else ""
 
 
 def _started(folder: Path) -> str | None:

@@ -89,6 +89,7 @@ def open_model(
         dtype = torch.bfloat16 if loaded.is_run and place.type == "cuda" else None
     torch.nn.Module.to(loaded.model, device=place, dtype=dtype)
     if alpha is not None:
+        loaded.model.config.check_has_dial()
         loaded.model.set_alpha(alpha)
     if budget is not None:
         loaded.model.set_budget(budget)

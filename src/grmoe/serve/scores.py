@@ -18,7 +18,9 @@ MAX_ENTRIES = 1 << 20
 """Log-probabilities per answer of a request: tokens of all prompts and answers, times one plus `logprobs`."""
 _CHUNK = 256  # positions: all logits of a long prompt at once would take S·V·4 bytes
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-_LONGEST_CHARACTER = 4  # bytes of UTF-8, so tokens; what is unfinished after that is no character
+_LONGEST_CHARACTER = (
+    4  # bytes of UTF-8; as many replacement characters at the end are no unfinished character
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class ScoreWriter:
         self.tokens: list[int] = []  # the last one that ends a character, and those after it
         self.whole = 0  # of these, how many stand before `offset`
         self.offset = 0  # characters before the next token
+        self.base = 0  # characters before the first of `tokens` that is not among `whole`
 
     def add(self, scores: list[Score]) -> dict[str, Any]:
         """The value of `logprobs` for these scores, which follow the ones before."""
@@ -135,6 +138,7 @@ class ScoreWriter:
         if self.tokens or _UNFINISHED in joined or joined != self.texts.together(tokens):
             return []
         *offsets, self.offset = accumulate(map(len, shown), initial=0)
+        self.base = self.offset
         self.tokens, self.whole = tokens[-1:], 1
         return offsets
 
@@ -142,9 +146,12 @@ class ScoreWriter:
         """Where a token begins. A character of several tokens begins at the first of them."""
         start, before = self.offset, self.texts.together(self.tokens[: self.whole])
         self.tokens.append(token)
-        text = self.texts.together(self.tokens)
-        if not text.endswith(_UNFINISHED) or len(self.tokens) - self.whole >= _LONGEST_CHARACTER:
-            self.offset += len(text) - len(before)
+        new = self.texts.together(self.tokens)[len(before) :]
+        unfinished = len(new) - len(new.rstrip(_UNFINISHED))
+        self.offset = self.base + len(new)
+        if 0 < unfinished < _LONGEST_CHARACTER:  # a token may end one character and begin the next
+            self.offset -= unfinished
+        else:
             # The last token stays: some tokenizers decode a token otherwise where none stands before it.
-            self.tokens, self.whole = self.tokens[-1:], 1
+            self.base, self.tokens, self.whole = self.offset, self.tokens[-1:], 1
         return start

@@ -55,6 +55,7 @@ class Service:
     ) -> tuple[tuple[LayerNumbers, ...], float | None]:
         """(τ, α and cap of each MoE layer, budget) for a request. Without α and budget: the model's own."""
         if alpha is not None:
+            self.config.check_has_dial()
             self.options.check_alpha(alpha)
             return tuple(n._replace(alpha=alpha) for n in self.config.layer_numbers(None)), None
         budget = self.config.budget if budget is None else budget
@@ -135,7 +136,8 @@ class Service:
         return asked
 
     def _check_lengths(self, field: str, prompts: list[list[int]], tokens: int) -> None:
-        longest, limit = max(map(len, prompts)), self._token_limit(self.options.max_prompt)
+        most = self.context - min(tokens, 1)  # with no answer to write, a prompt may fill the context
+        longest, limit = max(map(len, prompts)), min(self.options.max_prompt or most, most)
         if not all(prompts):
             raise Invalid(f"{field} must hold at least one token", field)
         if longest > limit:
