@@ -55,25 +55,31 @@ def token_losses(x_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> Tensor:
     return by_parts()
 
 
-def divergence(x_TD: Tensor, teacher_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Mean over tokens of KL(softmax(W t) ‖ softmax(W x)): how far predictions from x are from those of a teacher t.
+def divergence(x_TD: Tensor, teacher_TD: Tensor, weight_VD: Tensor, counts_T: Tensor) -> Tensor:
+    """Mean of KL(softmax(W t) ‖ softmax(W x)) over the tokens that count: how far predictions from x are from those of
+    a teacher t. 0 if none counts.
 
     The teacher's predictions carry no gradient. Logits exist for a part of the tokens, and are computed again in the
     backward. Products in x's dtype, the rest in fp32.
     """
     total = torch.zeros((), device=x_TD.device)
-    for x_PD, teacher_PD in zip(x_TD.split(COMPARED), teacher_TD.split(COMPARED), strict=True):
-        total = total + checkpoint(divergence_reference, x_PD, teacher_PD, weight_VD, use_reentrant=False)
-    return total / len(x_TD)
+    parts = zip(*(t.split(COMPARED) for t in (x_TD, teacher_TD, counts_T)), strict=True)
+    for x_PD, teacher_PD, counts_P in parts:
+        sum_of_part = checkpoint(
+            divergence_reference, x_PD, teacher_PD, weight_VD, counts_P, use_reentrant=False
+        )
+        total = total + sum_of_part
+    return total / counts_T.sum().clamp(min=1)
 
 
-def divergence_reference(x_TD: Tensor, teacher_TD: Tensor, weight_VD: Tensor) -> Tensor:
+def divergence_reference(x_TD: Tensor, teacher_TD: Tensor, weight_VD: Tensor, counts_T: Tensor) -> Tensor:
     """The specification, summed over tokens: from all logits at once."""
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     log_q_TV = F.log_softmax((x_TD @ weight_VD.to(x_TD.dtype).T).to(wide), -1)
     with torch.no_grad():
         log_p_TV = F.log_softmax((teacher_TD @ weight_VD.to(teacher_TD.dtype).T).to(wide), -1)
-    return F.kl_div(log_q_TV, log_p_TV, reduction="sum", log_target=True)
+    each_T = F.kl_div(log_q_TV, log_p_TV, reduction="none", log_target=True).sum(-1)
+    return torch.where(counts_T, each_T, 0.0).sum()
 
 
 def next_token_loss_reference(x_TD: Tensor, weight_VD: Tensor, target_T: Tensor, count: Tensor) -> Tensor:

@@ -206,7 +206,7 @@ BAD_FILES = {
     "rows.jsonl": (b'{"text": "\xff"}', "rows.jsonl, row 1: not UTF-8 (byte 0xff at position 10)"),
     "cut.jsonl": (
         b'{"text": "a',
-        "cut.jsonl, row 1: invalid JSON (Unterminated string starting at at position 9)",
+        "cut.jsonl, row 1: invalid JSON (Unterminated string starting at position 9)",
     ),
     "none.jsonl": (b"", "none.jsonl is empty"),
     "other.jsonl": (b'{"body": "x"}', "other.jsonl, row 1: no text (field 'text' is missing)"),

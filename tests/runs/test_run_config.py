@@ -42,6 +42,7 @@ def test_overrides_reach_the_model() -> None:
         ("model.ruoter=softmax", "unknown key 'model.ruoter'; did you mean 'router'"),
         ("model.preset=huge", "model.preset must be one of tiny, small"),
         ("steps=0", "steps"),
+        ("seed=9223372036854775808", "seed must have 64 bits"),
         ("steps=ten", "steps must be an integer"),
         ("precision=fp16", "precision must be one of"),
         ("optim.floor=2", "floor must be at most 1"),
@@ -136,3 +137,15 @@ def test_a_run_of_before_keeps_its_model_and_its_rates() -> None:
         "residual_loss_coef": 0.01,
     }  # fmt: skip
     assert (new.optim.frames_lr, as_old_run(new)) == (None, new)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("model.router=hash", "alpha.schedule=learned"), "alpha.schedule must be constant"),
+        (("model.alpha=0", "alpha.schedule=anneal"), "model.alpha must be above zero"),
+    ],
+)
+def test_schedules_that_would_do_nothing_are_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(*overrides).resolved()

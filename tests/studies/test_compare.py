@@ -44,6 +44,13 @@ def test_a_comparison_and_the_same_again(
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 0, again.output
     assert len(started) == 2
+    # Losses of other text cannot be compared with these, so nothing is shown.
+    for other in (["--tokens", "512"], ["--text", str(tmp_path / "web.txt")]):
+        (tmp_path / "web.txt").write_text("other words " * 400)
+        refused = CliRunner().invoke(app, [*arguments, *other])
+        assert refused.exit_code == 2, refused.output
+        assert "was measured with --tokens 256 and texts []" in " ".join(refused.output.split())
+    assert len(started) == 2
 
 
 def test_differences_are_by_seed(tmp_path: Path) -> None:
@@ -62,3 +69,9 @@ def test_settings_of_a_file_and_names(tmp_path: Path) -> None:
     assert plan.base.settings == ("steps=3", "model.router_options.balance=true")
     with pytest.raises(ValueError, match="recipes must have different names, got a, a"):
         Plan(tree={}, recipes=(mine, mine), out=tmp_path)
+    for key in ("seed", "out"):
+        with pytest.raises(ValueError, match=f"{key} is not a setting of a comparison"):
+            Plan(tree={key: 3}, recipes=(mine,), out=tmp_path)
+    texts = (tmp_path / "a" / "x.txt", tmp_path / "b" / "x.txt")
+    with pytest.raises(ValueError, match=r"texts must have different names, got x.txt, x.txt"):
+        Plan(tree={}, recipes=(mine,), out=tmp_path, texts=texts)

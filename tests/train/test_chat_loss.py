@@ -73,6 +73,18 @@ def test_micro_batches_give_the_gradient_of_the_whole(
             assert (parts[name] - gradient).abs().max() < 1e-12, name
 
 
+def test_context_is_not_distilled(settings: Settings, batch_BS: Tensor) -> None:
+    """The divergence is a mean over targets: other tokens after the last target of a row change nothing."""
+    more: dict[str, Any] = {"elastic": {"distill": 2.0, "full_share": 0.0}}
+    place_S = torch.arange(batch_BS.shape[1])
+    last_B = torch.where(batch_BS >= 0, place_S, 0).amax(1)
+    other_BS = torch.where(place_S > last_B[:, None], ~torch.ones_like(batch_BS), batch_BS)
+    assert not torch.equal(other_BS, batch_BS)
+    a, b = (gradients(settings, 8, rows, **more)["logged"] for rows in (batch_BS, other_BS))
+    assert float(a[2]) > 0
+    assert torch.allclose(a[[0, 2]], b[[0, 2]], rtol=1e-12)
+
+
 def test_the_gradient_is_the_one_by_hand(settings: Settings, batch_BS: Tensor) -> None:
     """From logits and router logits, in plain torch."""
     found = gradients(settings, 2, batch_BS, elastic={"unit": "off"})
@@ -91,7 +103,10 @@ def test_the_gradient_is_the_one_by_hand(settings: Settings, batch_BS: Tensor) -
 
 def test_a_step_without_targets_has_no_loss(settings: Settings, batch_BS: Tensor) -> None:
     context_BS = torch.where(batch_BS >= 0, ~batch_BS, batch_BS)
-    assert gradients(settings, 2, context_BS)["logged"][0] == 0
+    found = gradients(settings, 2, context_BS, elastic={"distill": 2.0, "full_share": 0.0})
+    # No cross-entropy, and nothing to learn from the full budget.
+    assert (found["logged"][0], found["logged"][2]) == (0, 0)
+    assert not found["model.norm.weight"].any()
     weights = target_weights(context_BS.split(2), World(0, 1, 0, torch.device("cpu"), None))
     assert [float(w) for w in weights] == [0.0] * 4
 

@@ -365,6 +365,43 @@ def test_the_best_checkpoint_is_kept(settings: Settings, monkeypatch: pytest.Mon
     assert open_model(Path(config.out), "best").step == 20
 
 
+def test_a_bad_step_after_resuming_leaves_the_best_checkpoint_what_it_is(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state was saved again, without its validation loss. A worse checkpoint was then the best."""
+    times: dict[str, Any] = {"validation": {"every": 2}, "checkpoint": {"every": 2, "keep_last": 9}}
+    config = settings(steps=4, **times)
+    train(config)
+    before = checkpoints_of(Path(config.out), config).best()
+    assert before is not None
+
+    def fail(trainer: Trainer, step: int, batch_BS: Any) -> Any:
+        raise NonFiniteError("loss nan", step)
+
+    monkeypatch.setattr(loop, "train_step", fail)
+    with pytest.raises(TrainingStopped):
+        train(settings(steps=6, **times), resume=True)
+    after = checkpoints_of(Path(config.out), config).best()
+    assert after is not None
+    assert (after.step, after.metric) == (before.step, before.metric)
+    assert after.step == 4
+
+
+def test_a_start_that_cannot_write_its_folder_leaves_none(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings()
+
+    def full(*args: Any) -> None:
+        open_folder(*args)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop, "open_folder", full)
+    with pytest.raises(OSError, match="No space"):
+        train(config)
+    assert not Path(config.out).exists()
+
+
 def test_on_a_gpu_a_bad_step_and_those_queued_behind_it_change_nothing(settings: Settings) -> None:
     """The device's guard, here on the CPU, whose fused AdamW has it too: weights, moments, counts and priors."""
     trainer = build_trainer(settings(), start(ParallelConfig(), "cpu"))

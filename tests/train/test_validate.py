@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -57,6 +58,16 @@ def test_a_limit_of_tokens_is_kept(settings: Settings, batch_size: int | None) -
     """And the text is the same whatever the batch: two windows of 32 tokens from each of two domains."""
     s = trainer(settings(validation={"tokens": 64, "batch_size": batch_size}))
     assert validate(s).routing[0].tokens == 2 * 64
+
+
+def test_windows_of_context_alone_have_no_loss(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It divided by zero, and all steps since the last checkpoint were lost."""
+    s = trainer(settings())
+    windows = s.validation.windows
+    monkeypatch.setattr(s.validation, "windows", lambda *args: (~rows for rows in windows(*args)))
+    found = validate(s)
+    assert math.isnan(found.loss)
+    assert found.domains == {}
 
 
 def test_no_logits_are_kept(settings: Settings) -> None:

@@ -172,7 +172,7 @@ class Reader:
         except UnicodeDecodeError as error:
             return not_utf8(error)
         except json.JSONDecodeError as error:
-            return Bad(BAD_JSON, f"{error.msg} at position {error.pos:,}")
+            return Bad(BAD_JSON, f"{error.msg.removesuffix(' at')} at position {error.pos:,}")
         except (ValueError, RecursionError):  # a number of thousands of digits, or nested too deeply
             return Bad(BAD_JSON)
         return self._document(unit, fields)

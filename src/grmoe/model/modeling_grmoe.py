@@ -597,7 +597,7 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
         skip_logits: return the loss alone, which takes less memory and, on a GPU, less time.
         return_hidden: return `last_hidden_state` too.
         teacher: `last_hidden_state` of another pass over the same tokens. The output then has the divergence from its
-            predictions.
+            predictions, of labels the mean over those that count.
         """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
@@ -632,7 +632,10 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
         apart = None
         if teacher is not None:
             x, y = (as_autocast(h).flatten(0, -2) for h in (hidden, teacher))
-            apart = divergence(x, y, self.lm_head.weight)
+            counts_T = torch.ones(len(x), dtype=torch.bool, device=x.device)
+            if labels is not None:  # of conversations, the context counts for nothing
+                counts_T = (_targets(labels, **kwargs) != IGNORED).to(x.device)
+            apart = divergence(x, y, self.lm_head.weight, counts_T)
         return GrmoeCausalLMOutput(
             loss=loss,  # type: ignore[arg-type]
             divergence=apart,
@@ -658,14 +661,19 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
         """The same number as `loss_function`, without the logits."""
         if labels is None:
             raise ValueError("skip_logits needs labels")
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        target_T = shift_labels.reshape(-1).to(hidden.device)
+        target_T = _targets(labels, shift_labels).to(hidden.device)
         # At least one, because all tokens of a short batch may be context: its loss is 0, and not 0/0.
         count = (target_T != IGNORED).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         count = torch.as_tensor(count, device=hidden.device)
         x = as_autocast(hidden)
         return next_token_loss(x.reshape(-1, x.shape[-1]), self.lm_head.weight, target_T, count)
+
+
+def _targets(labels: Tensor, shift_labels: Tensor | None = None, **_: Any) -> Tensor:
+    """The label of the token after each one, (T,); IGNORED where none counts."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    return shift_labels.reshape(-1)
 
 
 def _share_of_batch(

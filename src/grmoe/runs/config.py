@@ -283,6 +283,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         positive_int("steps", self.steps)
+        require(-(2**63) <= self.seed < 2**63, f"seed must have 64 bits at most, got {self.seed}")
         # Explicit, so that printed and saved configurations name the preset.
         object.__setattr__(self, "model", convert_model({"preset": "small", **self.model}))
         known_preset = self.preset is None or self.preset in PRESETS
@@ -318,6 +319,14 @@ class TrainConfig:
         """
         model, elastic = self.model_config(1, 0), self.elastic  # the size of the vocabulary plays no part
         why_not = _why_not_elastic(model)
+        require(
+            self.alpha.schedule == "constant" or model.router != "hash",
+            f"alpha.schedule must be constant with the router 'hash', which has no dial, got {self.alpha.schedule}",
+        )
+        require(
+            self.alpha.schedule != "anneal" or min(model.alphas) > 0,
+            f"alpha.schedule=anneal is geometric, so model.alpha must be above zero, got {model.alpha}",
+        )
         asked = elastic.unit != "off" and (elastic.on or elastic.full_share > 0 or elastic.distill > 0)
         require(not (why_not and asked), f"elastic.unit must be off, because {why_not}; got {elastic}")
         require(

@@ -47,6 +47,12 @@ class Plan:
         checks.require(
             len(set(names)) == len(names), f"recipes must have different names, got {', '.join(names)}"
         )
+        texts = ["validation", *(text.name for text in self.texts)]
+        checks.require(
+            len(set(texts)) == len(texts), f"texts must have different names, got {', '.join(texts[1:])}"
+        )
+        for key, option in (("seed", "--first-seed and --seeds"), ("out", "--out")):
+            checks.require(key not in self.tree, f"{key} is not a setting of a comparison: give {option}")
 
     @property
     def base(self) -> Base:
@@ -75,10 +81,26 @@ class Result:
 
 def run(plan: Plan, progress: Progress = silent) -> Result:
     """Train and measure every model that has no results yet. When one fails, the others finish first."""
-    run_jobs(plan.jobs, plan.place, progress)
     store, wanted = Store(plan.out), {job.seed for job in plan.jobs}
+    _check_measured(plan, store)
+    run_jobs(plan.jobs, plan.place, progress)
     found = {r.name: [m for m in store.runs(plan.base, r) if m.seed in wanted] for r in plan.recipes}
     return Result(plan, found)
+
+
+def _check_measured(plan: Plan, store: Store) -> None:
+    """Raise if a finished model was measured on other text: losses of different texts cannot be compared."""
+    texts = {text.name for text in plan.texts}
+    for job in plan.jobs:
+        for found in store.runs(plan.base, job.recipe):
+            if found.seed != job.seed:
+                continue
+            has = {row.text for row in found.rows} - {"validation"}
+            checks.require(
+                found.measured == plan.tokens and has == texts,
+                f"{store.path(plan.base, job.recipe)} was measured with --tokens {found.measured or '(default)'} and "
+                f"texts {sorted(has)}: give the same --tokens and --text, or another --out",
+            )
 
 
 def show(result: Result) -> Iterator[Table | str]:

@@ -78,14 +78,13 @@ def _train(config: TrainConfig, resume: bool, world: World) -> Outcome:
         if begin.step >= config.steps:
             return Outcome(Path(config.out), begin, None)
     first = 0 if begin is None else begin.step
-    if world.first:
-        open_folder(config, begin, trainer.data)
     logger = Logger([])
     try:
         if world.first:
+            open_folder(config, begin, trainer.data)
             logger = open_logger(trainer, first)
             logger.say(describe_more_steps(saved, config, first))
-        return _loop(trainer, checkpoints, logger, first, {"data": data})
+        return _loop(trainer, checkpoints, logger, begin, {"data": data})
     except Exception:
         if world.first and begin is None:
             discard_start(config)  # if nothing was logged or saved
@@ -99,8 +98,9 @@ def _train(config: TrainConfig, resume: bool, world: World) -> Outcome:
 
 
 def _loop(
-    trainer: Trainer, checkpoints: Checkpoints, logger: Logger, first: int, meta: dict[str, Any]
+    trainer: Trainer, checkpoints: Checkpoints, logger: Logger, begin: Checkpoint | None, meta: dict[str, Any]
 ) -> Outcome:
+    first = 0 if begin is None else begin.step
     config, model, world = trainer.config, trainer.model, trainer.world
     batches = trainer.data.batches(
         trainer.rows, trainer.length, config.seed, world.rank, world.size, start_step=first
@@ -112,7 +112,10 @@ def _loop(
     forecast = Forecast(first, config.steps) if world.device.type == "cpu" else None
 
     def save(step: int, background: bool = False, after: str = "") -> Checkpoint:
-        about = {**meta, "metric": None if validation is None else validation.loss, "processes": world.size}
+        metric = None if validation is None else validation.loss
+        if metric is None and begin is not None and step == begin.step:
+            metric = begin.metric  # the same state again, after a step with NaN
+        about = {**meta, "metric": metric, "processes": world.size}
         state = gather(model, trainer.optimizers)
         bad = find_bad_state(state, world)
         if bad is not None:

@@ -19,6 +19,8 @@ computed too, and the drawn one learns from its predictions (p: full, q: drawn; 
 
     L = ½·(M_full + M_drawn) + δ·KL(p ‖ q) + β·Σ_layers O,        KL(p ‖ q) = mean over tokens of Σ_v p_v log(p_v / q_v)
 
+The mean is over the tokens that CE has.
+
 The mean of the two keeps the scale of gradients, so that clipping and β mean the same with and without distillation.
 The log shows CE and R of the drawn budgets in both cases, and the divergence KL before its weight.
 
@@ -80,9 +82,15 @@ def weighted_loss(output: Any, weight: Tensor | None, coefficient: float) -> Ten
     return weight * loss + (1 - weight) * coefficient * output.aux_loss
 
 
-def model_loss(loss: Tensor, output: Any, distill: float) -> Tensor:
-    """M. If the output was compared with the full budget: what its pass adds to L, ½·M + δ·KL."""
-    return loss if output.divergence is None else loss / 2 + distill * output.divergence
+def model_loss(loss: Tensor, output: Any, distill: float, weight: Tensor | None = None) -> Tensor:
+    """M. If the output was compared with the full budget: what its pass adds to L, ½·M + δ·w·KL. w: as of CE."""
+    if output.divergence is None:
+        return loss
+    return loss / 2 + distill * _times(weight, output.divergence)
+
+
+def _times(weight: Tensor | None, value: Tensor) -> Tensor:
+    return value if weight is None else weight.to(value.dtype) * value
 
 
 def loss_parts(output: Any, count: int, weight: Tensor | None = None) -> LossParts:
@@ -90,8 +98,7 @@ def loss_parts(output: Any, count: int, weight: Tensor | None = None) -> LossPar
     divergence, language = output.divergence, output.cross_entropy
     if divergence is None:
         divergence = torch.zeros_like(language)
-    language = language if weight is None else weight.to(language.dtype) * language
-    parts = (language, output.router_loss, divergence.detach())
+    parts = (_times(weight, language), output.router_loss, _times(weight, divergence.detach()))
     return LossParts(*(part / count for part in parts))
 
 

@@ -49,7 +49,7 @@ def forward_passes(
         if config.elastic.on:
             set_draw(model, key, first_row)
         output = trainer.run(forward, rows_BS, **({"teacher": teacher} if distills else {}))
-        loss = model_loss(weighted_loss(output, weight, coefficient), output, config.elastic.distill)
+        loss = model_loss(weighted_loss(output, weight, coefficient), output, config.elastic.distill, weight)
         yield loss / count, loss_parts(output, count, weight), number == count - 1
 
 

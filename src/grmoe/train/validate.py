@@ -57,7 +57,9 @@ def validate(trainer: Trainer) -> Validation:
     sizes = trainer.validation.domain_tokens
     by_size = sorted(sums.items(), key=lambda item: -sizes[item[0]])
     domains = {name: loss / tokens for name, (loss, tokens) in by_size if tokens}
-    return Validation(sum(s[0] for s in sums.values()) / sum(s[1] for s in sums.values()), domains, routing)
+    loss, tokens = (sum(s[i] for s in sums.values()) for i in (0, 1))
+    # Conversations: the windows measured may hold context alone.
+    return Validation(loss / tokens if tokens else math.nan, domains, routing)
 
 
 def _own_share(trainer: Trainer, domain: str) -> Iterator[tuple[Tensor, bool]]:

@@ -82,6 +82,8 @@ class Run:
     """Largest ‖UᵢᵀUⱼ‖²_F / k over pairs and layers, after training. None without frames."""
     kappa: list[list[float]] | None = None
     """Smallest and largest concentration of each MoE layer, after training."""
+    measured: int | None = None
+    """Tokens of each text that were asked for; None: the default."""
     source: str = ""
     """Where it was taken from, if no job of this store made it."""
 

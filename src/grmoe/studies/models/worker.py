@@ -103,6 +103,7 @@ def measure_run(folder: Path, seed: int, order: Order) -> Run:
     return Run(
         seed=seed,
         tokens=last["tokens"],
+        measured=order.tokens,
         trained=trained,
         revision=short_revision(environment, order.revision),
         machine=f"{device_name(model.device)}, torch {torch.__version__}{company}",
