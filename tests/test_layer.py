@@ -441,3 +441,12 @@ def test_under_autocast_the_experts_compute_as_a_linear_layer_would(backend: Any
     # bf16 keeps eight bits; a few roundings in a row.
     exact = moe(x.bfloat16().float())  # the same tokens, for at a near tie another expert would be chosen
     assert (y.float() - exact).norm() <= 2e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_reference_computes_tokens_of_any_dtype(dtype: torch.dtype) -> None:
+    layer = MoE(16, 8, 4, backend="reference")
+    x = torch.randn(3, 16)
+    y = layer(x.to(dtype))
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.float(), layer(x), rtol=0.1, atol=0.05)

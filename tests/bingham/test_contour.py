@@ -252,3 +252,26 @@ def test_against_points_of_the_sphere() -> None:
 def test_bad_input(eigenvalues: Tensor, counts: list[int], linear: Tensor | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         log_normalizer(eigenvalues, counts, linear)
+
+
+@pytest.mark.parametrize("ratio", [0.1, 1.0, 1.5, 1.9, 2.0, 2.1, 4.0])
+@pytest.mark.parametrize("kappa", [3.0, 30.0, 100.0, 1000.0])
+def test_a_linear_term_across_the_subspace(kappa: float, ratio: float) -> None:
+    """On the circle Z is the mean of exp(κ cos²θ + γ sin θ). A parabola as without the term was wrong by 97 nats."""
+    gamma = ratio * kappa
+    place = mp.asin(min(1, mp.mpf(ratio) / 2))  # of the peak, and its width is at least κ^(−1/2)
+    peak = kappa * mp.cos(place) ** 2 + gamma * mp.sin(place)
+    around = [place + mp.mpf(i) / 2 for i in range(-6, 7)]
+    total = mp.quad(lambda t: mp.exp(kappa * mp.cos(t) ** 2 + gamma * mp.sin(t) - peak), around, maxdegree=9)
+    rest = mp.quad(
+        lambda t: mp.exp(kappa * mp.cos(t) ** 2 + gamma * mp.sin(t) - peak),
+        [place + 3, place + 2 * mp.pi - 3],
+    )
+    truth = mp.log((total + rest) / (2 * mp.pi)) + peak
+    values = torch.tensor([kappa, 0.0], dtype=F64, requires_grad=True)
+    found = log_normalizer(values, (1, 1), torch.tensor([0.0, gamma], dtype=F64))
+    assert float(abs(mp.mpf(found.item()) - truth)) <= 1e-11 * max(1.0, float(peak))
+    found.backward()
+    assert values.grad is not None
+    assert float(values.grad.min()) >= -1e-9  # mean energies
+    assert float(values.grad.sum()) == pytest.approx(1, abs=1e-9)

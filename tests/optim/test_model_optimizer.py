@@ -114,3 +114,13 @@ def test_a_later_group_is_refused() -> None:
     copied = pickle.loads(pickle.dumps(optimizer))
     with pytest.raises(ValueError, match="takes no more groups"):
         copied.add_param_group({"params": list(layer.experts.parameters())})
+
+
+def test_frames_of_each_size_have_their_own_rate() -> None:
+    model = nn.ModuleList([grmoe.MoE(16, 8, 4), grmoe.MoE(64, 8, 4)])
+    found = {
+        tuple(p.shape): group["lr"] for group in optimizer_groups(model, lr=0.01)[1] for p in group["params"]
+    }
+    assert found == {(4, 16, 4): pytest.approx(0.08), (4, 64, 16): pytest.approx(0.32)}
+    one = optimizer_groups(model, lr=0.01, frames_lr=0.5)[1]
+    assert [(len(group["params"]), group["lr"]) for group in one] == [(2, 0.5)]

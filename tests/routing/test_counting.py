@@ -18,6 +18,7 @@ from grmoe import geometry
 from grmoe.routing import (
     Dense,
     GrassmannRouter,
+    Mass,
     Router,
     SoftMoERouter,
     TopK,
@@ -301,3 +302,19 @@ def test_metrics_of_the_frames() -> None:
     assert found["orthonormality_error"] == pytest.approx(0.0, abs=1e-6)
     half = GrassmannRouter(D, 2, 2, init=frames[[0, 2]]).read_metrics()
     assert half.max_overlap == pytest.approx(0.5)
+
+
+def test_candidates_of_budgets_per_sequence() -> None:
+    router = GrassmannRouter(16, 4, 4, selection=Mass(0.9))
+    router.budget.balances = "candidates"
+    x = torch.randn(2, 5, 16)
+    expected = torch.zeros(5)
+    for tau, row in zip((0.3, 0.9), x, strict=True):
+        router.prior_sums.zero_()
+        router.budget.tau.fill_(tau)
+        router(row)
+        expected += router.prior_sums
+    router.prior_sums.zero_()
+    router.budget.tau = torch.tensor([0.3, 0.9]).view(2, 1, 1)
+    router(x)
+    torch.testing.assert_close(router.prior_sums, expected)

@@ -153,6 +153,7 @@ def test_losses_between_points() -> None:
     assert curve_loss(CURVE, 1.2) == pytest.approx(2.8)
     assert curve_loss(CURVE, 2.0) == pytest.approx(2.5)
     assert curve_loss([point(1, 0.1), point(2, 1.0)], 1.5) is None
+    assert curve_loss([point(2, 1.0, loss=3.0)], 2) == 3.0
     assert curve_loss(CURVE, 3.0) is None
 
 

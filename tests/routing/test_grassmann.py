@@ -663,3 +663,20 @@ def test_the_first_concentration_follows_the_rank() -> None:
         spread = float(router(x).logits.std())
         assert 0.55 < spread < 0.75
     assert float(GrassmannRouter(32, 4, 16, scaling="unit").kappa[0]) == pytest.approx(1.5)
+
+
+def test_logit_range_holds_for_a_token_of_zeros() -> None:
+    """With frames of full rank every unit token has all its energy in each of them, and a token of zeros has none."""
+    router = GrassmannRouter(4, 2, 4)
+    with torch.no_grad():
+        router.log_kappa.copy_(torch.tensor([1.0, 2.0]).log())
+        router.log_prior.copy_(torch.tensor([0.5, -0.5]))
+    logits = router(torch.zeros(1, 4)).logits
+    assert float(router.logit_range().bound) >= float(logits.max() - logits.min()) - 1e-6
+
+
+def test_logit_range_is_at_the_alpha_of_the_weights() -> None:
+    router = GrassmannRouter(16, 4, 4)
+    router.budget.set_weight_alpha(50.0)
+    logits = router(torch.randn(30, 16)).logits
+    assert float(router.logit_range().bound) >= float((logits.amax(-1) - logits.amin(-1)).max())

@@ -371,9 +371,13 @@ def test_projections_of_another_seed_are_refused() -> None:
 def test_how_many_experts_a_capacity_gives() -> None:
     switch = SwitchRouter(D, N, capacity_factor=0.5)
     assert [switch.capacity(t) for t in (1, 8, 9)] == [1, 1, 2]
+    assert (
+        SwitchRouter(8, 10, capacity_factor=1.1).capacity(100) == 11
+    )  # 1.1·100 is above 110 in floating point
     assert [switch.experts_per_token(t) for t in (2, 8, 9)] == [1.0, 0.5, 8 / 9]
     choice = ExpertChoiceRouter(D, N, capacity_factor=0.5)
     assert [choice.capacity(t) for t in (1, 8, 17)] == [1, 1, 2]
+    assert ExpertChoiceRouter(8, 2, capacity_factor=0.58).capacity(100) == 29  # and 0.58·100 is below 58
     assert [choice.experts_per_token(t) for t in (1, 8, 17)] == [4.0, 0.5, 8 / 17]
     assert SoftmaxRouter(D, N, top_k=N).experts_per_token(9) == 4.0
 

@@ -263,3 +263,20 @@ def test_a_wrong_recipe_is_named_before_anything_is_trained(place: Place) -> Non
         run_jobs(jobs(), replace(place, data=None))
     with pytest.raises(ValueError, match=r"source missing\.txt is neither a file"):
         run_jobs(jobs(), replace(place, texts=(Path("missing.txt"),)))
+
+
+def test_a_file_that_is_not_of_results_is_named(tmp_path: Path) -> None:
+    store, base = Store(tmp_path), Base("small", ())
+    store.path(base, "grmoe").parent.mkdir(parents=True)
+    store.path(base, "grmoe").write_text("{}")
+    with pytest.raises(ValueError, match=r"grmoe\.json cannot be read: it is not a file of results"):
+        store.runs(base, "grmoe")
+
+
+def test_texts_of_one_name_are_refused(place: Place, tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.txt").write_text("words " * 50)
+    texts = (tmp_path / "a" / "x.txt", tmp_path / "b" / "x.txt")
+    with pytest.raises(ValueError, match=r"texts must have different names, got x\.txt, x\.txt"):
+        run_jobs(jobs(seeds=1), replace(place, texts=texts))

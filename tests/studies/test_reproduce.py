@@ -24,7 +24,7 @@ from grmoe.studies.models.recipes import best_rate
 from grmoe.studies.models.summary import Mean, difference, mean, model_table
 from grmoe.studies.page import Verdict
 from grmoe.studies.pages import page_files, page_text, write_pages
-from grmoe.studies.registry import NAMES, check_only, find_studies, find_study
+from grmoe.studies.registry import NAMES, check_keep, check_only, find_studies, find_study
 from grmoe.studies.study import Place, State
 from grmoe.studies.tasks import result_file
 
@@ -110,6 +110,9 @@ def test_a_part_is_of_one_of_the_studies() -> None:
     assert all(study.parts for study in studies)
     with pytest.raises(ValueError, match=r"only must be one of 'grmoe', 'grmoe-amortised', got 'magic'"):
         check_only(["grmoe", "magic"], find_studies(["depth"]))
+    check_keep(["none", "grmoe"], find_studies(["gates"]))
+    with pytest.raises(ValueError, match="keep must be one of"):
+        check_keep(["grmoo"], find_studies(["gates"]))
 
 
 def test_a_recipe_on_one_base_alone(tmp_path: Path) -> None:

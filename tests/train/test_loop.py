@@ -8,6 +8,8 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -425,3 +427,24 @@ def test_on_a_gpu_a_bad_step_and_those_queued_behind_it_change_nothing(settings:
     for part in ("model", "moments"):
         flat = torch.utils._pytree.tree_leaves(good[part])
         assert all(map(torch.equal, flat, torch.utils._pytree.tree_leaves(now[part])))
+
+
+def test_a_lost_process_is_one_message(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a traceback of hundreds of lines that named no checkpoint."""
+    config = settings(steps=2, checkpoint={"every": 1})
+    train(config)
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+
+    def fail(*args: Any) -> None:
+        raise lost
+
+    monkeypatch.setattr(loop, "_train", fail)
+    with pytest.raises(RuntimeError) as alone:
+        train(config, resume=True)
+    assert alone.value is lost  # one process has no other to lose
+    world = loop.start(config.parallel, config.device)
+    monkeypatch.setattr(loop, "start", lambda *args: replace(world, mesh=object()))
+    monkeypatch.setattr(loop, "lock_folder", lambda *args: nullcontext())
+    with pytest.raises(loop.LostProcessError, match=r"The last checkpoint is .*step-00000002") as told:
+        train(config, resume=True)
+    assert f"grmoe train --resume out={config.out}" in str(told.value)

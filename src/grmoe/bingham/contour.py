@@ -33,6 +33,11 @@ from grmoe import checks
 _NODES = 96
 _REACH = 12.0
 _SADDLE_STEPS = 24
+# With a linear term the path may have to be straighter. The integrand then falls more slowly along it and is less
+# smooth.
+_MORE, _FURTHER = 8, 4
+_HALVINGS = 24
+_NEGLIGIBLE = -40.0  # log of a part of the peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,8 @@ class Saddle:
     """The mean eigenvalue, subtracted from all: Z(λ + c) = eᶜ Z(λ)."""
     v: Tensor
     """The saddle, without a gradient."""
+    linear: bool
+    """Whether there is a linear term."""
 
     def phi(self, z: Tensor) -> Tensor:
         """φ(z), z of shape (..., Y) against parameters (..., J); real or complex."""
@@ -105,7 +112,23 @@ def find_saddle(eigenvalues_J: Tensor, multiplicities: Sequence[int], gamma_J: T
             v = torch.maximum(v + (f - f * f) / slope, floor)
     # An absent eigenvalue becomes the mean, so that its weight zero multiplies a finite logarithm.
     mu_J = torch.where(present, mu_J, torch.zeros_like(mu_J))
-    return Saddle(half_dim=half, weight_J=weight_J, mu_J=mu_J, g_J=g_J, shift=shift, v=v)
+    return Saddle(
+        half_dim=half, weight_J=weight_J, mu_J=mu_J, g_J=g_J, shift=shift, v=v, linear=gamma_J is not None
+    )
+
+
+def _straightened(saddle: Saddle, bend: Tensor, y_Y: Tensor) -> Tensor:
+    """The bend, halved until |e^(hφ)| only falls along the path.
+
+    A linear term has an essential singularity at its eigenvalue, left of the saddle. On a parabola that comes near it,
+    |e^(hφ)| rises again, by any amount. On the straight line |e^(hφ)| always falls.
+    """
+    v = saddle.v.unsqueeze(-1)
+    for _ in range(_HALVINGS):
+        fall_Y = saddle.half_dim * (saddle.phi(torch.complex(v - bend * y_Y**2, y_Y)).real - saddle.phi(v))
+        rises = (fall_Y.diff(dim=-1) > 1e-9) & (fall_Y[..., 1:] > _NEGLIGIBLE)
+        bend = torch.where((rises | fall_Y[..., 1:].isnan()).any(-1, keepdim=True), bend / 2, bend)
+    return bend
 
 
 def quadrature(saddle: Saddle) -> Tensor:
@@ -116,9 +139,12 @@ def quadrature(saddle: Saddle) -> Tensor:
         k2 = (saddle.weight_J / delta_J**2 + 2 * saddle.g_J / delta_J**3).sum(-1)
         k3 = (2 * saddle.weight_J / delta_J**3 + 6 * saddle.g_J / delta_J**4).sum(-1)
         bend = (k3 / (6 * k2)).unsqueeze(-1)
-        step = _REACH / _NODES / (half * k2).sqrt()
-        node_Y = torch.arange(_NODES + 1, dtype=torch.float64, device=v.device)
+        count, reach = (_MORE * _NODES, _FURTHER * _REACH) if saddle.linear else (_NODES, _REACH)
+        step = reach / count / (half * k2).sqrt()
+        node_Y = torch.arange(count + 1, dtype=torch.float64, device=v.device)
         y_Y = node_Y * step.unsqueeze(-1)
+        if saddle.linear:
+            bend = _straightened(saddle, bend, y_Y)
         z_Y = torch.complex(v.unsqueeze(-1) - bend * y_Y**2, y_Y)
         dz_Y = torch.complex(torch.ones_like(y_Y), 2 * bend * y_Y)  # dz / (i dy)
         # The path is symmetric: twice the real part, the middle node counted once.

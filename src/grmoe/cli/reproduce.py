@@ -101,13 +101,14 @@ def reproduce(
     with shell("lm", "studies", continues=True):
         from grmoe.studies.pages import status_table, write_pages
         from grmoe.studies.queue import run_studies
-        from grmoe.studies.registry import check_only, find_studies
+        from grmoe.studies.registry import check_keep, check_only, find_studies
         from grmoe.studies.study import Place
 
         if not (chosen or status or pages):
             raise ValueError("name a study, or all; --status lists them")
         studies = find_studies(chosen)
         check_only(only or (), studies)
+        check_keep(keep or (), studies)
         if not status and not pages:
             place = Place(
                 results=results, work=work, data=data, texts=tuple(text or ()), device=device, at_once=at_once,

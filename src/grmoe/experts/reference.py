@@ -21,8 +21,8 @@ def reference_experts(x_TD: Tensor, dispatch: Dispatch, weights: Weights) -> Ten
     start = 0
     for expert, end in enumerate(dispatch.offset_N.tolist()):
         token = dispatch.token_A[start:end]
-        inner = weights.activate(x_TD[token] @ weights.up[expert].T)
-        rows = inner @ weights.down_proj[expert].T
+        inner = weights.activate(x_TD[token] @ weights.up[expert].to(x_TD.dtype).T)
+        rows = inner @ weights.down_proj[expert].to(x_TD.dtype).T
         y_TD = y_TD.index_add(0, token, rows * weight_A[start:end].unsqueeze(-1).to(rows.dtype))
         start = end
     return y_TD

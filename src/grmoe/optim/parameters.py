@@ -67,9 +67,11 @@ def optimizer_groups(
             "lr": lr if kappa_lr is None else kappa_lr,
         },
     ]
-    frames = [{"kind": "frames", **group, "lr": frames_lr} for group in split.frame_groups]
-    for group in frames:
-        if frames_lr is None:
-            width, rank = group["params"][0].shape[-2:]
-            group["lr"] = lr * (width * rank) ** 0.5
+    frames: list[dict[str, Any]] = []
+    for group in split.frame_groups:
+        by_rate: dict[float, list[nn.Parameter]] = {}
+        for p in group["params"]:
+            rate = lr * (p.shape[-2] * p.shape[-1]) ** 0.5 if frames_lr is None else frames_lr
+            by_rate.setdefault(rate, []).append(p)
+        frames += [{"kind": "frames", **group, "params": own, "lr": rate} for rate, own in by_rate.items()]
     return [group for group in groups if group["params"]], frames

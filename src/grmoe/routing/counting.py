@@ -135,7 +135,9 @@ def prior_shares(probs: Tensor, selected: Tensor, budget: Budget) -> Tensor:
     finite_T1 = torch.isfinite(probs_TN).all(-1, keepdim=True)
     kind = budget.balances
     if kind in ("candidates", "both"):
-        chosen_TN = budget.select(probs_TN, training=False)
+        chosen_TN = budget.select(probs.detach(), training=False).reshape(
+            -1, N
+        )  # τ and cap may be per sequence
     if kind != "leading":
         chosen_TN = chosen_TN & finite_T1
         share_TN = chosen_TN / chosen_TN.sum(-1, keepdim=True).clamp(min=1)

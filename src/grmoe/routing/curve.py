@@ -83,7 +83,11 @@ def curve_numbers(curve: Iterable[Mapping[str, Any]], budget: float, layers: int
 
 def curve_loss(curve: Iterable[Mapping[str, Any]], budget: float) -> float | None:
     """The loss at a budget within the curve, linear between points; None where the curve has no losses."""
-    for a, b in pairwise(curve):
+    points = list(curve)
+    for point in points:
+        if point["experts_per_token"] == budget and "loss" in point:
+            return float(point["loss"])
+    for a, b in pairwise(points):
         if a["experts_per_token"] <= budget <= b["experts_per_token"] and "loss" in a and "loss" in b:
             share = (budget - a["experts_per_token"]) / (b["experts_per_token"] - a["experts_per_token"])
             return float(a["loss"] + share * (b["loss"] - a["loss"]))

@@ -26,7 +26,8 @@ class ExpertChoiceRouter(LinearRouter):
 
     def capacity(self, tokens: int) -> int:
         """Tokens each expert takes."""
-        return min(tokens, max(1, int(self.capacity_factor * tokens / self.num_experts)))
+        # 0.58·100/2 is 29, and a little less in floating point.
+        return min(tokens, max(1, int(self.capacity_factor * tokens / self.num_experts + 1e-9)))
 
     def experts_per_token(self, tokens: int) -> float:
         return self.num_experts * self.capacity(tokens) / tokens

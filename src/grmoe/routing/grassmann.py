@@ -252,9 +252,9 @@ class GrassmannRouter(FrameRouter):
         raw = self.scaling == "raw"
         length = checks.finite("norm", norm, at_least=0) if raw and norm is not None else 1.0
         bound = self._logit_range(self.energy_scale * length**2, self.token_norm * length)
-        if raw and norm is not None:
-            # A shorter token may differ more where all of an energy difference is negative.
-            other = self._logit_range(0.0, length)
+        if not raw or norm is not None:
+            # A shorter token ("raw"), or one of zeros, may differ more where all of an energy difference is negative.
+            other = self._logit_range(0.0, self.token_norm * length)
             bound = replace(bound, bound=torch.maximum(bound.bound, other.bound))
         if self.amortizer is None and (norm is not None or not raw):
             return bound
@@ -262,7 +262,9 @@ class GrassmannRouter(FrameRouter):
         return Certificate(torch.full_like(bound.bound, math.inf), torch.zeros_like(bound.holds), hypothesis)
 
     def _logit_range(self, energy_scale: float, linear_scale: float) -> Certificate:
-        whole, likelihood = (self.alpha, 1.0) if self.dial == "posterior" else (1.0, self.alpha)
+        # ℓ is what the router returns: at the α of the weights, where they have their own.
+        alpha = float(self.budget.weight_alpha) if self.budget.weighs_apart else self.alpha
+        whole, likelihood = (alpha, 1.0) if self.dial == "posterior" else (1.0, alpha)
         return logit_range_bound(
             self.frames,
             self.kappa,

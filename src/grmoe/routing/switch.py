@@ -36,7 +36,8 @@ class SwitchRouter(LinearRouter):
 
     def capacity(self, tokens: int) -> int:
         """Tokens each expert takes at most."""
-        return math.ceil(self.capacity_factor * tokens / self.num_experts)
+        # 1.1·100/10 is 11, and a little more in floating point.
+        return math.ceil(self.capacity_factor * tokens / self.num_experts - 1e-9)
 
     def experts_per_token(self, tokens: int) -> float:
         return min(1.0, self.num_experts * self.capacity(tokens) / tokens)

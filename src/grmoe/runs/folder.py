@@ -143,9 +143,9 @@ def discard_start(config: TrainConfig) -> None:
     folder = Path(config.out)
     if (folder / CHECKPOINTS).exists() or read_log(folder):
         return
-    for name in (CONFIG, ENVIRONMENT, LOG):
-        (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
+    for name in (ENVIRONMENT, LOG, CONFIG):  # the settings last: a signal may end this halfway
+        (folder / name).unlink(missing_ok=True)
 
 
 def _earlier_starts(folder: Path) -> list[dict[str, Any]]:

@@ -272,7 +272,7 @@ def _claims(models: Models, speeds: Speeds) -> list[Claim]:
             "A larger α computes fewer experts: 5.2, 3.1, 1.8, 1.1 effective ones at α = 0.5, 1, 2, 5",
             ", ".join(f"{value:.2f}" for value in falling),
             Verdict.OPEN
-            if len(falling) < len(PAPER)
+            if len(falling) < len(PAPER) or min(m.seeds for m in effective if m is not None) < MIN_SEEDS
             else Verdict.HOLDS
             if falling == sorted(falling, reverse=True)
             else Verdict.FAILS,

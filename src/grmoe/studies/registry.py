@@ -32,3 +32,10 @@ def check_only(only: Sequence[str], studies: Sequence[Study]) -> None:
     known = tuple(dict.fromkeys(part for study in studies for part in study.parts))
     for name in only:
         checks.one_of("only", name, known)
+
+
+def check_keep(keep: Sequence[str], studies: Sequence[Study]) -> None:
+    """Refuse a recipe that none of the studies has: its models would be removed, and those that were meant too."""
+    known = tuple(dict.fromkeys(part for study in studies for part in study.parts if "/" not in part))
+    for name in keep:
+        checks.one_of("keep", name, ("none", *known))

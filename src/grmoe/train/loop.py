@@ -51,8 +51,29 @@ def train(config: TrainConfig, resume: bool = False) -> Outcome:
     try:
         with lock_folder(Path(config.out), world):
             return _train(config, resume, world)
+    except RuntimeError as error:
+        if world.mesh is None or not _lost_process(error):
+            raise
+        last = checkpoints_of(Path(config.out), config).latest()
+        kept = "There is no checkpoint yet." if last is None else f"The last checkpoint is {last.path}."
+        raise LostProcessError(
+            f"process {world.rank}: another process of the run ended or cannot be reached. Its own output says why. "
+            f"{kept}\nContinue with: grmoe train --resume out={config.out}"
+        ) from error
     finally:
         stop()
+
+
+class LostProcessError(RuntimeError):
+    """Another process of a parallel run is gone."""
+
+    status = 1
+
+
+def _lost_process(error: RuntimeError) -> bool:
+    """By what torch.distributed says: an error of its own, or gloo's texts, which come as a plain RuntimeError."""
+    texts = ("gloo/transport", "Connection reset by peer", "Connection closed by peer")
+    return isinstance(error, torch.distributed.DistError) or any(text in str(error) for text in texts)
 
 
 def _train(config: TrainConfig, resume: bool, world: World) -> Outcome:

@@ -145,6 +145,9 @@ def _plans(jobs: Sequence[Job], place: Place, store: Store) -> dict[tuple[str, s
     find_units(
         place.texts
     )  # raises for a text that cannot be read, which would fail every job after its training
+    names = ["validation", *(Path(text).name for text in place.texts)]
+    if len(set(names)) < len(names):
+        raise ValueError(f"texts must have different names, got {', '.join(names[1:])}")
     if place.data is None:
         raise ValueError("this study trains language models: give prepared text with --data FOLDER")
     data, defaults = describe(place.data), default_identity()

@@ -124,7 +124,12 @@ class Store:
     def read(self, base: Base, recipe: Recipe | str) -> Trained | None:
         """What is kept of a recipe; None if nothing is."""
         path = self.path(base, recipe)
-        return _trained(read_json(path)) if path.is_file() else None
+        if not path.is_file():
+            return None
+        try:
+            return _trained(read_json(path))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} cannot be read: it is not a file of results ({error!r})") from error
 
     def runs(self, base: Base, recipe: Recipe | str) -> list[Run]:
         """Its models, by seed."""
