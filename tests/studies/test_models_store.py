@@ -280,3 +280,12 @@ def test_texts_of_one_name_are_refused(place: Place, tmp_path: Path) -> None:
     texts = (tmp_path / "a" / "x.txt", tmp_path / "b" / "x.txt")
     with pytest.raises(ValueError, match=r"texts must have different names, got x\.txt, x\.txt"):
         run_jobs(jobs(seeds=1), replace(place, texts=texts))
+
+
+@pytest.mark.parametrize("setting", ["optim.lr=0.5", "steps=2", "seed=3", "out=elsewhere"])
+def test_settings_that_change_a_study_are_refused(place: Place, setting: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"these settings change what a study trains, or where: {setting[:4]}"
+    ):
+        run_jobs(jobs(seeds=1), replace(place, settings=("compile=false", setting)))
+    assert not place.results.exists()

@@ -160,9 +160,18 @@ def _plans(jobs: Sequence[Job], place: Place, store: Store) -> dict[tuple[str, s
                 raise ValueError(f"two recipes of {job.base.name} have the name {job.recipe.name!r}")
             continue
         try:
-            config = identity(starting_config(read_tree(None, (*settings, f"device={place.device}"))))
+            config, own = (
+                identity(starting_config(read_tree(None, (*given, f"device={place.device}"))))
+                for given in (settings, (*job.base.settings, *job.recipe.settings))
+            )
         except ValueError as error:
             raise ValueError(f"recipe {job.recipe.name!r}: {error}") from error
+        changed = sorted(name for name in config.keys() | own.keys() if config.get(name) != own.get(name))
+        changed += [
+            s for s in place.settings if s.partition("=")[0] in ("seed", "out", "device", "data.path")
+        ]
+        if changed:
+            raise ValueError(f"these settings change what a study trains, or where: {', '.join(changed)}")
         found[key] = Trained(
             recipe=job.recipe.name, label=job.recipe.label, settings=settings, config=config, data=data
         )
