@@ -31,7 +31,9 @@ class MadeUp:
         self.told: list[Any] = []
         self.alpha = 3.0
         self.budget: float | None = None
-        self.config = SimpleNamespace(alpha=3.0, router="grassmann", layer_numbers=self.layer_numbers)
+        self.config = SimpleNamespace(
+            alpha=3.0, check_has_dial=lambda: None, layer_numbers=self.layer_numbers
+        )
         self.shown: list[tuple[str, int, int]] = []
         self.saved: list[list[Point]] = []
         module = inspect.getmodule(run)

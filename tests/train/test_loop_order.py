@@ -108,9 +108,10 @@ def run_loop(
         data=SimpleNamespace(batches=batches),
     )  # fmt: skip
     logger: Any = SimpleNamespace(write=told.append, say=lambda text: None)
+    begin: Any = SimpleNamespace(step=first, metric=None) if first else None
     checkpoints: Any = Checkpoints()
     try:
-        return told, loop_module._loop(trainer, checkpoints, logger, first, {"data": "d"})
+        return told, loop_module._loop(trainer, checkpoints, logger, begin, {"data": "d"})
     except (TrainingStopped, CheckpointError) as error:
         return told, error
 
