@@ -6,6 +6,7 @@ import json
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from grmoe.studies.models import (
     Run,
     Store,
     StudyError,
+    Trained,
     find_recipe,
     run_jobs,
     runner,
@@ -289,3 +291,21 @@ def test_settings_that_change_a_study_are_refused(place: Place, setting: str) ->
     ):
         run_jobs(jobs(seeds=1), replace(place, settings=("compile=false", setting)))
     assert not place.results.exists()
+
+
+def test_two_processes_add_to_one_file(tmp_path: Path) -> None:
+    """Each has its own handle of the folder, as two processes have."""
+    base = Base("small", ())
+
+    def add(seeds: range) -> None:
+        for seed in seeds:
+            data = {"tokens": 1, "vocabulary": 8}
+            about = Trained(
+                recipe="grmoe", label="", settings=(), config={}, data=data, runs=[a_run(seed, 3.0)]
+            )
+            Store(tmp_path).add(base, about)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(add, range(first, first + 20)) for first in (0, 20)]:
+            done.result()
+    assert [run.seed for run in Store(tmp_path).runs(base, "grmoe")] == list(range(40))

@@ -6,8 +6,11 @@ never taken for this one's.
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,6 +115,18 @@ class Trained:
         return [run.seed for run in self.runs]
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Inside, no other process adds to a file of this folder: a file is read, changed and written again."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a network file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 class Store:
     """The folder of results, read and written recipe by recipe."""
 
@@ -138,6 +153,12 @@ class Store:
 
     def add(self, base: Base, about: Trained) -> None:
         """Add models to a recipe's file, or replace those of the same seed. Raises if the file is of other settings."""
+        path = self.path(base, about.recipe)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone_in(path.parent):
+            self._add(base, about, path)
+
+    def _add(self, base: Base, about: Trained, path: Path) -> None:
         before = self.read(base, about.recipe)
         kept = {}
         if before is not None:
@@ -149,8 +170,6 @@ class Store:
         text = "".join(
             f'"{name}": {json.dumps(value, ensure_ascii=False)},\n' for name, value in head.items()
         )
-        path = self.path(base, about.recipe)
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, f'{{{text}"runs": [\n{lines}\n]}}\n'.encode())
 
     def check(self, base: Base, wanted: Trained, defaults: Mapping[str, Any] | None = None) -> None:
