@@ -72,6 +72,3 @@ def test_settings_of_a_file_and_names(tmp_path: Path) -> None:
     for key in ("seed", "out"):
         with pytest.raises(ValueError, match=f"{key} is not a setting of a comparison"):
             Plan(tree={key: 3}, recipes=(mine,), out=tmp_path)
-    texts = (tmp_path / "a" / "x.txt", tmp_path / "b" / "x.txt")
-    with pytest.raises(ValueError, match=r"texts must have different names, got x.txt, x.txt"):
-        Plan(tree={}, recipes=(mine,), out=tmp_path, texts=texts)

@@ -43,7 +43,7 @@ class ModelOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only at the start: a later group would belong to neither part, and would never be trained."""
-        if hasattr(self, "_shared"):
+        if any(part.state is self.state for part in self._parts):
             raise ValueError(
                 "a ModelOptimizer takes no more groups: make a new one after requires_grad_(True)"
             )
@@ -55,7 +55,6 @@ class ModelOptimizer(Optimizer):
         for part in self._parts:
             part.param_groups = [next(groups) for _ in part.param_groups]
             part.state = self.state
-        self._shared = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_parts": self._parts}

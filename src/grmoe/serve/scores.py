@@ -18,9 +18,8 @@ MAX_ENTRIES = 1 << 20
 """Log-probabilities per answer of a request: tokens of all prompts and answers, times one plus `logprobs`."""
 _CHUNK = 256  # positions: all logits of a long prompt at once would take S·V·4 bytes
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-_LONGEST_CHARACTER = (
-    4  # bytes of UTF-8; as many replacement characters at the end are no unfinished character
-)
+# Bytes of UTF-8. As many replacement characters at the end are no unfinished character.
+_LONGEST_CHARACTER = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,10 +47,6 @@ class Plan:
         checks.require(
             len(set(names)) == len(names), f"recipes must have different names, got {', '.join(names)}"
         )
-        texts = ["validation", *(text.name for text in self.texts)]
-        checks.require(
-            len(set(texts)) == len(texts), f"texts must have different names, got {', '.join(texts[1:])}"
-        )
         for key, option in (("seed", "--first-seed and --seeds"), ("out", "--out")):
             checks.require(key not in self.tree, f"{key} is not a setting of a comparison: give {option}")
 

@@ -40,9 +40,7 @@ Models = Mapping[str, Sequence[Run]]
 # -- parts of the gate, with two of eight experts per token ------------------------------------------------------------
 
 PART_SEEDS = 3
-FLAT_SEEDS = (
-    2  # of softmax with an entropy term, which turned out far worse than any difference between gates
-)
+FLAT_SEEDS = 2  # of softmax with an entropy term: far worse than any difference between gates
 GRMOE, SOFTMAX, Z_LOSS, VMF = (GATES["two"][name] for name in ("grmoe", "softmax-bias", "softmax-z", "vmf"))
 # Targets of the entropy term, as shares of log N.
 TARGETS = (0.5, 0.65, 0.8)
