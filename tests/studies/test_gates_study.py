@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_models_store import a_run
 
-from grmoe.studies import budgets, gates
+from grmoe.studies import budgets, gate_parts, gates
 from grmoe.studies.judging import not_worse
 from grmoe.studies.learning_rates import (
     FULL_LENGTH,
@@ -81,20 +81,20 @@ def halved(losses: list[float], costs: list[float]) -> list[Run]:
 def test_what_half_of_the_experts_cost_is_paired_by_seed(tmp_path: Path) -> None:
     """Costs differ by seed far more than between gates, and the better model need not be the cheaper one to cut."""
     base = base_of("two", gates.STEPS)
-    put(tmp_path, base, gates.GRMOE, halved([3.3, 3.4, 3.5], [0.1, 0.5, 0.9]))
-    put(tmp_path, base, gates.SOFTMAX, halved([3.0, 3.1, 3.2], [0.12, 0.53, 0.92]))
-    put(tmp_path, base, gates.VMF, halved([3.6, 3.7, 3.8], [0.12, 0.47, 0.92]))
+    put(tmp_path, base, gate_parts.GRMOE, halved([3.3, 3.4, 3.5], [0.1, 0.5, 0.9]))
+    put(tmp_path, base, gate_parts.SOFTMAX, halved([3.0, 3.1, 3.2], [0.12, 0.53, 0.92]))
+    put(tmp_path, base, gate_parts.VMF, halved([3.6, 3.7, 3.8], [0.12, 0.47, 0.92]))
     found = {
         c.text.rpartition("less than ")[2]: (c.verdict, c.ours)
         for c in gates.STUDY.page(tmp_path).claims
         if "Half of the experts" in c.text and "two of eight" in c.text
     }
-    assert found[gates.SOFTMAX.label] == (Verdict.HOLDS, "validation: -0.0233 ± 0.0143")
-    assert found[gates.VMF.label][0] is Verdict.FAILS
-    assert found[gates.Z_LOSS.label][0] is Verdict.OPEN
+    assert found[gate_parts.SOFTMAX.label] == (Verdict.HOLDS, "validation: -0.0233 ± 0.0143")
+    assert found[gate_parts.VMF.label][0] is Verdict.FAILS
+    assert found[gate_parts.Z_LOSS.label][0] is Verdict.OPEN
     rows = {row[0]: row[1:] for row in table(tmp_path, "Two of eight experts per token: what half").rows}
     assert rows["GrMoE"] == ("3", "+0.5000 ± 0.9937", "–")
-    assert rows[gates.SOFTMAX.label] == ("3", "+0.5233 ± 0.9938", "+0.0233 ± 0.0143")
+    assert rows[gate_parts.SOFTMAX.label] == ("3", "+0.5233 ± 0.9938", "+0.0233 ± 0.0143")
 
 
 def test_softmax_is_compared_at_the_entropy_of_grmoe(tmp_path: Path) -> None:
@@ -104,10 +104,10 @@ def test_softmax_is_compared_at_the_entropy_of_grmoe(tmp_path: Path) -> None:
         found = next(c for c in gates.STUDY.page(tmp_path).claims if "flatter gate" in c.text)
         return found.verdict, found.ours
 
-    put(tmp_path, base, gates.GRMOE, models([3.0, 3.1, 3.2], entropy=1.3))
-    put(tmp_path, base, gates.SOFTMAX, models([3.1, 3.2, 3.3], entropy=0.6))
-    put(tmp_path, base, gates.Z_LOSS, models([3.1, 3.2, 3.3], entropy=1.6))
-    low, near, high = gates.FLAT
+    put(tmp_path, base, gate_parts.GRMOE, models([3.0, 3.1, 3.2], entropy=1.3))
+    put(tmp_path, base, gate_parts.SOFTMAX, models([3.1, 3.2, 3.3], entropy=0.6))
+    put(tmp_path, base, gate_parts.Z_LOSS, models([3.1, 3.2, 3.3], entropy=1.6))
+    low, near, high = gate_parts.FLAT
     for recipe, loss, entropy in ((low, 2.0, 1.0), (near, 3.05, 1.35)):
         put(tmp_path, base, recipe, models([loss, loss + 0.1, loss + 0.2], entropy))
     assert claim() == (Verdict.OPEN, "–")  # one of the targets is not measured
@@ -126,9 +126,32 @@ def test_softmax_is_compared_at_the_entropy_of_grmoe(tmp_path: Path) -> None:
     ) in table(tmp_path, "Parts").rows
     put(tmp_path, base, near, models([3.05, 3.15, 3.25], 1.5))
     assert claim() == (Verdict.OPEN, "–")  # none is near
-    put(tmp_path, base, gates.SOFTMAX, models([3.1, 3.2, 3.3], entropy=1.25))
+    put(tmp_path, base, gate_parts.SOFTMAX, models([3.1, 3.2, 3.3], entropy=1.25))
     assert claim() == (Verdict.HOLDS, "-0.1000 ± 0.0000")  # plain softmax is
     assert table(tmp_path, "Which part").rows[1][-1].startswith("none")
+
+
+def test_narrow_parts_are_compared_with_narrow_models(tmp_path: Path) -> None:
+    """A recipe of the same name with two of eight experts is another model."""
+    two, fine = base_of("two", gates.STEPS), base_of("fine", gates.STEPS)
+    put(tmp_path, two, gate_parts.LINEAR, models([1.0, 1.1, 1.2]))
+    put(tmp_path, two, gate_parts.SOFTMAX, models([9.0, 9.1, 9.2]))
+    for recipe, loss in (
+        (gate_parts.NARROW, 3.0),
+        (gate_parts.NARROW_SOFTMAX, 2.9),
+        (gate_parts.NARROW_LINEAR, 2.95),
+    ):
+        put(tmp_path, fine, recipe, models([loss, loss + 0.1, loss + 0.2]))
+
+    def claim() -> tuple[Verdict, str]:
+        found = next(c for c in gates.STUDY.page(tmp_path).claims if "linear term and all pairs" in c.text)
+        return found.verdict, found.ours
+
+    rows = {row[0]: row[4:6] for row in table(tmp_path, "Parts of the gate, eight of 32").rows}
+    assert rows[gate_parts.NARROW_LINEAR.label] == ("-0.0500 ± 0.0000", "+0.0500 ± 0.0000")
+    assert claim() == (Verdict.OPEN, "–")
+    put(tmp_path, fine, gate_parts.NARROW_BOTH, models([2.91, 3.01, 3.11]))
+    assert claim() == (Verdict.FAILS, "+0.0100 ± 0.0000")
 
 
 def table(results: Path, start: str) -> Table:

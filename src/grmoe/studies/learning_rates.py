@@ -28,7 +28,11 @@ NOISE = 0.004  # nats between two seeds. The default stays unless another rate i
 FULL_LENGTH = 2500  # steps of the comparisons
 FULL_LENGTH_SEEDS = 3
 # Rates other than the default that won the search. They are trained at full length beside the default.
-WINNERS: dict[tuple[Setting, str], float] = {("two", "softmax-z"): 3.2e-3, ("fine", "softmax-bias"): 3.2e-3}
+WINNERS: dict[tuple[Setting, str], float] = {
+    ("two", "softmax-z"): 3.2e-3,
+    ("fine", "softmax-bias"): 3.2e-3,
+    ("fine", "softmax-z"): 3.2e-3,
+}
 # By setting and method. All methods are searched with two of eight experts, those of the comparison everywhere.
 SEARCHED: dict[Setting, dict[str, Recipe]] = {**GATES, "two": {recipe.name: recipe for recipe in METHODS}}
 
