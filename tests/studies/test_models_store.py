@@ -83,7 +83,8 @@ def seed_of(order: dict[str, Any]) -> int:
 
 
 def trains(order: dict[str, Any]) -> int:
-    Path(order["result"]).write_text(json.dumps(asdict(a_run(seed_of(order)))))
+    run = a_run(seed_of(order), measured=order["tokens"])
+    Path(order["result"]).write_text(json.dumps(asdict(run)))
     return 0
 
 
@@ -181,6 +182,14 @@ def test_other_data_is_refused(place: Place) -> None:
         run_jobs(jobs(), place)
 
 
+def test_models_measured_on_fewer_tokens_are_not_mixed_with_others(place: Place) -> None:
+    run_jobs(jobs(), place)
+    for other in (512, None):
+        with pytest.raises(ValueError, match=r"mine\.json was measured with --tokens 256"):
+            run_jobs(jobs(seeds=3), replace(place, tokens=other))
+    assert Store(place.results).read(BASE, MINE).seeds == [0, 1]  # type: ignore[union-attr]
+
+
 def test_a_failed_job_does_not_stop_the_others(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails_first(order: dict[str, Any]) -> int:
         if seed_of(order) == 0:
@@ -207,7 +216,7 @@ def test_when_the_time_is_up_running_jobs_stop_and_nothing_starts(
     assert started == [0, 1]
     assert "5 of 5 jobs are left; the same command continues" in capsys.readouterr().err
     # A job that took longer than the time left is not started.
-    Store(place.results).add(BASE, replace(a_plan(place), runs=[a_run(7, seconds=100.0)]))
+    Store(place.results).add(BASE, replace(a_plan(place), runs=[a_run(7, seconds=100.0, measured=256)]))
     run_jobs(jobs(seeds=5), replace(place, until=time.monotonic() + 50))
     assert started == [0, 1]
 

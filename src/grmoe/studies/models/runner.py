@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grmoe.checks import require
 from grmoe.files import read_json
 from grmoe.runs.folder import CHECKPOINTS, CONFIG, read_log
 from grmoe.runs.meta import PREFIX
@@ -176,7 +177,18 @@ def _plans(jobs: Sequence[Job], place: Place, store: Store) -> dict[tuple[str, s
             recipe=job.recipe.name, label=job.recipe.label, settings=settings, config=config, data=data
         )
         store.check(job.base, found[key], defaults)
+        _check_tokens(store, job, place)
     return found
+
+
+def _check_tokens(store: Store, job: Job, place: Place) -> None:
+    """Raise if a recipe has models that were measured on fewer or more tokens: their losses cannot be compared."""
+    for run in store.runs(job.base, job.recipe):
+        require(
+            run.measured == place.tokens,
+            f"{store.path(job.base, job.recipe)} was measured with --tokens {run.measured or '(default)'}: give the "
+            "same, or other folders",
+        )
 
 
 def _read_run(path: Path) -> Run:
