@@ -103,5 +103,5 @@ def test_a_bias_is_checked_and_allowed_before() -> None:
     budget.set_numbers(NO_LIMIT, 1)
     assert not budget.bias.any()
     budget.set_bias(BIAS)
-    budget.reset(None)
+    budget.set_bias(None)
     assert not budget.bias.any()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -68,20 +67,15 @@ class GrmoeAttention(LlamaAttention):
 
 
 def head_router(config: GrmoeConfig) -> HeadRouter:
-    """The router of a block's heads; in fp32 whatever the default dtype is."""
+    """The router of a block's heads."""
     assert config.attention_heads_per_token is not None
     assert config.router_rank is not None
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        router = HeadRouter(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.router_rank,
-            selection=TopK(config.attention_heads_per_token),
-        )
-    finally:
-        torch.set_default_dtype(before)
+    router = HeadRouter(
+        config.hidden_size,
+        config.num_attention_heads,
+        config.router_rank,
+        selection=TopK(config.attention_heads_per_token),
+    )
     router.register_buffer("alpha_value", router.alpha_value, persistent=False)
     for module in router.modules():
         module._is_hf_initialized = not router.log_prior.is_meta  # type: ignore[assignment]

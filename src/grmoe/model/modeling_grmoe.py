@@ -9,8 +9,6 @@ Legend: B batch, S sequence, T = B·S tokens, H model width, N experts, K most e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -181,10 +179,9 @@ def config_router(config: GrmoeConfig, number: int) -> Router:
     if selection is not None:
         options["selection"] = selection
     try:
-        with _default_dtype(torch.float32):
-            router = build_router(
-                config.router, config.hidden_size, config.gate_experts, alpha=numbers.alpha, **options
-            )
+        router = build_router(
+            config.router, config.hidden_size, config.gate_experts, alpha=numbers.alpha, **options
+        )
     except TypeError as error:
         raise ValueError(f"router_options must fit the router {config.router!r}: {error}") from error
     # α is stored in the configuration alone, because `from_pretrained(dir, alpha=2)` must have one answer.
@@ -460,12 +457,11 @@ class GrmoePreTrainedModel(PreTrainedModel):
     def initialize_weights(self) -> None:
         super().initialize_weights()
         for router, weight_alpha in zip(routers(self), self.config.weight_alphas, strict=True):
-            router.budget.reset(weight_alpha)
+            router.budget.set_weight_alpha(weight_alpha)
             if isinstance(router, HashRouter):
                 router.check_seed()
         for router in all_routers(self):
             if isinstance(router, HeadRouter):
-                router.budget.reset(None)
                 router.alpha = 1.0
         self._use_config_numbers()
 
@@ -683,13 +679,3 @@ def _share_of_batch(
     so that each of them must have its share of the routers' losses too."""
     targets = labels[..., 1:] if shift_labels is None else shift_labels
     return (targets != IGNORED).sum() / torch.as_tensor(num_items_in_batch, device=labels.device)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -92,14 +92,6 @@ class Budget(Restarted):
         }
         getattr(self, name).fill_(starts[name])
 
-    def reset(self, weight_alpha: float | None) -> None:
-        """Fill all numbers again: a model made on the meta device has none."""
-        self.use(self.policy)
-        self.set_weight_alpha(weight_alpha)
-        self.set_bias(None)
-        self.key.fill_(FULL)
-        self.first_row.zero_()
-
     def set_tau(self, value: Any) -> None:
         """τ of `Mass` and `TopK` (a top-k with a τ stops early), the weight of `AtLeast` or of `Threshold`."""
         self._needs(*BY_RANK, Threshold)
