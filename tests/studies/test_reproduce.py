@@ -16,7 +16,6 @@ from grmoe.cli import app
 from grmoe.config import load
 from grmoe.runs.config import TrainConfig
 from grmoe.studies import dynamics, language_model, post_hoc, throughput
-from grmoe.studies.judging import all_of, below, narrower, never, not_above, with_change
 from grmoe.studies.learning_rates import best_rates
 from grmoe.studies.model_study import ModelStudy
 from grmoe.studies.models import Point, Run, Store, Trained, run_folder, worker
@@ -186,36 +185,6 @@ def test_how_even_the_load_is_decides(tmp_path: Path) -> None:
     one = a_run(2)
     put_one(tmp_path, "vmf-plain", replace(one, rows=[replace(one.rows[0], load_cv=0.05)]))
     assert [verdict(tmp_path, text) for text in even] == [Verdict.CHANGED, Verdict.OPEN]
-
-
-def test_rules() -> None:
-    clear, doubtful = Mean(-0.1, 0.05, 3), Mean(-0.1, 0.2, 3)
-    assert below(clear) is Verdict.HOLDS
-    assert below(doubtful) is Verdict.FAILS
-    assert below(replace(clear, seeds=2)) is Verdict.OPEN
-    assert not_above(Mean(0.1, 0.2, 3)) is Verdict.FAILS
-    assert not_above(Mean(-0.1, 0.2, 3)) is Verdict.HOLDS
-    assert not_above(Mean(0.1, 0.2, 3), 0.1) is Verdict.HOLDS
-    assert not_above(Mean(0.1, 0.05, 3)) is Verdict.FAILS
-    assert not_above(Mean(0.1, 0.05, 3), margin=0.06) is Verdict.FAILS
-    assert never((0, 3)) is Verdict.HOLDS
-    assert never((1, 1)) is Verdict.FAILS
-    assert never((0, 2)) is Verdict.OPEN
-    assert all_of([Verdict.HOLDS, Verdict.OPEN]) is Verdict.OPEN
-    assert all_of([Verdict.OPEN, Verdict.FAILS]) is Verdict.FAILS
-    assert all_of([]) is Verdict.OPEN
-    holds, fails, unknown = Verdict.HOLDS, Verdict.FAILS, Verdict.OPEN
-    assert [with_change(holds, v) for v in (holds, fails, unknown)] == [holds] * 3
-    assert [with_change(v, holds) for v in (fails, unknown)] == [Verdict.CHANGED] * 2
-    assert [with_change(fails, fails), with_change(unknown, fails)] == [fails, unknown]
-
-
-def test_a_narrower_spread_needs_its_interval_below_one() -> None:
-    wide = [0.0, 10.0, 20.0, 30.0, 40.0]
-    assert narrower([0.0, 1.0], wide) == ("", Verdict.OPEN)
-    # F(4, 4) has the 97.5 % quantile 9.605: a ratio of standard deviations must be below 1/3.1.
-    assert narrower([v / 4 for v in wide], wide) == ("ratio 0.25 (0.08 to 0.77)", Verdict.HOLDS)
-    assert narrower([v / 3 for v in wide], wide)[1] is Verdict.FAILS
 
 
 def test_differences_pair_seeds_and_one_seed_has_no_interval() -> None:

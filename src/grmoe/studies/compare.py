@@ -14,7 +14,7 @@ from typing import Any
 from grmoe import checks
 from grmoe.files import write_file
 from grmoe.studies.models import Base, Job, Recipe, Run, Store, run_folder, run_jobs
-from grmoe.studies.models.summary import model_table, texts_of
+from grmoe.studies.models.summary import model_table, short_name, texts_of
 from grmoe.studies.study import Place
 from grmoe.tables import Table
 from grmoe.terminal import Progress, silent
@@ -117,7 +117,7 @@ def show(result: Result) -> Iterator[Table | str]:
                 )
                 for name in names
             ]
-        title = f"{text}; ±: 95 % interval over seeds; difference to {first.label}, by seed"
+        title = f"{short_name(text)}; ±: 95 % interval over seeds; difference to {first.label}, by seed"
         yield model_table(title, lines, (result.models[first.name], None), text, "trained as: computed at")
 
 

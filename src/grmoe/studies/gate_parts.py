@@ -13,7 +13,7 @@ from grmoe.studies.judging import below, in_doubt
 from grmoe.studies.models.recipes import GATES, Recipe, best_rate
 from grmoe.studies.models.store import Run
 from grmoe.studies.models.summary import Mean, difference, mean, mean_of, rows_by_seed, show_mean
-from grmoe.studies.page import Claim
+from grmoe.studies.page import OWN, Claim
 from grmoe.tables import Table
 
 Models = Mapping[str, Sequence[Run]]
@@ -113,14 +113,14 @@ def claims(parts: Models, narrow: Models) -> list[Claim]:
         )
     return [
         Claim(
-            "not in the paper",
+            OWN,
             "The gain is more than a flatter gate: GrMoE is below softmax at its own gate entropy",
             show_mean(flat, 4, "+"),
             below(flat),
             which,
         ),
         Claim(
-            "not in the paper",
+            OWN,
             "The gain does not depend on the form of the weights: GrMoE is below softmax with renormalised weights too",
             show_mean(sum_to_one, 4, "+"),
             below(sum_to_one),
@@ -134,7 +134,7 @@ def claims(parts: Models, narrow: Models) -> list[Claim]:
             f"Loss minus that of {QUARTER.label}, by seed. {in_doubt(rank)}",
         ),
         Claim(
-            "not in the paper",
+            OWN,
             "With narrow experts a linear term and all pairs in the penalty bring GrMoE below softmax",
             show_mean(sign, 4, "+"),
             below(sign),

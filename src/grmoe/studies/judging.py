@@ -1,6 +1,6 @@
 """From numbers to verdicts, by fixed rules.
 
-A difference counts if its 95 % interval over at least three seeds excludes zero.
+A difference counts if its 95 % interval over at least three seeds excludes zero. Otherwise it decides nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from grmoe.studies.intervals import out_of, spread_ratio
 from grmoe.studies.models.store import Run
-from grmoe.studies.models.summary import Mean, difference, show_mean
+from grmoe.studies.models.summary import Mean, difference, short_name, show_mean
 from grmoe.studies.page import Verdict
 
 MIN_SEEDS = 3
@@ -22,24 +22,46 @@ def decide(found: Mean | None, holds: Callable[[Mean], bool]) -> Verdict:
     return Verdict.HOLDS if holds(found) else Verdict.FAILS
 
 
+def by_sign(gap: Mean | None, sign: int) -> Verdict:
+    """Of "the difference has this sign": fails if the whole interval is on the other side."""
+    if gap is None or gap.seeds < MIN_SEEDS:
+        return Verdict.OPEN
+    if gap.low <= 0 <= gap.high:
+        return Verdict.UNDECIDED
+    return Verdict.HOLDS if gap.value * sign > 0 else Verdict.FAILS
+
+
 def below(gap: Mean | None) -> Verdict:
-    """Of "ours is lower": holds if the whole interval is below zero."""
-    return decide(gap, lambda found: found.high < 0)
+    """Of "ours is lower"."""
+    return by_sign(gap, -1)
 
 
 def above(gap: Mean | None) -> Verdict:
-    """Of "ours is higher": holds if the whole interval is above zero."""
-    return decide(gap, lambda found: found.low > 0)
+    """Of "ours is higher"."""
+    return by_sign(gap, 1)
 
 
-def not_worse(gap: Mean | None) -> Verdict:
-    """Of "ours is not worse": fails if the whole interval is above zero."""
-    return decide(gap, lambda found: found.low <= 0)
+def not_worse(gap: Mean | None, margin: float) -> Verdict:
+    """Of "ours is not worse": the whole interval is below the margin. It fails if the whole interval is above zero."""
+    if gap is None or gap.seeds < MIN_SEEDS:
+        return Verdict.OPEN
+    if gap.low > 0:
+        return Verdict.FAILS
+    return Verdict.HOLDS if gap.high <= margin else Verdict.UNDECIDED
 
 
 def not_above(gap: Mean | None, margin: float = 0.0) -> Verdict:
     """Of "ours is no worse, up to a margin": the mean decides. An interval may be wider than the margin."""
     return decide(gap, lambda found: found.value <= margin)
+
+
+def within(gap: Mean | None, margin: float) -> Verdict:
+    """Of "it makes no difference": the whole interval is within ± margin. It fails if it is outside."""
+    if gap is None or gap.seeds < MIN_SEEDS:
+        return Verdict.OPEN
+    if gap.low > margin or gap.high < -margin:
+        return Verdict.FAILS
+    return Verdict.HOLDS if -margin <= gap.low and gap.high <= margin else Verdict.UNDECIDED
 
 
 def in_doubt(gap: Mean | None) -> str:
@@ -48,24 +70,35 @@ def in_doubt(gap: Mean | None) -> str:
         return "Nothing measured yet."
     if gap.seeds < MIN_SEEDS:
         return f"Only {gap.seeds} of at least {MIN_SEEDS} seeds."
-    if gap.high < 0 or gap.low > 0:
-        return "The interval excludes zero."
-    return "The interval includes zero."
+    if gap.high < 0:
+        return "The interval is below zero."
+    return "The interval is above zero." if gap.low > 0 else "The interval includes zero."
 
 
 def all_of(verdicts: Iterable[Verdict]) -> Verdict:
-    """Of several parts: fails if one fails, open if one is open, else holds."""
+    """Of several parts: fails if one fails, open if one is open, not decided if one is not, else holds."""
     found = list(verdicts)
-    for verdict in (Verdict.FAILS, Verdict.OPEN, Verdict.CHANGED):
+    for verdict in (Verdict.FAILS, Verdict.OPEN, Verdict.UNDECIDED, Verdict.CHANGED):
         if verdict in found:
             return verdict
     return Verdict.HOLDS if found else Verdict.OPEN
 
 
+def any_of(verdicts: Iterable[Verdict]) -> Verdict:
+    """Of "one of them does": holds if one holds, fails if all fail."""
+    found = list(verdicts)
+    for verdict in (Verdict.HOLDS, Verdict.CHANGED, Verdict.OPEN, Verdict.UNDECIDED):
+        if verdict in found:
+            return verdict
+    return Verdict.FAILS if found else Verdict.OPEN
+
+
 def below_on(ours: Sequence[Run], theirs: Sequence[Run], texts: Iterable[str]) -> tuple[str, Verdict]:
     """(differences of loss by seed, verdict) of "our loss is lower on each of these texts"."""
     found = {text: difference(ours, theirs, text) for text in texts}
-    shown = "; ".join(f"{text}: {show_mean(gap, 4, '+')}" for text, gap in found.items() if gap is not None)
+    shown = "; ".join(
+        f"{short_name(text)}: {show_mean(gap, 4, '+')}" for text, gap in found.items() if gap is not None
+    )
     return shown, all_of(below(gap) for gap in found.values())
 
 
@@ -74,16 +107,25 @@ def narrower(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, Verdi
     if min(len(ours), len(theirs)) < MIN_SEEDS:
         return "", Verdict.OPEN
     ratio, low, high = spread_ratio(list(ours), list(theirs))
-    return f"ratio {ratio:.2f} ({low:.2f} to {high:.2f})", Verdict.HOLDS if high < 1 else Verdict.FAILS
+    verdict = Verdict.HOLDS if high < 1 else Verdict.FAILS if low > 1 else Verdict.UNDECIDED
+    return f"ratio {ratio:.2f} ({low:.2f} to {high:.2f})", verdict
+
+
+def changed(verdict: Verdict) -> Verdict:
+    """Of a claim that was tried in our form alone, which is not the paper's: the reason names the change."""
+    return Verdict.CHANGED if verdict is Verdict.HOLDS else verdict
 
 
 def with_change(paper: Verdict, ours: Verdict) -> Verdict:
     """Of a claim that was tried in the paper's form and in ours: it holds with a change if it holds for ours alone."""
-    if paper is Verdict.HOLDS:
+    if paper in (Verdict.HOLDS, Verdict.OPEN):  # not tried as in the paper: it may hold without a change
         return paper
     if ours is Verdict.HOLDS:
         return Verdict.CHANGED
-    return Verdict.OPEN if Verdict.OPEN in (paper, ours) else Verdict.FAILS
+    for verdict in (Verdict.OPEN, Verdict.UNDECIDED):
+        if verdict in (paper, ours):
+            return verdict
+    return Verdict.FAILS
 
 
 def never(count: tuple[int, int]) -> Verdict:

@@ -32,6 +32,7 @@ from grmoe.studies.models.summary import (
     mean_of,
     model_table,
     rows_by_seed,
+    short_name,
     show_mean,
     texts_of,
 )
@@ -68,7 +69,11 @@ def write(store: Store) -> Page:
     lines = [(recipe.label, models[recipe.name], None) for recipe in ROWS]
     tables = [
         model_table(
-            f"Loss on {text}; difference to GrMoE by seed", lines, (models["grmoe"], None), text, "router"
+            f"Loss on {short_name(text)}; difference to GrMoE by seed",
+            lines,
+            (models["grmoe"], None),
+            text,
+            "router",
         )
         for text in texts
     ]

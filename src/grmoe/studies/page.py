@@ -15,19 +15,24 @@ class Verdict(StrEnum):
     CHANGED = "holds with a change"
     """The claim holds after a change that the reason names."""
     FAILS = "does not hold"
+    UNDECIDED = "not decided"
+    """It was measured, and the interval allows both."""
     UNTESTABLE = "not testable here"
     OPEN = "not measured yet"
     """What would decide it has no results."""
 
 
+OWN = "not in the paper"  # the place of a question that the paper does not ask
+
+
 @dataclass(frozen=True)
 class Claim:
-    """One sentence of the paper, and what came out."""
+    """One sentence of the paper, or a question of our own, and what came out."""
 
     where: str
-    """Section, table or figure of the paper."""
+    """Section, table or figure of the paper, or `OWN`."""
     text: str
-    """What the paper says, with its number."""
+    """What the paper says, with its number. Of a question of our own: what would be good to hear."""
     ours: str
     """What was measured, with its interval. Empty if nothing was."""
     verdict: Verdict

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from grmoe.files import write_file
-from grmoe.studies.page import Claim, Figure, Page, Verdict
+from grmoe.studies.page import OWN, Claim, Figure, Page, Verdict
 from grmoe.studies.study import Study
 from grmoe.tables import Table
 
 _GENERATED = "<!-- Made by `grmoe reproduce --pages` from results/. Change the study, not this page. -->"
 _INTRO = (
-    "What holds of the paper, as far as it was run here. Every claim has the paper's number, ours, a verdict and the "
-    "command that repeats it. Nothing is tuned to agree. Intervals are 95 %: Student's over seeds, Wilson's for counts."
+    "Which claims of the paper hold here, with smaller models. Each has its place in the paper, what was measured, a "
+    "verdict, and the command that repeats it. Intervals are 95 %: Student's over seeds, Wilson's for counts. "
+    "Where the paper has a ±, it is a standard deviation."
 )
 _CLAIMS = ("paper", "it says", "here", "verdict", "why")
 _MEANING = {
-    Verdict.HOLDS: "The claim was measured here and is true",
-    Verdict.CHANGED: "It is true after a change that the reason names",
-    Verdict.FAILS: "It was measured here and is not true",
+    Verdict.HOLDS: "It was measured here and found",
+    Verdict.CHANGED: "It was found after a change that the reason names",
+    Verdict.FAILS: "It was measured here, and the opposite was found",
+    Verdict.UNDECIDED: "It was measured here, and the interval allows both",
     Verdict.UNTESTABLE: "It cannot be decided here, and the reason says why",
-    Verdict.OPEN: "No results decide it yet",
+    Verdict.OPEN: "What would decide it has no results yet",
 }
 
 
@@ -33,8 +36,8 @@ def page_text(study: Study, page: Page, results: Path) -> str:
         f"Jobs with results: {state.done} of {state.total}."
     )
     parts = [_GENERATED, f"# {study.title}", head]
-    if page.claims:
-        parts += ["## What the paper claims", _claims(page.claims).markdown()]
+    for title, claims in _by_origin(page.claims).items():
+        parts += [f"## {title}", _claims(claims).markdown()]
     for figure in page.figures:
         parts.append(f"![{figure.caption}](../../images/paper/{figure.name}.png)\n\n{figure.caption}")
     for table in page.tables:
@@ -48,9 +51,12 @@ def index_text(studies: Sequence[Study], pages: Sequence[Page], results: Path) -
     """The abstract: how much was run, how many claims hold, then every claim."""
     links = [f"[{study.title}]({study.name}.md)" for study in studies]
     status = _status(studies, links, pages, results)
-    total = {v: sum(verdict_counts(page)[v] for page in pages) for v in Verdict}
-    parts = [_GENERATED, "# The paper, reproduced", _INTRO, f"{sum(total.values())} claims, by verdict:"]
-    parts += ["\n".join(f"- **{v.value}**: {total[v]}. {meaning}." for v, meaning in _MEANING.items())]
+    every = [claim for page in pages for claim in page.claims]
+    theirs, own = (verdict_counts(c for c in every if (c.where == OWN) is mine) for mine in (False, True))
+    counts = Table("", ["verdict", "claims of the paper", "questions of our own", "meaning"], left=1)
+    for verdict, meaning in _MEANING.items():
+        counts.add(f"**{verdict.value}**", str(theirs[verdict]), str(own[verdict]), meaning)
+    parts = [_GENERATED, "# The paper, reproduced", _INTRO, counts.markdown()]
     parts += ["## Studies", status.markdown()]
     for study, page in zip(studies, pages, strict=True):
         if page.claims:
@@ -58,8 +64,18 @@ def index_text(studies: Sequence[Study], pages: Sequence[Page], results: Path) -
     return "\n\n".join(parts) + "\n"
 
 
-def verdict_counts(page: Page) -> dict[Verdict, int]:
-    return {v: sum(claim.verdict is v for claim in page.claims) for v in Verdict}
+def _by_origin(claims: Sequence[Claim]) -> dict[str, list[Claim]]:
+    """The paper's claims and our own questions, without kinds that there are none of."""
+    found = {
+        "What the paper claims": [claim for claim in claims if claim.where != OWN],
+        "Questions of our own": [claim for claim in claims if claim.where == OWN],
+    }
+    return {title: part for title, part in found.items() if part}
+
+
+def verdict_counts(claims: Iterable[Claim]) -> dict[Verdict, int]:
+    found = Counter(claim.verdict for claim in claims)
+    return {verdict: found[verdict] for verdict in Verdict}
 
 
 def _claims(claims: Sequence[Claim]) -> Table:
@@ -114,6 +130,6 @@ def status_table(studies: Sequence[Study], results: Path) -> Table:
 def _status(studies: Sequence[Study], names: Sequence[str], pages: Sequence[Page], results: Path) -> Table:
     table = Table("", ["study", "the paper", "jobs", *(v.value for v in Verdict)], left=2)
     for study, name, page in zip(studies, names, pages, strict=True):
-        state, counts = study.state(results), verdict_counts(page)
+        state, counts = study.state(results), verdict_counts(page.claims)
         table.add(name, study.where, f"{state.done}/{state.total}", *(str(counts[v]) for v in Verdict))
     return table

@@ -17,7 +17,7 @@ from grmoe.studies.measuring import Kind, Measured
 from grmoe.studies.model_study import Group
 from grmoe.studies.models.recipes import BUDGETS, SOFTMAX_BUDGET
 from grmoe.studies.models.summary import mean, show_mean
-from grmoe.studies.page import Claim, Figure, Page, Verdict
+from grmoe.studies.page import OWN, Claim, Figure, Page, Verdict
 from grmoe.studies.study import Place
 from grmoe.tables import Table, percent
 from grmoe.terminal import Progress
@@ -105,21 +105,21 @@ def _claims(label: str, runs: Sequence[Measured]) -> list[Claim]:
     least = min((point["min_load"] for point in chosen), default=0.0)
     return [
         Claim(
-            "not in the paper",
-            f"{100 * ASKED:g} % of perplexity buys at most {MOST_EXPERTS:g} experts per token: {label}",
+            OWN,
+            f"For {100 * ASKED:g} % more perplexity, {MOST_EXPERTS:g} experts per token are enough: {label}",
             f"{min(experts):.2f} to {max(experts):.2f} over {len(runs)} seeds" if runs else "",
             verdict(max(experts, default=0.0) <= MOST_EXPERTS),
             "The largest number over seeds decides.",
         ),
         Claim(
-            "not in the paper",
+            OWN,
             f"The promise is kept on other texts, for every seed: {label}",
             f"{len(checks) - len(missed)} of {len(checks)} kept; the worst is {percent(worst)}" if checks else "",
             verdict(not missed) if checks else Verdict.OPEN,
             f"Perplexity at the chosen setting over that of the model as trained. More than {100 * ASKED:g} % misses.",
         ),
         Claim(
-            "not in the paper",
+            OWN,
             f"At the chosen setting the load is even: CV at most {MOST_CV:g}, no expert below {100 * LEAST_LOAD:g} % "
             f"of its fair load: {label}",
             f"CV {show_mean(cv, 3)}; least loaded expert {least:.2f}" if runs else "",

@@ -119,9 +119,9 @@ METHODS = (
     _method("grmoe-amortised", "GrMoE + amortiser", FULL, "model.router_options.amortizer=affinity"),
     _method("grmoe-paper", "GrMoE with the paper's gate, prior and penalty", FULL, *PAPER_GATE),
     _method("softmax", "Softmax, no balancing", *_SOFTMAX, FULL),
-    _method("softmax-bias", "Softmax, bias", *_SOFTMAX, _BIAS, FULL),
-    _method("softmax-load", "Softmax, Switch loss", *_SOFTMAX, "model.router_options.load_loss=0.01", FULL),
-    _method("softmax-z", "Softmax, bias, z-loss 0.01", *_SOFTMAX, _BIAS, "model.router_options.z_loss=0.01", FULL),
+    _method("softmax-bias", "Softmax + bias", *_SOFTMAX, _BIAS, FULL),
+    _method("softmax-load", "Softmax + Switch loss", *_SOFTMAX, "model.router_options.load_loss=0.01", FULL),
+    _method("softmax-z", "Softmax + bias + z-loss 0.01", *_SOFTMAX, _BIAS, "model.router_options.z_loss=0.01", FULL),
     _method("switch", "Switch, capacity 1.25", "model.router=switch"),
     _method(
         "expert-choice", "Expert Choice, capacity 2", "model.router=expert_choice", _NOT_CAUSAL,
@@ -130,7 +130,7 @@ METHODS = (
     _method("hash", "Hash", "model.router=hash"),
     _method("soft-moe", "Soft MoE, T/N slots", "model.router=soft_moe", _NOT_CAUSAL),
     _method("vmf-plain", "vMF, no balancing", "model.router=vmf", FULL),
-    _method("vmf", "vMF, bias", "model.router=vmf", _BIAS, FULL),
+    _method("vmf", "vMF + bias", "model.router=vmf", _BIAS, FULL),
 )  # fmt: skip
 
 

@@ -81,6 +81,11 @@ def texts_of(runs: Iterable[Run]) -> list[str]:
     return sorted(names, key=lambda name: name != VALIDATION)
 
 
+def short_name(text: str) -> str:
+    """Of a text, for tables: openwebtext, not openwebtext.jsonl.xz."""
+    return text.partition(".")[0] or text
+
+
 HEADINGS = (
     "seeds", "experts per token", "loss", "perplexity", "difference", "load CV", "min load", "collapsed", "< 1 %", "H",
 )  # fmt: skip
