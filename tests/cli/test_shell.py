@@ -25,6 +25,30 @@ ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (["compare", "--recipe", "?"], "softmax-bias +Softmax"),
+        (["synthetic", "--method", "grmoe", "--method", "?"], "switch +Switch"),
+    ],
+)
+def test_a_question_mark_lists_names_and_what_they_mean(command: list[str], line: str) -> None:
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0
+    assert re.search(f"^{line}", done.output, re.MULTILINE)
+
+
+def test_named_lists_of_shapes_are_offered_where_there_are_any() -> None:
+    offered = {name: "--shapes" in typer_options(name) for name in ("gate", "layer", "dial", "train-step")}
+    assert offered == {"gate": False, "layer": True, "dial": False, "train-step": False}
+
+
+def typer_options(name: str) -> set[str]:
+    """Of `grmoe bench NAME`."""
+    group = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
+    return {option for parameter in group.commands[name].params for option in parameter.opts}
+
+
 def ends(work: Callable[[], object], *extras: str, continues: bool = False) -> tuple[int, str]:
     """(exit status, stderr) of a command that does `work` in the shell."""
     program = typer.Typer()

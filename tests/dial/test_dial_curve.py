@@ -9,7 +9,7 @@ import torch
 
 from grmoe.dial.curve import build_curve, chosen_budget
 from grmoe.dial.meter import Family, Point
-from grmoe.dial.setting import Setting, mass, top_k
+from grmoe.dial.setting import Setting, at_least, mass, top_k
 from grmoe.probe.losses import Measurement
 from grmoe.routing import check_curve
 
@@ -90,6 +90,10 @@ def test_more_experts_than_trained_go_up_to_the_cap() -> None:
     wider = point(top_k(ALPHAS, 4), 4.0, 1.0, "trained")
     curve = build_curve([ONE, TRAINED, wider], wider, TRAINED, 2, 8)
     assert [p["cap"] for p in curve] == [2, 2, 4]
+    by_weight = point(at_least(ALPHAS, 0.3, 2), 1.5, 2.5)
+    curve = build_curve([ONE, by_weight, TRAINED, wider], wider, by_weight, 2, 8)
+    check_curve(curve, 2, 8)
+    assert [(p["experts_per_token"], p["cap"]) for p in curve] == [(1.0, 2), (1.5, 2), (2.0, 2), (4.0, 4)]
 
 
 def test_a_trained_rule_that_no_budget_can_say() -> None:

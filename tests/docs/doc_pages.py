@@ -84,6 +84,6 @@ def anchors(text: str) -> set[str]:
     for title in re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE):
         explicit = re.search(r"\{#([\w-]+)\}", title)
         plain = re.sub(r"\{#.*\}", "", title).replace("`", "").strip().lower()
-        slug = re.sub(r"[^\w\s-]", "", plain)
+        slug = re.sub(r"[^\w\s-]", "", plain.encode("ascii", "ignore").decode())  # mkdocs drops other letters
         found.add(explicit[1] if explicit else re.sub(r"[\s-]+", "-", slug).strip("-"))
     return found

@@ -99,7 +99,7 @@ def _bounds_table(analysis: Analysis) -> Table:
     layers = analysis.layers
     theorem = theorem if any(layer.separation for layer in layers) else []
     ks = [found.k for found in layers[0].top_mass]
-    headings = ["layer", *theorem]
+    headings = ["block", *theorem]
     for k in ks:
         headings += [f"G{k}", f"paper's bound, k = {k}", f"sharp bound, k = {k}"]
     table = Table("Bounds of the paper: load CV and top-k mass", headings)
@@ -124,7 +124,7 @@ def _amortizer_table(analysis: Analysis, layers: Sequence[Layer]) -> Table:
     """One row for all tokens and one per type: what the amortiser does to the mean logit and to the leading expert."""
     headings = ["tokens of type"]
     for layer in layers:
-        headings += [f"mean logit ratio, layer {layer.layer}", f"h of leading, layer {layer.layer}"]
+        headings += [f"mean logit ratio, block {layer.layer}", f"h of leading, block {layer.layer}"]
     table = Table("Amortiser (the paper: the mean logit is preserved, a ratio of 1)", headings)
     cells = ["all (5 %–95 %)"]
     for layer in layers:

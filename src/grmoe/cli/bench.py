@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +28,7 @@ Shapes = Annotated[
 ]
 NamedShapes = Annotated[
     str | None,
-    typer.Option(help="A named list of shapes. layer: hopper (five large ones), decode (1 to 128 tokens)."),
+    typer.Option(help="A named list of shapes: hopper (five large ones) or decode (1 to 128 tokens)."),
 ]
 Rank = Annotated[
     int | None,
@@ -50,8 +51,11 @@ Contenders = Annotated[
 Out = Annotated[Path, typer.Option(help="Folder for results.json and the figure.")]
 
 
-def _layer_command(name: str, text: str) -> Callable[..., None]:
-    """A command that measures a gate or a layer at some shapes: the benchmark of `grmoe.bench.<name>`."""
+def _layer_command(name: str, text: str, lists: bool = False) -> Callable[..., None]:
+    """A command that measures a gate or a layer at some shapes: the benchmark of `grmoe.bench.<name>`.
+
+    lists: whether it has named lists of shapes.
+    """
 
     def command(
         shape: Shapes = None,
@@ -92,6 +96,10 @@ def _layer_command(name: str, text: str) -> Callable[..., None]:
             finish(plan)
 
     command.__doc__ = text
+    if not lists:
+        whole = signature(command, eval_str=True)
+        kept = [parameter for parameter in whole.parameters.values() if parameter.name != "shapes"]
+        command.__signature__ = whole.replace(parameters=kept)  # type: ignore[attr-defined]
     return command
 
 
@@ -118,6 +126,7 @@ layer = _layer_command(
 
     Up to 128 tokens, the floor is the time to read the touched experts' weights and the frames once.
     """,
+    lists=True,
 )
 dial = _layer_command(
     "dial",

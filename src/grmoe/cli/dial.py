@@ -65,8 +65,8 @@ def dial(
 
     A token computes its most probable expert and those with at least some weight, or the fewest that reach probability
     τ; at most as many as in training. The command compares one α for all layers, one α per layer, top-k with one k or a
-    k per layer, and experts by gate × output norm, all on the same text. Nothing is retrained. Interrupted, the same
-    command goes on with what it had measured.
+    k per layer, and experts by gate × output norm, all on the same text. Nothing is retrained. After an interruption
+    the same command uses what was measured.
 
     The answer stands first, the tables behind it follow. A second dial replaces results.json and says so. Without
     --write it moves a model that an earlier dial saved to OUT/model-old, if that no longer belongs to the results.

@@ -46,7 +46,11 @@ def evaluate(
     ] = None,
     shots: Annotated[
         int | None,
-        typer.Option(min=0, help="Examples per prompt of a task.", show_default="the task's own; 0"),
+        typer.Option(
+            min=0,
+            help="Examples per prompt of a task.",
+            show_default="the task's own, or 0",
+        ),
     ] = None,
     scorer: Annotated[
         str,

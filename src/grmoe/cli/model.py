@@ -21,7 +21,14 @@ def export(
     alpha: Annotated[
         float | None, typer.Option(min=0, help="The dial α to save with the model.", show_default="the run's")
     ] = None,
-    budget: Budget = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Experts per token to save with the model, within the range that `grmoe dial` calibrated.",
+            show_default="as trained",
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32. Routers are fp32 in both.")] = "bf16",
 ) -> None:
     """Export a run as a model folder that Hugging Face loads: safetensors, tokenizer, code, model card.
@@ -119,7 +126,7 @@ def info(
 
     Counts parameters, arithmetic and memory of a run, an exported model or a preset. With --gpus, also estimates a
     training step. No weights are loaded. Bytes are counted from the code; times follow from them and the rates you
-    give. See docs/howto/scale.md.
+    give.
 
     Example: [bold]grmoe info runs/first[/]
 

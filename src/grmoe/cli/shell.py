@@ -11,7 +11,7 @@ Exit status: 0 for success, 2 for a mistake in the request, 1 for a problem of t
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -41,6 +41,14 @@ def need(*extras: str) -> None:
         *most, last = (module for modules in found.values() for module in modules)
         names = f"{', '.join(most)} and {last}" if most else last
         fail(f"this command needs {names}; install with: {install_line(found)}")
+
+
+def list_and_exit(wanted: Iterable[str] | None, known: Mapping[str, str]) -> None:
+    """`--option ?`: print the known names, each with what it means, and stop."""
+    if "?" in (wanted or ()):
+        width = max(map(len, known))
+        say_all(f"{name:<{width}}  {meaning}" for name, meaning in known.items())
+        raise typer.Exit
 
 
 @contextmanager

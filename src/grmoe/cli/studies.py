@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from grmoe.cli.options import Device
-from grmoe.cli.shell import run_plan, shell
+from grmoe.cli.shell import list_and_exit, run_plan, shell
 
 if TYPE_CHECKING:
     from grmoe.studies.synthetic.task import Setting
@@ -111,6 +111,7 @@ def synthetic(
         from grmoe.studies.synthetic.methods import METHODS, find_methods
         from grmoe.studies.synthetic.study import QUICK_METHODS
 
+        list_and_exit(method, {found.key: found.title for found in METHODS})
         config = heatmap.map_config(quick) if draw_map else Config.quick() if quick else Config()
         config = replace(
             config,

@@ -12,7 +12,7 @@ import typer
 
 from grmoe.cli import options
 from grmoe.cli.options import Settings
-from grmoe.cli.shell import run_plan, shell
+from grmoe.cli.shell import list_and_exit, run_plan, shell
 from grmoe.terminal import console, note, say, say_all, say_written
 
 
@@ -158,7 +158,9 @@ def compare(
         from grmoe.studies.compare import DEFAULT, Plan, run, save, show
         from grmoe.studies.models import find_recipe
         from grmoe.studies.models import vary as varied
+        from grmoe.studies.models.recipes import RECIPES
 
+        list_and_exit(recipe, {name: found.label for name, found in RECIPES.items()})
         # The rates of recipes are for `small`. Those that you write yourself stay.
         recipes = [find_recipe(n) if ":" in n else find_recipe(n).without_rate() for n in recipe or DEFAULT]
         for key in vary or []:

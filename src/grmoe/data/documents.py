@@ -150,7 +150,7 @@ class Reader:
     def _decode(self, unit: Unit, raw: bytes) -> _Content | Bad:
         """A .txt file."""
         if self.chat:
-            return Bad(NO_TEXT, "conversations are read from .jsonl and .parquet")
+            return Bad(NO_TEXT, "conversations are read from .jsonl, .parquet and .arrow")
         if len(raw) > self.max_document:
             return too_long(self.max_document, 0 if is_compressed(unit) else unit.size)
         content = raw.removeprefix(_BOM)

@@ -88,9 +88,10 @@ def _weight_point(point: Point, cap: int) -> dict[str, Any] | None:
     """None for a setting that is not "the most probable expert and those with at least this weight, at most cap"."""
     setting = point.setting
     numbers = setting.point
-    if setting.selection == "topk" and setting.cap in (1, cap):
+    if setting.selection == "topk" and (setting.cap == 1 or setting.cap >= cap):
         del numbers["tau"]
-        numbers |= {"weight": _ONE if setting.cap == 1 < cap else NO_WEIGHT, "cap": cap}
+        # A model trained with more experts than the cap keeps its own setting as the end.
+        numbers |= {"weight": _ONE if setting.cap == 1 < cap else NO_WEIGHT, "cap": max(setting.cap, cap)}
     return _point(point, numbers) if "weight" in numbers else None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 MAX_ENTRIES = 1 << 20
-"""Log-probabilities per answer of a request: tokens of all prompts and answers, times one plus `logprobs`."""
+"""Log-probabilities per request: tokens of all prompts and answers, times one plus `logprobs`."""
 _CHUNK = 256  # positions: all logits of a long prompt at once would take S·V·4 bytes
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 # Bytes of UTF-8. As many replacement characters at the end are no unfinished character.
