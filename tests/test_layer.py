@@ -268,6 +268,8 @@ def test_selection_argument() -> None:
         before = router.selection
         with pytest.raises(ValueError, match=r"selection must be None for a .*Router, which makes its own"):
             layer(router, selection=Mass(0.8))
+        with pytest.raises(ValueError, match=r"selection must be None for a .*Router, which makes its own"):
+            router.selection = Mass(0.8)
         assert router.selection == before
 
 

@@ -18,12 +18,10 @@ from grmoe.experts.bounds import POWER, output_gains
 from grmoe.experts.weights import Activation, with_weights_at_hand
 from grmoe.routing import (
     GrassmannRouter,
-    HashRouter,
     Router,
     Routing,
     Selection,
     SlotMixing,
-    SlotRouter,
     TopK,
 )
 
@@ -97,12 +95,10 @@ class MoE(nn.Module):
             sizes == wanted, f"router must be built for (dim, num_experts) = {wanted}, got {sizes}"
         )
         checks.require(
-            not router.identity_experts or _takes_selection(router),
+            not router.identity_experts or router.takes_selection,
             f"identity must be 0 for a {type(router).__name__}, which makes its own choice",
         )
         if selection is not None:
-            kind, takes = type(router).__name__, _takes_selection(router)
-            checks.require(takes, f"selection must be None for a {kind}, which makes its own choice")
             router.selection = selection
         self.router = router
         self.backend = checks.one_of("backend", backend, ("auto", *BACKENDS))
@@ -249,9 +245,3 @@ def _expert(weights: ExpertWeights, e: int, x: Tensor) -> Tensor:
     """f_e(x) for all tokens."""
     up, down = weights.up[e].to(x.dtype), weights.down_proj[e].to(x.dtype)
     return weights.activate(x @ up.T) @ down.T
-
-
-def _takes_selection(router: Router) -> bool:
-    """Whether `router.selection` alone decides. Switch and Expert Choice also use a capacity, Soft MoE selects nothing,
-    and a hash gives one expert all the probability."""
-    return type(router).select is Router.select and not isinstance(router, HashRouter | SlotRouter)

@@ -24,18 +24,19 @@ def parts(prior: Tensor, posterior: bool = True) -> GateParts:
     return GateParts(lambda x: x, prior, posterior)
 
 
+@pytest.mark.parametrize("alpha", [1.3, 0.0])
 @pytest.mark.parametrize("posterior", [True, False])
 @pytest.mark.parametrize(
     "policy", [Dense(), TopK(2), TopK(2, renormalize=False), Mass(0.7, cap=3), Threshold(0.3)], ids=str
 )
-def test_outputs_and_gradients(policy: Selection, posterior: bool) -> None:
-    scores, prior, alpha = 2 * draw(3, 7, 5), 0.5 * draw(5, seed=1), torch.tensor(1.3)
+def test_outputs_and_gradients(policy: Selection, posterior: bool, alpha: float) -> None:
+    scores, prior, dial = 2 * draw(3, 7, 5), 0.5 * draw(5, seed=1), torch.tensor(alpha)
     budget = Budget(policy, 5)
     leaves = [t.clone().requires_grad_() for t in (scores, prior)]
-    found = fused_choice(leaves[0], parts(leaves[1], posterior), alpha, budget)
+    found = fused_choice(leaves[0], parts(leaves[1], posterior), dial, budget)
     wide = [t.double().requires_grad_() for t in (scores, prior)]
     logits, probs, weights = choose_reference(
-        wide[0], wide[1], alpha.double(), found.selected, posterior, policy.renormalize
+        wide[0], wide[1], dial.double(), found.selected, posterior, policy.renormalize
     )
     assert torch.equal(found.selected, budget.select(probs, False))
     upstream = [draw(3, 7, 5, seed=s) for s in (2, 3, 4)]
@@ -46,7 +47,7 @@ def test_outputs_and_gradients(policy: Selection, posterior: bool) -> None:
     sum((u * b).sum() for u, b in zip(upstream, expected, strict=True)).backward()  # type: ignore[union-attr]
     flat = tuple(u.reshape(-1, 5) for u in upstream)
     options = (posterior, policy.renormalize)
-    plain = _backward_plain(flat, scores.reshape(-1, 5), prior, alpha, found.selected.reshape(-1, 5), options)
+    plain = _backward_plain(flat, scores.reshape(-1, 5), prior, dial, found.selected.reshape(-1, 5), options)
     for a, b, c in zip(leaves, wide, plain, strict=True):
         assert a.grad is not None
         assert b.grad is not None

@@ -579,3 +579,14 @@ def test_a_flagged_step_changes_nothing(stacks: int) -> None:
     optimizer.found_inf = torch.zeros(())
     move()
     assert not any(map(torch.equal, before, frames))
+
+
+def test_a_skipped_step_does_not_undo_a_repair() -> None:
+    stretched = haar_frames(32, 4, 3) @ torch.diag(torch.tensor([3.0, 1.0, 1.0, 1.0]))
+    frames = nn.Parameter(stretched)
+    optimizer = GrassmannAdam([frames])
+    for skipped in (1.0, 0.0, 0.0):
+        frames.grad = torch.randn_like(frames)
+        optimizer.found_inf = torch.tensor(skipped)
+        optimizer.step()
+        assert float(orthonormality_error(frames.detach())) < 1e-5

@@ -221,6 +221,15 @@ def test_expert_choice_leading_dimensions_are_one_pool() -> None:
 
 
 def naive_hash(token: int, seed: int) -> int:
+    def lowbias32(word: int) -> int:
+        word = (word ^ word >> 16) * 0x7FEB352D % 2**32
+        word = (word ^ word >> 15) * 0x846CA68B % 2**32
+        return word ^ word >> 16
+
+    return lowbias32((token + lowbias32((seed + 0x9E3779B9) % 2**32)) % 2**32) % N
+
+
+def earlier_hash(token: int, seed: int) -> int:
     mixed = ((token + 1 + seed) * 0x9E3779B97F4A7C15) % 2**64
     mixed = mixed - 2**64 if mixed >= 2**63 else mixed
     return ((mixed >> 29) & 0x7FFFFFFF) % N
@@ -247,6 +256,39 @@ def test_hash_is_balanced(num_experts: int) -> None:
         expected = count / num_experts
         # χ² with up to 7 degrees of freedom exceeds 40 with probability 1e-6.
         assert float(((load - expected) ** 2 / expected).sum()) < 40
+
+
+def test_hash_groups_neither_neighbours_nor_the_tokens_of_another_layer() -> None:
+    ids, count = torch.arange(20_000), 8
+    chosen = [HashRouter(D, count, seed=s)(torch.zeros(len(ids), D), ids).probs.argmax(-1) for s in range(4)]
+    first, pairs = chosen[0], torch.randint(0, len(ids), (2, 100_000), generator=rng())
+    for step in (1, 2, 3, 8):
+        assert float((first[step:] == first[:-step]).double().mean()) == pytest.approx(1 / count, abs=0.02)
+    together = pairs[:, first[pairs[0]] == first[pairs[1]]]
+    for other in chosen[1:]:
+        again = (other[together[0]] == other[together[1]]).double().mean()
+        assert float(again) == pytest.approx(1 / count, abs=0.02)
+
+
+def test_models_with_the_earlier_hash_keep_it() -> None:
+    router = HashRouter(D, N, seed=3)
+    old = {"projection_DB": torch.randn(D, 16, generator=torch.Generator().manual_seed(3))}
+    router.load_state_dict(router.state_dict() | old)
+    chosen = router(torch.zeros(50, D), torch.arange(50)).probs.argmax(-1)
+    assert chosen.tolist() == [earlier_hash(i, 3) for i in range(50)]
+    router.load_state_dict(HashRouter(D, N, seed=3).state_dict())
+    chosen = router(torch.zeros(50, D), torch.arange(50)).probs.argmax(-1)
+    assert chosen.tolist() == [naive_hash(i, 3) for i in range(50)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_hash_loads_its_own_state_whatever_the_default_dtype(dtype: torch.dtype) -> None:
+    saved = HashRouter(D, N, seed=3).state_dict()
+    torch.set_default_dtype(dtype)
+    try:
+        HashRouter(D, N, seed=3).load_state_dict(saved)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_hash_of_content() -> None:

@@ -21,10 +21,22 @@ from grmoe.routing import (
     set_draw,
     set_elastic,
 )
+from grmoe.routing.elastic import step_key
 
 
 def model(*selections: Selection) -> nn.Sequential:
     return nn.Sequential(*(GrassmannRouter(8, 4, 2, selection=s) for s in selections))
+
+
+def test_each_layer_of_ones_own_model_draws_its_own_budgets() -> None:
+    found = model(*[TopK(3)] * 4)
+    set_elastic(found, Elastic("layer", "count"))
+    x = torch.randn(5, 8)
+    counts = []
+    for step in range(20):
+        set_draw(found, step_key(0, step))
+        counts.append([int(router.train()(x).selected.sum(-1)[0]) for router in routers(found)])
+    assert any(len(set(layers)) > 1 for layers in counts)
 
 
 def test_random_budgets_are_set_for_all_routers_or_none() -> None:

@@ -173,6 +173,8 @@ def test_losses_between_points() -> None:
             r"budget_curve\[1\] must have the keys experts_per_token, alpha, cap and either tau or weight \(and loss",
         ),
         ({"weight": 0.2}, r"budget_curve\[1\] must have the keys .* either tau or weight"),
+        ({"bias": [0.0]}, r"budget_curve\[1\].bias must be 3 lists of 8 numbers"),
+        ({"loss": float("nan")}, r"budget_curve\[1\].loss must be a finite number"),
     ],
 )
 def test_a_curve_that_is_none_is_refused_by_name(change: dict[str, Any], message: str) -> None:

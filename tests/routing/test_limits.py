@@ -81,7 +81,8 @@ def test_the_defaults_of_every_router() -> None:
     }
     assert defaults(LinearRouter) == {"generator": None}
     losses = {"noise": 0.0, "z_loss": 0.0, "load_loss": 0.0}
-    assert defaults(SoftmaxRouter) == {"top_k": 2} | losses
+    assert defaults(SoftmaxRouter) == {"top_k": None} | losses
+    assert SoftmaxRouter(D, N).selection == TopK(2)
     assert defaults(SwitchRouter) == {"capacity_factor": 1.25, "load_loss": 0.01}
     assert defaults(ExpertChoiceRouter) == {"capacity_factor": 1.0}
     assert defaults(HashRouter) == {"seed": 0}
@@ -273,6 +274,9 @@ def test_a_subclass_tells_every_base_of_it() -> None:
     assert [r._fusable for r in (Router, SoftmaxRouter, GrassmannRouter, VMFRouter, HashRouter)] == [
         False, True, True, False, False,
     ]  # fmt: skip
+    for name in ("scores", "energies", "amortized", "kappa", "select"):
+        own = type("Own", (GrassmannRouter,), {name: getattr(GrassmannRouter, name)})
+        assert not own._fusable  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------------- at the limits
@@ -386,7 +390,8 @@ def test_initial_frames_may_be_wrong_by_a_thousandth() -> None:
     frames = geometry.haar_frames(D, 3, N, generator=rng())
     for factor, good in ((1.00045, True), (1.0006, False), (0.9994, False)):  # UᵀU − I is twice that
         if good:
-            GrassmannRouter(D, N, 3, init=factor * frames)
+            made = GrassmannRouter(D, N, 3, init=factor * frames)
+            assert float(geometry.orthonormality_error(made.frames.detach())) < 1e-6
         else:
             with pytest.raises(ValueError, match="init must hold orthonormal frames"):
                 GrassmannRouter(D, N, 3, init=factor * frames)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grmoe.routing import Dense, GrassmannRouter, Mass, SoftmaxRouter, Threshold, TopK
+from grmoe.routing import AtLeast, Dense, GrassmannRouter, Mass, Selection, SoftmaxRouter, Threshold, TopK
 from grmoe.routing.elastic import FULL, Elastic, draw, mix, step_key
 from grmoe.routing.selection import NO_LIMIT
 
@@ -33,13 +33,54 @@ def test_a_policy_fills_the_numbers() -> None:
         (Dense(), NO_LIMIT, N),
     ):  # fmt: skip
         router = make(selection=policy)
-        assert (router.tau, router.cap) == (tau, cap)
+        assert (float(router.budget.tau), router.cap) == (tau, cap)
         other = make(selection=Mass(0.75, cap=4))
         place = other.budget.tau.data_ptr()
         other.selection = policy
-        assert (other.tau, other.cap, other.selection) == (tau, cap, policy)
+        assert (float(other.budget.tau), other.cap, other.selection) == (tau, cap, policy)
         assert other.budget.tau.data_ptr() == place  # in place: a captured graph sees it
     assert not [name for name in make().state_dict() if "budget" in name]
+
+
+@pytest.mark.parametrize("policy", [TopK(3), Mass(0.5, cap=2), AtLeast(0.25, cap=3), Threshold(0.5)])
+def test_tau_can_be_set_to_what_it_reads(policy: Selection) -> None:
+    router = make(selection=policy)
+    x = tokens(50, seed=7)
+    before, numbers = router(x).selected, router.budget.tau.clone()
+    router.tau = router.tau
+    assert torch.equal(router.budget.tau, numbers)
+    router.tau = 0.9
+    router.tau = 1.0 if isinstance(policy, TopK) else float(abs(numbers))  # one is no limit for a top-k
+    assert torch.equal(router(x).selected, before)
+
+
+def test_a_choice_with_numbers_of_its_own_is_counted_as_computed() -> None:
+    """The gate of the weights does not tell which experts were candidates."""
+    for biased in (False, True):
+        router = make(selection=TopK(2), alpha=3.0)
+        router.budget.balances = "candidates"
+        router.budget.biased = biased
+        if biased:
+            router.budget.set_bias([5.0] + [0.0] * (N - 1))
+        else:
+            router.budget.set_weight_alpha(0.0)
+        routing = router.train()(tokens(200, seed=5))
+        computed = routing.selected.float().sum(0) / 2
+        torch.testing.assert_close(router.prior_sums[:N], computed)
+
+
+def test_counts_and_biases_are_in_full_precision() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        router = make(selection=TopK(2))
+        router.budget.biased = True
+        router.budget.set_bias([1.001] * N)
+        router.train()(torch.randn(3, D, dtype=torch.float32).repeat(40_000, 1))
+    finally:
+        torch.set_default_dtype(before)
+    assert float(router.prior_sums[-1]) == 120_000
+    assert float(router.budget.bias[0]) == pytest.approx(1.001, rel=1e-6)
 
 
 def test_a_new_budget_is_full_and_both_numbers_are_set_together() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grmoe.routing import AtLeast, Dense, Mass, Selection, SoftmaxRouter, Threshold, TopK
+from grmoe.routing.selection import largest
 
 UNIT = 64  # probabilities are multiples of 1/64, so that sums are exact and ties are real
 
@@ -162,6 +163,11 @@ def test_weights_of_a_router(policy: Selection) -> None:
         torch.testing.assert_close(weights, torch.tensor([p / total for p in kept]), rtol=1e-6, atol=0)
         if policy.renormalize or policy.dense:
             assert float(weights.sum()) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_drawn_mass_of_zero_keeps_the_most_probable_expert() -> None:
+    probs = torch.tensor([[0.2, 0.5, 0.3], [0.0, 0.0, 1.0]])
+    assert largest(probs, 0.0, 3).tolist() == [[False, True, False], [False, False, True]]
 
 
 def test_ties() -> None:

@@ -67,6 +67,13 @@ def test_the_kernels_operands_carry_it(name: str) -> None:
     torch.testing.assert_close(scores + operands.prior_N, router(x).logits)
 
 
+def test_learning_again_starts_at_the_present_alpha() -> None:
+    router = GrassmannRouter(8, 4, 2, alpha=3.0)
+    router.learn_alpha()
+    router.learn_alpha()
+    assert router.alpha == pytest.approx(3.0)
+
+
 def test_gates_without_such_an_alpha_are_refused() -> None:
     wrong: list[tuple[Router, str]] = [
         (SoftMoERouter(8, 4), "must multiply all of a gate; that of this SoftMoERouter does not"),

@@ -84,9 +84,12 @@ def _backward(
     flags, NP = tuple(g is not None for g in given), power_of_2(N)
     tile = max(2, 2048 // NP)
     constants = (N, renormalize, *flags, tile, NP)
-    launch(kernels.linear_backward_kernel, (ceil_div(T, tile),), (*gates, alpha, grad, T), constants)
-    total = grad.sum(0)  # with α, because it multiplies the prior too
-    return grad, total if posterior else total / alpha
+    factor = (
+        alpha if posterior else torch.ones_like(alpha)
+    )  # a prior that α does not multiply has no factor α
+    launch(kernels.linear_backward_kernel, (ceil_div(T, tile),), (*gates, factor, grad, T), constants)
+    total = grad.sum(0)
+    return grad if posterior else alpha * grad, total
 
 
 def choose_reference(

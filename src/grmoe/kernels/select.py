@@ -110,8 +110,8 @@ def select_BN(probs_BN, index_N, real_N, tau_B, cap_B, MODE: tl.constexpr, MAX_E
     for taken in range(MAX_EXPERTS):
         best_B = tl.max(left_BN, axis=1)
         first_B = tl.min(tl.where(left_BN == best_B[:, None], index_N[None, :], probs_BN.shape[1]), axis=1)
-        next_B = (best_B >= -tau_B) | (cap_B * 0 == taken)  # the first one always
-        more_B = tl.where(tau_B < 0, next_B, mass_B < tau_B) & (taken < cap_B)
+        next_B = tl.where(tau_B < 0, best_B >= -tau_B, mass_B < tau_B)
+        more_B = (next_B | (cap_B * 0 == taken)) & (taken < cap_B)  # the first one always
         take_BN = (index_N[None, :] == first_B[:, None]) & more_B[:, None]
         chosen_BN = tl.where(take_BN, 1, chosen_BN)
         left_BN = tl.where(take_BN, -1.0, left_BN)

@@ -9,6 +9,7 @@ Legend: B batch, S sequence, T = B·S tokens, H model width, N experts, K most e
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -165,6 +166,7 @@ class GrmoeMoE(MoE):
 def config_router(config: GrmoeConfig, number: int) -> Router:
     """The router of MoE layer `number`, counted from zero; in fp32 whatever the default dtype is."""
     options = dict(config.router_options or {})
+    _check_options(config, options)
     if config.router == "hash":
         options["seed"] = _layer_seed(options.get("seed", 0), number, len(config.moe_layers))
     if config.router in SLOT_ROUTERS and "slots" not in options:
@@ -207,6 +209,19 @@ def config_policy(config: GrmoeConfig) -> Selection | None:
         kind for kind in (TopK, Mass, AtLeast, Threshold, Dense) if kind.__name__ == type(policy).__name__
     )
     return own(**vars(policy))
+
+
+def _check_options(config: GrmoeConfig, options: Mapping[str, Any]) -> None:
+    """Raise for options that the configuration sets under another name: they would have no effect."""
+    named = {
+        "alpha": "alpha", "identity": "identity_experts", "rank": "router_rank", "selection": "selection",
+        "top_k": "num_experts_per_tok",
+    }  # fmt: skip
+    if config.router_kappa is not None:
+        named["kappa"] = "router_kappa"
+    for option in options:
+        if option in named and options[option] != getattr(config, named[option]):
+            raise ValueError(f"router_options.{option} has no effect: set {named[option]}")
 
 
 def _layer_seed(seed: Any, number: int, layers: int) -> Any:

@@ -205,12 +205,13 @@ class GrassmannAdam(Optimizer):
         m_NDK, v_N11 = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
         UtM_NKK = self._moments(params, "inner")
         changed = (U_NDK, m_NDK, v_N11, UtM_NKK)
-        before = [t.clone() for t in changed] if self.found_inf is not None else []
         touched = any(self._last_seen.get(p) != (p._version, p.data_ptr()) for p in params)
         # A state that was just loaded usually belongs to its frames. Then both stay as they are.
         if touched and _needs_repair(U_NDK, m_NDK, UtM_NKK):
             repair(U_NDK)
             torch.bmm(U_NDK.mT, m_NDK, out=UtM_NKK)
+        # After the repair: a step that is skipped must not undo it.
+        before = [t.clone() for t in changed] if self.found_inf is not None else []
 
         # Moments: v from ‖H‖², m projected at the current point by means of the stored Uᵀm.
         UtG_NKK = torch.bmm(U_NDK.mT, G_NDK)

@@ -21,8 +21,8 @@ class ModelOptimizer(Optimizer):
     The None lets the Trainer make its usual schedule, which scales all learning rates. Its own `learning_rate` and
     `weight_decay` are not used.
 
-    lr: of the weights. weight_decay: of matrices. frames_lr: lr·√(d·k) by default, for d × k frames. kappa_lr: lr by
-    default.
+    lr, betas, eps: of the weights. weight_decay: of matrices. frames_lr: lr·√(d·k) by default, for d × k frames; they
+    have `GrassmannAdam`'s own betas and eps. kappa_lr: lr by default.
     """
 
     def __init__(

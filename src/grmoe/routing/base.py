@@ -31,16 +31,18 @@ from grmoe.routing.prior import next_log_prior
 from grmoe.routing.result import Routing
 from grmoe.routing.selection import Dense, Selection
 
+# Methods of routers that kernels replace.
+_DESCRIBED = ("gate", "select", "route", "scores", "energies", "amortized", "kappa")
+
 
 def _in_full_precision(init: Callable[..., None]) -> Callable[..., None]:
-    """An __init__ that makes fp32 tensors where the default dtype has 16 bits, as in transformers'
-    `from_pretrained(dtype=…)`."""
+    """An __init__ that makes fp32 tensors whatever the default dtype is. In transformers' `from_pretrained(dtype=…)` it
+    has 16 bits. `router.double()` is the way to fp64."""
 
     @wraps(init)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         before = torch.get_default_dtype()
-        if before in (torch.bfloat16, torch.float16):
-            torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(torch.float32)
         try:
             init(*args, **kwargs)
         finally:
@@ -69,6 +71,7 @@ class Router(nn.Module):
     """
 
     reads_prior: ClassVar[bool] = True  # False: the gate has no prior, so `balance` would do nothing
+    own_choice: ClassVar[bool] = False  # True: no selection can change which experts compute a token
     of_experts: ClassVar[bool] = True  # False: it chooses something else, and `routers` leaves it out
     _fusable: ClassVar[bool] = False
     log_prior: Tensor
@@ -112,11 +115,11 @@ class Router(nn.Module):
         self._packed = PackedCopy()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # `gate_operands` describes the `gate`, `select` and `route` of its own class. A subclass that overrides only
-        # these must not run the kernel of its base class.
+        # `gate_operands` describes the `gate`, `select` and `route` of its own class, and what these call. A subclass
+        # that overrides only these must not run the kernel of its base class.
         super().__init_subclass__(**kwargs)
         depth = {name: i for i, c in reversed(list(enumerate(cls.__mro__))) for name in vars(c)}
-        cls._fusable = depth["gate_operands"] <= min(depth[name] for name in ("gate", "select", "route"))
+        cls._fusable = depth["gate_operands"] <= min(depth[name] for name in _DESCRIBED if name in depth)
         if "__init__" in vars(cls):
             cls.__init__ = _in_full_precision(cls.__init__)  # type: ignore[method-assign]
 
@@ -233,6 +236,8 @@ class Router(nn.Module):
 
     def learn_alpha(self) -> None:
         """Make α a parameter, `log_alpha`, that starts at the present α. `alpha_value` becomes one, a factor on it."""
+        if self.log_alpha is not None:
+            self.keep_alpha()
         now, kind = self.alpha, type(self).__name__
         learns = type(self).route is Router.route and getattr(self, "dial", "posterior") == "posterior"
         checks.require(learns, f"a learned α must multiply all of a gate; that of this {kind} does not")
@@ -302,12 +307,29 @@ class Router(nn.Module):
 
     @selection.setter
     def selection(self, policy: Selection) -> None:
+        self.require_selection()
         self.budget.use(policy)
 
     @property
+    def takes_selection(self) -> bool:
+        """Whether the selection alone decides. Switch and Expert Choice also use a capacity, Soft MoE selects nothing,
+        and a hash gives one expert all the probability."""
+        return type(self).select is Router.select and not self.own_choice
+
+    def require_selection(self) -> None:
+        """Raise if another selection would not decide."""
+        kind = type(self).__name__
+        checks.require(
+            self.takes_selection, f"selection must be None for a {kind}, which makes its own choice"
+        )
+
+    @property
     def tau(self) -> float:
-        """τ in use: experts are added while those before hold less than τ. Reading waits for the device."""
-        return float(self.budget.tau)
+        """τ in use: experts are added while those before hold less than τ. One: no limit. Reading waits for the device.
+
+        Of `AtLeast` it is the weight, of `Threshold` the least probability.
+        """
+        return min(1.0, abs(float(self.budget.tau)))
 
     @tau.setter
     def tau(self, value: Any) -> None:
@@ -340,7 +362,7 @@ class Router(nn.Module):
 
         def keep_precision(t: Tensor) -> Tensor:
             out = fn(t)
-            return t.to(out.device) if out.dtype in (torch.bfloat16, torch.float16) else out
+            return t.to(out.device, torch.float32) if out.dtype in (torch.bfloat16, torch.float16) else out
 
         return super()._apply(keep_precision, recurse)
 

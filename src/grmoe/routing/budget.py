@@ -17,7 +17,17 @@ from torch import Tensor
 from grmoe import checks
 from grmoe.routing.buffers import Restarted
 from grmoe.routing.elastic import FULL, Elastic, elastic_numbers
-from grmoe.routing.selection import BY_RANK, AtLeast, Selection, Threshold, above, largest, numbers
+from grmoe.routing.selection import (
+    BY_RANK,
+    NO_LIMIT,
+    AtLeast,
+    Selection,
+    Threshold,
+    TopK,
+    above,
+    largest,
+    numbers,
+)
 
 Balances = Literal["computed", "candidates", "leading", "both"]
 
@@ -61,7 +71,10 @@ class Budget(Restarted):
 
     @property
     def balances(self) -> Balances:
-        return "leading" if self.policy.dense else self._balances
+        """What the prior counts. Where the choice has a bias or an α of its own, the gate does not tell candidates."""
+        if self.policy.dense:
+            return "leading"
+        return "computed" if self.weighs_apart or self.biased else self._balances
 
     @balances.setter
     def balances(self, kind: Balances) -> None:
@@ -96,6 +109,8 @@ class Budget(Restarted):
         """τ of `Mass` and `TopK` (a top-k with a τ stops early), the weight of `AtLeast` or of `Threshold`."""
         self._needs(*BY_RANK, Threshold)
         tau = checks.fraction("tau", value)
+        if type(self.policy) is TopK and tau == 1:
+            tau = NO_LIMIT
         if type(self.policy) is Threshold:
             needed = Threshold(tau).max_experts(self.num_experts)
             checks.require(needed <= self.room, f"tau must leave at most {self.room} experts, got {value!r}")
@@ -137,7 +152,7 @@ class Budget(Restarted):
         if bias is None:
             values = self.bias.new_zeros(self.num_experts)  # on the device: nothing waits
         else:
-            values = torch.tensor([checks.finite("bias", value) for value in bias])
+            values = torch.tensor([checks.finite("bias", value) for value in bias], dtype=torch.float32)
             right = len(bias) == self.num_experts
             checks.require(
                 right, f"bias must have one number per expert, {self.num_experts}, got {len(bias)}"

@@ -58,8 +58,10 @@ def set_elastic(module: nn.Module, elastic: Elastic | None) -> None:
             f"elastic needs a selection TopK or Mass with more than one expert, got {router.selection} "
             f"in a {type(router).__name__}",
         )
-    for router in found:
+    for number, router in enumerate(found):
         router.budget.elastic = elastic
+        if len(found) > 1:  # each layer draws its own; one router alone keeps the number it has
+            router.budget.layer = number
 
 
 def set_entropy(module: nn.Module, term: EntropyTerm | None) -> None:

@@ -18,6 +18,7 @@ from grmoe.routing.budget import Budget
 from grmoe.routing.buffers import Restarted
 from grmoe.routing.metrics import RoutingMetrics, routing_sums, summarize
 from grmoe.routing.result import Routing
+from grmoe.routing.selection import BY_RANK
 
 
 class LoadCounter(Restarted):
@@ -82,7 +83,8 @@ class LoadCounter(Restarted):
         counts.add_((self.sums[led] - before_N).to(counts.dtype))
 
     def _add(self, routing: Routing, prior: Budget | None, kernels: bool) -> None:
-        if kernels and routing.slots is None and available(routing.probs) and not has_failed("metrics"):
+        fused = kernels and routing.slots is None and _kernel_knows(prior)
+        if fused and available(routing.probs) and not has_failed("metrics"):
             attempt("metrics", lambda: self._add_fused(routing, prior), lambda: None)
             if not has_failed("metrics"):
                 return
@@ -140,12 +142,18 @@ def prior_shares(probs: Tensor, selected: Tensor, budget: Budget) -> Tensor:
         )  # τ and cap may be per sequence
     if kind != "leading":
         chosen_TN = chosen_TN & finite_T1
-        share_TN = chosen_TN / chosen_TN.sum(-1, keepdim=True).clamp(min=1)
+        share_TN = chosen_TN.to(probs.dtype) / chosen_TN.sum(-1, keepdim=True).clamp(min=1)
     if kind in ("leading", "both"):
         leads_TN = probs_TN.argmax(-1, keepdim=True) == torch.arange(N, device=probs.device)
-        leads_TN = (leads_TN & finite_T1).to(torch.get_default_dtype())
+        leads_TN = (leads_TN & finite_T1).to(probs.dtype)
         share_TN = leads_TN if kind == "leading" else (share_TN + leads_TN) / 2
-    return torch.cat([share_TN.sum(0), finite_T1.sum(0)])
+    return torch.cat([share_TN.sum(0), finite_T1.sum(0).to(probs.dtype)])
+
+
+def _kernel_knows(prior: Budget | None) -> bool:
+    """The kernel finds candidates by rank only."""
+    candidates = prior is not None and prior.balances in ("candidates", "both")
+    return not candidates or (prior is not None and type(prior.policy) in BY_RANK)
 
 
 def _prior_rule(budget: Budget) -> dict[str, Any]:

@@ -117,6 +117,8 @@ def check_curve(curve: Any, layers: int, num_experts: int) -> None:
             )
             for value in values:
                 _check_number(f"{name}.{key}", key, value, num_experts)
+        if "loss" in point:
+            checks.finite(f"{name}.loss", point["loss"])
         if "bias" in point:
             _check_bias(f"{name}.bias", point["bias"], layers, num_experts)
     counts = [point["experts_per_token"] for point in curve]
@@ -142,7 +144,8 @@ def _check_number(name: str, key: str, value: Any, num_experts: int) -> None:
 
 
 def _check_bias(name: str, bias: Any, layers: int, num_experts: int) -> None:
-    ok = isinstance(bias, list) and [len(layer) for layer in bias] == [num_experts] * layers
+    lists = isinstance(bias, list) and all(isinstance(layer, list) for layer in bias)
+    ok = lists and [len(layer) for layer in bias] == [num_experts] * layers
     checks.require(ok, f"{name} must be {layers} lists of {num_experts} numbers, got {bias!r}")
     for layer in bias:
         for value in layer:

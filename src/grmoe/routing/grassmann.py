@@ -307,7 +307,9 @@ def _initial_frames(
         checks.all_finite("init", init)
         error = float(geometry.orthonormality_error(init))
         checks.require(error < 1e-3, f"init must hold orthonormal frames, got max|UᵀU−I| = {error:.2g}")
-        return init.detach().clone().float().contiguous()
+        frames = init.detach().float()
+        # Frames in 16 bits are off by more than rounding, and would look as if an optimiser had moved them.
+        return geometry.orthonormalize(frames) if error > 1e-6 else frames.clone().contiguous()
     checks.one_of("init", init, ("haar", "identity", "pca"))
     if init == "identity":
         return geometry.identity_frames(dim, rank, num_experts)

@@ -74,7 +74,7 @@ class Mass:
     """The smallest set of experts with probabilities that reach τ, at most `cap` of them.
 
     A token with a clear gate computes one expert, an ambiguous token several. With this policy the dial α changes the
-    amount of computation. Without a cap the dropped mass is below 1−τ by construction.
+    amount of computation. Without a cap the dropped mass is at most 1−τ by construction.
     """
 
     tau: float
@@ -153,9 +153,9 @@ def largest(probs: Tensor, tau: float | Tensor, cap: int | Tensor) -> Tensor:
     # Mass of the experts ranked higher. Shifted, because `cumsum − p` rounds and can keep one expert too many.
     before = torch.nn.functional.pad(sorted_probs.cumsum(-1)[..., :-1], (1, 0))
     rank = torch.arange(probs.shape[-1], device=probs.device)
-    by_mass, by_weight = before < tau, (sorted_probs >= -tau) | (rank == 0)
-    # An exact choice of either, for tensors and for numbers.
-    keep = ((by_weight & (tau < 0)) | (by_mass & (tau >= 0))) & (rank < cap)
+    by_mass, by_weight = before < tau, sorted_probs >= -tau
+    # An exact choice of either, for tensors and for numbers. The first expert always: a τ that is drawn may be zero.
+    keep = ((by_weight & (tau < 0)) | (by_mass & (tau >= 0)) | (rank == 0)) & (rank < cap)
     return torch.zeros_like(keep).scatter(-1, order, keep)
 
 

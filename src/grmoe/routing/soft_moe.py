@@ -29,6 +29,7 @@ class SlotRouter(Router):
     """
 
     reads_prior: ClassVar[bool] = False
+    own_choice: ClassVar[bool] = True
 
     def __init__(
         self,

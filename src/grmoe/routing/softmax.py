@@ -29,18 +29,23 @@ class SoftmaxRouter(LinearRouter):
         self,
         dim: int,
         num_experts: int,
-        top_k: int = 2,
+        top_k: int | None = None,
         *,
         noise: float = 0.0,
         z_loss: float = 0.0,
         load_loss: float = 0.0,
         **router: Any,
     ) -> None:
-        top_k = checks.positive_int("top_k", top_k)
-        router.setdefault("selection", TopK(top_k))
+        checks.require(
+            top_k is None or "selection" not in router,
+            "top_k and selection both say how many experts: give one",
+        )
+        count = checks.positive_int("top_k", 2 if top_k is None else top_k)
+        router.setdefault("selection", TopK(count))
         super().__init__(dim, num_experts, **router)
         checks.require(
-            top_k <= num_experts, f"top_k must be at most num_experts = {num_experts}, got {top_k}"
+            top_k is None or count <= num_experts,
+            f"top_k must be at most num_experts = {num_experts}, got {top_k}",
         )
         self.noise = checks.finite("noise", noise, at_least=0)
         self.z_loss = checks.finite("z_loss", z_loss, at_least=0)
