@@ -12,6 +12,8 @@ from grmoe.studies.judging import (
     any_of,
     below,
     changed,
+    happen_at,
+    happens,
     in_doubt,
     narrower,
     never,
@@ -70,6 +72,19 @@ def test_never() -> None:
     assert never((0, 3)) is HOLDS
     assert never((1, 1)) is FAILS
     assert never((0, 2)) is OPEN
+
+
+def test_happens() -> None:
+    assert [happens(count) for count in ((1, 1), (0, 3), (0, 2))] == [HOLDS, FAILS, OPEN]
+
+
+def test_none_refutes_a_share_only_where_that_is_a_surprise() -> None:
+    assert happen_at([((0, 5), 0.4)]) is UNDECIDED  # 0.6⁵ is 8 %
+    assert happen_at([((0, 6), 0.4)]) is FAILS  # and 0.6⁶ below 5 %
+    assert happen_at([((0, 5), 0.4), ((0, 5), 0.2)]) is FAILS
+    assert happen_at([((1, 6), 0.4), ((0, 5), 0.2)]) is UNDECIDED
+    assert happen_at([((1, 6), 0.4), ((1, 5), 0.2)]) is HOLDS
+    assert happen_at([((1, 6), 0.4), ((1, 2), 0.2)]) is OPEN
 
 
 def test_of_several_parts() -> None:

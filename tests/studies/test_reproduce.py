@@ -9,22 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_language_model import put_one
 from test_models_store import a_run
 from typer.testing import CliRunner
 
 from grmoe.cli import app
 from grmoe.config import load
 from grmoe.runs.config import TrainConfig
-from grmoe.studies import dynamics, language_model, post_hoc, throughput
+from grmoe.studies import language_model, post_hoc, throughput
 from grmoe.studies.learning_rates import best_rates
 from grmoe.studies.model_study import ModelStudy
-from grmoe.studies.models import Point, Run, Store, Trained, run_folder, worker
+from grmoe.studies.models import Run, Store, run_folder, worker
 from grmoe.studies.models.recipes import best_rate
 from grmoe.studies.models.summary import Mean, difference, mean, model_table
 from grmoe.studies.page import Verdict
 from grmoe.studies.pages import page_files, page_text, write_pages
 from grmoe.studies.registry import NAMES, check_keep, check_only, find_studies, find_study
-from grmoe.studies.study import Place, State
+from grmoe.studies.study import Place
 from grmoe.studies.tasks import result_file
 
 ROOT = Path(__file__).parents[2]
@@ -52,16 +53,6 @@ def test_pages_and_figures_that_are_no_longer_made_are_removed(tmp_path: Path) -
     write_pages([study], tmp_path / "none", tmp_path)
     assert sorted(p.name for p in written["Pages"].iterdir()) == ["index.md", "mine.md", "normalizer.md"]
     assert [p.name for p in written["Figures"].iterdir()] == ["notes"]
-
-
-def test_every_figure_draws(tmp_path: Path) -> None:
-    """With results for every model of a study."""
-    losses = {job.recipe.name: [3.0, 3.1, 3.2] for job in language_model.STUDY.jobs() if job.seed == 0}
-    curve = [Point(step=i, loss=3.0, entropy=1.0, load_cv=0.1, min_load=0.1) for i in range(12)]
-    put(tmp_path, losses, curve=curve)
-    (figure,) = dynamics.STUDY.page(tmp_path).figures
-    figure.draw(tmp_path / "dynamics.png")
-    assert (tmp_path / "dynamics.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,65 +119,6 @@ def test_a_recipe_on_one_base_alone(tmp_path: Path) -> None:
     assert "small-2500/vmf-one" not in study.parts  # it stands on one base only
 
 
-def put(results: Path, losses: dict[str, list[float]], **changes: Any) -> None:
-    """Models of the main comparison with these losses, one per seed."""
-    for name, each in losses.items():
-        runs = [a_run(seed, loss, **changes) for seed, loss in enumerate(each)]
-        about = Trained(
-            recipe=name, label=name, settings=(), config={}, data={"tokens": 1, "vocabulary": 8}, runs=runs
-        )
-        Store(results).add(language_model.BASE, about)
-
-
-def put_one(results: Path, name: str, run: Run) -> None:
-    about = Trained(
-        recipe=name, label=name, settings=(), config={}, data={"tokens": 1, "vocabulary": 8}, runs=[run]
-    )
-    Store(results).add(language_model.BASE, about)
-
-
-def verdict(results: Path, start: str) -> Verdict:
-    page = language_model.STUDY.page(results)
-    return next(claim.verdict for claim in page.claims if claim.text.startswith(start))
-
-
-def test_verdicts_follow_the_numbers(tmp_path: Path) -> None:
-    put(tmp_path, {"grmoe-amortised": [3.0, 3.1, 3.2], "vmf-plain": [3.1, 3.2, 3.31]})
-    assert verdict(tmp_path, "GrMoE with an amortiser beats vMF") is Verdict.CHANGED  # the prior is ours
-    assert verdict(tmp_path, "The amortiser") is Verdict.OPEN
-    put(tmp_path, {"vmf-plain": [3.1, 3.0, 3.2], "grmoe": [2.9, 3.1]})
-    assert verdict(tmp_path, "GrMoE with an amortiser beats vMF") is Verdict.FAILS
-    assert verdict(tmp_path, "The amortiser") is Verdict.OPEN  # two seeds decide nothing
-    assert language_model.STUDY.state(tmp_path) == State(8, 75)
-
-
-def test_what_holds_for_ours_alone_holds_with_a_change(tmp_path: Path) -> None:
-    lower = "GrMoE has a lower perplexity"
-    put(tmp_path, {name: [3.1, 3.2, 3.31] for name in language_model.CAUSAL} | {"grmoe": [3.0, 3.1, 3.2]})
-    assert verdict(tmp_path, lower) is Verdict.CHANGED
-    put(tmp_path, {"grmoe-paper": [3.2, 3.3, 3.4]})
-    assert verdict(tmp_path, lower) is Verdict.CHANGED
-    put(tmp_path, {"grmoe-paper": [3.0, 3.1, 3.2]})
-    assert verdict(tmp_path, lower) is Verdict.HOLDS
-    put(tmp_path, {"hash": [3.0, 3.0, 3.0]})
-    assert verdict(tmp_path, lower) is Verdict.FAILS
-
-
-def test_how_even_the_load_is_decides(tmp_path: Path) -> None:
-    even = "GrMoE's load is more even", "Load balance improves"
-    for name, cvs in {
-        "grmoe": [0.1, 0.11, 0.12], "softmax": [0.3, 0.31, 0.32], "switch": [0.14, 0.15, 0.14],
-        "vmf-plain": [0.14, 0.15, 0.14],
-    }.items():  # fmt: skip
-        for seed, cv in enumerate(cvs):
-            one = a_run(seed)
-            put_one(tmp_path, name, replace(one, rows=[replace(one.rows[0], load_cv=cv)]))
-    assert [verdict(tmp_path, text) for text in even] == [Verdict.CHANGED, Verdict.CHANGED]
-    one = a_run(2)
-    put_one(tmp_path, "vmf-plain", replace(one, rows=[replace(one.rows[0], load_cv=0.05)]))
-    assert [verdict(tmp_path, text) for text in even] == [Verdict.CHANGED, Verdict.OPEN]
-
-
 def test_differences_pair_seeds_and_one_seed_has_no_interval() -> None:
     a, b = [a_run(0, 3.5), a_run(1, 4.5), a_run(9, 0.0)], [a_run(1, 4.0), a_run(0, 3.0)]
     found = difference(a, b)
@@ -197,20 +129,6 @@ def test_differences_pair_seeds_and_one_seed_has_no_interval() -> None:
     (cells,) = model_table("", [("A", [a_run(0, 3.0)], None)]).rows
     assert cells[3:5] == ("3.0000", f"{math.exp(3):.2f}")
     assert cells[8] == "0/1 (0–79 %)"
-
-
-def test_dips_and_spread() -> None:
-    def curve(*losses: float) -> list[Point]:
-        return [
-            Point(step=i, loss=loss, entropy=1.0, load_cv=0.1, min_load=0.1) for i, loss in enumerate(losses)
-        ]
-
-    smooth, dipping = a_run(0, curve=curve(3.0, 2.9, 2.91)), a_run(1, curve=curve(3.0, 2.8, 2.9))
-    assert (dynamics.dips(smooth), dynamics.dips(dipping)) == (0, 1)
-    third = a_run(2, curve=curve(3.0, 2.7))
-    assert dynamics.shared_steps([smooth, dipping, third]) == [0, 1]
-    assert dynamics.spread([smooth, dipping, third], 1) == pytest.approx(0.1)
-    assert dynamics.spread([smooth, dipping], 1) is None
 
 
 def test_first_seeds_are_timed_together(
@@ -303,7 +221,7 @@ def test_the_command(tmp_path: Path) -> None:
     shown = run.invoke(app, ["reproduce", "all", "--status", "--results", str(tmp_path)])
     assert shown.exit_code == 0, shown.output
     assert "language-model" in shown.output
-    assert "0/75" in shown.output
+    assert "0/81" in shown.output
     nothing = run.invoke(app, ["reproduce", "--results", str(tmp_path)])
     assert nothing.exit_code == 2
     assert "name a study, or all" in nothing.output

@@ -5,6 +5,7 @@ A difference counts if its 95 % interval over at least three seeds excludes zero
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from grmoe.studies.intervals import out_of, spread_ratio
@@ -13,6 +14,7 @@ from grmoe.studies.models.summary import Mean, difference, short_name, show_mean
 from grmoe.studies.page import Verdict
 
 MIN_SEEDS = 3
+CHANCE = 0.05  # what has a smaller one at the paper's numbers speaks against them
 
 
 def decide(found: Mean | None, holds: Callable[[Mean], bool]) -> Verdict:
@@ -134,6 +136,28 @@ def never(count: tuple[int, int]) -> Verdict:
     if times:
         return Verdict.FAILS
     return Verdict.HOLDS if seeds >= MIN_SEEDS else Verdict.OPEN
+
+
+def happens(count: tuple[int, int]) -> Verdict:
+    """Of "it happens", from (times, seeds), where not once in all seeds refutes it."""
+    times, seeds = count
+    if times:
+        return Verdict.HOLDS
+    return Verdict.FAILS if seeds >= MIN_SEEDS else Verdict.OPEN
+
+
+def happen_at(found: Sequence[tuple[tuple[int, int], float]]) -> Verdict:
+    """Of "each of these happens in such a share of seeds", from ((times, seeds), share).
+
+    It holds if each happens. It fails if none does, and that has a chance below 5 % at these shares.
+    """
+    if min(seeds for (_, seeds), _ in found) < MIN_SEEDS:
+        return Verdict.OPEN
+    if all(times for (times, _), _ in found):
+        return Verdict.HOLDS
+    chance = math.prod((1 - share) ** seeds for (_, seeds), share in found)
+    none = not any(times for (times, _), _ in found)
+    return Verdict.FAILS if none and chance < CHANCE else Verdict.UNDECIDED
 
 
 def show_count(count: tuple[int, int]) -> str:

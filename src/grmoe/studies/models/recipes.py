@@ -118,25 +118,35 @@ METHODS = (
     _method("grmoe", "GrMoE", FULL),
     _method("grmoe-amortised", "GrMoE + amortiser", FULL, "model.router_options.amortizer=affinity"),
     _method("grmoe-paper", "GrMoE with the paper's gate, prior and penalty", FULL, *PAPER_GATE),
-    _method("softmax", "Softmax, no balancing", *_SOFTMAX, FULL),
+    _method("softmax", "Softmax without balancing", *_SOFTMAX, FULL),
     _method("softmax-bias", "Softmax + bias", *_SOFTMAX, _BIAS, FULL),
     _method("softmax-load", "Softmax + Switch loss", *_SOFTMAX, "model.router_options.load_loss=0.01", FULL),
     _method("softmax-z", "Softmax + bias + z-loss 0.01", *_SOFTMAX, _BIAS, "model.router_options.z_loss=0.01", FULL),
-    _method("switch", "Switch, capacity 1.25", "model.router=switch"),
+    _method("switch", "Switch at capacity 1.25", "model.router=switch"),
     _method(
-        "expert-choice", "Expert Choice, capacity 2", "model.router=expert_choice", _NOT_CAUSAL,
+        "expert-choice", "Expert Choice at capacity 2", "model.router=expert_choice", _NOT_CAUSAL,
         "model.router_options.capacity_factor=2",
     ),
     _method("hash", "Hash", "model.router=hash"),
-    _method("soft-moe", "Soft MoE, T/N slots", "model.router=soft_moe", _NOT_CAUSAL),
-    _method("vmf-plain", "vMF, no balancing", "model.router=vmf", FULL),
+    _method("soft-moe", "Soft MoE with T/N slots", "model.router=soft_moe", _NOT_CAUSAL),
+    _method("vmf-plain", "vMF without balancing", "model.router=vmf", FULL),
     _method("vmf", "vMF + bias", "model.router=vmf", _BIAS, FULL),
 )  # fmt: skip
 
 
+_BY_NAME = {recipe.name: recipe for recipe in METHODS}
+# Nearer to the paper, at the rates of their relatives above. One sums all experts, as Algorithm 1 does. The other has
+# an amortiser that reads the token.
+NEARER = (
+    _BY_NAME["grmoe-paper"].plus(
+        "grmoe-paper-dense", "GrMoE with the paper's gate, prior, penalty and dense sum", "model.selection=dense"
+    ),
+    Recipe(
+        "grmoe-amortised-input", "GrMoE + amortiser on the token", (FULL, "model.router_options.amortizer=input")
+    ).with_rate(best_rate("two", "grmoe-amortised")),
+)  # fmt: skip
 # Methods that are compared at equal experts per token.
 EQUAL = ("grmoe", "softmax-bias", "softmax-load", "softmax-z", "vmf")
-_BY_NAME = {recipe.name: recipe for recipe in METHODS}
 
 
 def _one(method: str) -> Recipe:
@@ -200,7 +210,9 @@ SOFTMAX_BUDGET = Recipe(
     "softmax-token-mass", "softmax, per token, mass", (*_SOFTMAX, _BIAS, *_TOKEN_MASS)
 ).with_rate(best_rate("two", "softmax-bias"))
 
-RECIPES = {recipe.name: recipe for recipe in (*METHODS, *GATES["one"].values(), *BUDGETS, SOFTMAX_BUDGET)}
+RECIPES = {
+    recipe.name: recipe for recipe in (*METHODS, *NEARER, *GATES["one"].values(), *BUDGETS, SOFTMAX_BUDGET)
+}
 
 
 def find_recipe(text: str) -> Recipe:

@@ -64,9 +64,12 @@ def difference(
     return mean(row.loss - theirs[seed].loss for seed, row in mine.items() if seed in theirs)
 
 
-def collapsed(runs: Sequence[Run], paper: bool = False) -> tuple[int, int]:
-    """(models in which an expert collapsed at the setting of training, models that say). paper: by the 1 % rule."""
-    rows = rows_by_seed(runs).values()
+def collapsed(runs: Sequence[Run], paper: bool = False, setting: str | None = None) -> tuple[int, int]:
+    """(models in which an expert collapsed, models that say); by default at the setting of training.
+
+    paper: by the 1 % rule.
+    """
+    rows = rows_by_seed(runs, setting=setting).values()
     known = [row.collapsed_paper if paper else row.collapsed for row in rows]
     return sum(bool(k) for k in known if k is not None), sum(k is not None for k in known)
 
