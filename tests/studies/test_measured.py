@@ -170,27 +170,40 @@ def test_equal_alpha_is_compared_at_as_many_experts() -> None:
 # -- downstream ---------------------------------------------------------------------------------------------------
 
 
-def scores(seed: int, accuracy: float) -> dict[str, Any]:
-    numbers = {
-        f"{metric},none": accuracy + 0.001 * seed for metric in ("acc", "acc_norm")
-    } | dict.fromkeys(("acc_stderr,none", "acc_norm_stderr,none"), 0.01)  # fmt: skip
-    return {str(shots): dict.fromkeys(downstream.METRICS, numbers) for shots in downstream.SHOTS}
+def scores(seed: int, *accuracies: float) -> dict[str, Any]:
+    """Without and with examples."""
+    found = {}
+    for shots, accuracy in zip(downstream.SHOTS, accuracies, strict=True):
+        numbers = {
+            f"{metric},none": accuracy + 0.001 * seed for metric in ("acc", "acc_norm")
+        } | dict.fromkeys(("acc_stderr,none", "acc_norm_stderr,none"), 0.01)  # fmt: skip
+        found[str(shots)] = dict.fromkeys(downstream.METRICS, numbers)
+    return found
 
 
-@pytest.mark.parametrize(("other", "verdict"), [(0.4, Verdict.HOLDS), (0.45, Verdict.FAILS)])
-def test_accuracy_is_compared_by_seed(other: float, verdict: Verdict, tmp_path: Path) -> None:
-    accuracies = dict.fromkeys(downstream.STUDY.parts, other) | {"grmoe-amortised": 0.42}
+@pytest.mark.parametrize(
+    ("other", "verdict"),
+    [
+        ((0.4, 0.4), Verdict.CHANGED),  # the prior is ours
+        ((0.45, 0.4), Verdict.CHANGED),  # the paper has examples in the prompt
+        ((0.4, 0.42), Verdict.UNDECIDED),
+        ((0.4, 0.45), Verdict.FAILS),
+    ],
+)
+def test_accuracy_is_compared_by_seed(other: tuple[float, float], verdict: Verdict, tmp_path: Path) -> None:
+    accuracies = dict.fromkeys(downstream.STUDY.parts, other) | {"grmoe-amortised": (0.42, 0.42)}
     models = {
         name: [
-            Measured(recipe=name, seed=s, revision="r", machine="m", body=scores(s, value)) for s in range(3)
+            Measured(recipe=name, seed=s, revision="r", machine="m", body=scores(s, *values))
+            for s in range(3)
         ]
-        for name, value in accuracies.items()
+        for name, values in accuracies.items()
     }
     page = downstream.write(models)
     assert verdicts(page) == [verdict, verdict, Verdict.UNTESTABLE, Verdict.UNTESTABLE]
     row = next(row for row in page.tables[0].rows if row[0] == "GrMoE + amortiser")
     assert row[2] == "42.1 ± 0.2 (1.0)"
-    assert "paper, 350M: GrMoE + amortiser" in page_text(downstream.STUDY, page, tmp_path)
+    assert "paper, 350M: GrMoE |" in page_text(downstream.STUDY, page, tmp_path)
 
 
 def test_downstream_measures_every_task_and_number_of_examples(
