@@ -158,7 +158,12 @@ def test_scale_from_numbers(tmp_path: Path) -> None:
     assert table.rows[0][0] == "350m"
     assert table.rows[0][-1] == "7"
     assert verdicts(page, "350M model")[0][1] is Verdict.FAILS  # it has 210 M parameters
-    assert verdicts(page, "approximately 1.3B")[0][1] is Verdict.HOLDS
+    shown, verdict = verdicts(page, "approximately 1.3B")[0]
+    assert verdict is Verdict.CHANGED  # with SwiGLU and untied embeddings
+    assert shown.endswith("with two-layer experts 1,024 M active")
+    assert verdicts(page, "2.7B model")[0][1] is Verdict.UNTESTABLE  # the paper states no width
+    assert scale._named(1.1 * 350e6 - 1, 350e6) is Verdict.HOLDS
+    assert scale._named(1.11 * 350e6, 350e6) is Verdict.FAILS
 
 
 def test_jobs_run_the_benchmarks_that_they_name() -> None:
