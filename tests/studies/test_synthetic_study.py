@@ -317,7 +317,7 @@ def test_command_line_runs_the_study(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*arguments, "--method", "grmoe", "--method", "hash"])
     assert result.exit_code == 0, result.output
     assert "GrMoE" in result.output
-    assert "Bayes oracle" in result.output
+    assert "Bayes classifier" in result.output
     figure = tmp_path / "synthetic-easy.png"
     assert str(figure) in result.output.splitlines()[-1]
     assert figure.stat().st_size > 20_000

@@ -231,11 +231,21 @@ def test_intervals_match_known_values() -> None:
 
 def test_methods_are_the_papers_rows_and_ours() -> None:
     with_paper = [m.key for m in METHODS if m.paper]
-    assert len(with_paper) == 8
+    # Eight rows of the paper. Softmax is tried with noise too; GrMoE as in the paper, with two hinges, and as ours.
+    assert len(with_paper) == 11
     assert {m.router for m in METHODS} == set(ROUTERS) - {"grassmann_soft_moe"}  # beyond the paper
     assert [m.key for m in find_methods(["grmoe", "switch"])] == ["switch", "grmoe"]
     with pytest.raises(ValueError, match=r"method must be one of 'softmax_top1', .*, got 'banana'"):
         find_methods(["banana"])
+    literal = find_methods(["grmoe_paper", "grmoe_paper_no_overlap", "grmoe_paper_low_hinge"])
+    assert [None if m.overlap is None else m.overlap.rho for m in literal] == [0.3, None, 0.5]
+    for method in literal:
+        gate = method.builder(32, 4, 6, 64)(3)
+        assert isinstance(gate, GrassmannRouter)
+        assert (gate.scaling, gate.prior, gate.max_experts()) == ("raw", "paper", 4)
+    noisy = find_methods(["softmax_noise"])[0].builder(32, 4, 6, 64)(3)
+    assert isinstance(noisy, SoftmaxRouter)
+    assert noisy.noise == 1.0
     for method in METHODS:
         assert method.overlap is None or method.router == "grassmann"
         router = method.builder(32, 4, 6, 64)(3)

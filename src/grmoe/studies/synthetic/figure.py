@@ -56,7 +56,7 @@ def _accuracy(axes: Any, result: SettingResult) -> None:
     _strip(axes, result, lambda s: 100 * s.accuracy)
     oracle = 100 * result.methods[0].oracle_accuracy
     axes.axvline(oracle, color=RIVAL, lw=1.2)
-    axes.text(oracle - 0.6, -0.75, "Bayes oracle", color=RIVAL, fontsize=9, ha="right", va="center")
+    axes.text(oracle - 0.6, -0.75, "Bayes classifier", color=RIVAL, fontsize=9, ha="right", va="center")
     axes.axvline(100 / result.num_experts, color=_OTHERS, lw=1, ls=":")
     axes.set_xlim(0, 103)
     axes.set_xlabel("tokens sent to the right expert, % (dotted: chance)")

@@ -108,12 +108,12 @@ def save(result: Result, out: Path) -> dict[str, Path]:
 
 def tables(found: Map) -> list[Table]:
     """One for the oracle, one per method."""
-    shown = [_table(found, "Accuracy of the Bayes oracle, %", lambda r, s: _percent(found.oracle(r, s)))]
+    shown = [_table(found, "Accuracy of the Bayes classifier, %", lambda r, s: _percent(found.oracle(r, s)))]
     for key, title in found.titles.items():
         shown.append(
             _table(
                 found,
-                f"{title}: accuracy, % of the oracle's (± 95 % over seeds; factor on the learning rates)",
+                f"{title}: accuracy, % of the Bayes classifier's (± 95 % over seeds; factor on the learning rates)",
                 lambda r, s, key=key: _cell(found.at(r, s, key)),
             )
         )
@@ -141,9 +141,9 @@ def _cell(result: MethodResult | None) -> str:
 
 def draw_map(found: Map, path: Path) -> None:
     """A panel for the oracle and one per method."""
-    panels: list[tuple[str, Any]] = [("Bayes oracle: accuracy, %", found.oracle)]
+    panels: list[tuple[str, Any]] = [("Bayes classifier: accuracy, %", found.oracle)]
     for key, title in found.titles.items():
-        panels.append((f"{title}: % of the oracle", lambda r, s, key=key: _share_at(found, r, s, key)))
+        panels.append((f"{title}: % of Bayes", lambda r, s, key=key: _share_at(found, r, s, key)))
     with picture(path, 3.3 * len(panels) + 0.6, 3.6) as figure:
         drawn = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for ax, (title, value) in zip(drawn, panels, strict=True):

@@ -69,11 +69,14 @@ class Method:
 
 _GRASSMANN = {"kappa": 1.0}
 _PAPER_PRIOR = {**_GRASSMANN, "prior": "paper"}
+_PAPER_GATE = {**_PAPER_PRIOR, "scaling": "raw"}  # κ‖Uᵀx‖², as the paper writes it
 _TOP2 = {"k": 2, "renormalize": False}
 _TOP2_RENORMALIZED = {"k": 2, "renormalize": True}
 # The paper's hinge ρ₀ = 0.3 lies above the overlap k/d = 0.125 of random frames. The other one lies below.
 _PAPER_HINGE = Overlap(rho=0.3)
 _LOW_HINGE = Overlap(rho=0.5, relative=True)
+_SOFTMAX_ROW = {"easy": PaperRow(82.4, 0.312, 36, 1.02), "hard": PaperRow(68.1, collapse=62)}
+_GRMOE_ROW = {"easy": PaperRow(91.7, 0.058, 0, 1.52), "hard": PaperRow(78.3, collapse=0)}
 
 METHODS = (
     Method(
@@ -81,7 +84,15 @@ METHODS = (
         title="Softmax top-1",
         router="softmax",
         options={"top_k": 1},
-        paper={"easy": PaperRow(82.4, 0.312, 36, 1.02), "hard": PaperRow(68.1, collapse=62)},
+        paper=_SOFTMAX_ROW,
+    ),
+    # softmax(Wx + noise), as in the paper's background. It states no size of the noise; here it is standard normal.
+    Method(
+        key="softmax_noise",
+        title="Softmax top-1 + noise",
+        router="softmax",
+        options={"top_k": 1, "noise": 1.0},
+        paper=_SOFTMAX_ROW,
     ),
     Method(key="softmax_top2", title="Softmax top-2", router="softmax", options={"top_k": 2}),
     Method(key="switch", title="Switch", router="switch", paper={"easy": PaperRow(85.1, 0.187, 22, 1.41)}),
@@ -107,7 +118,7 @@ METHODS = (
         title="GrMoE",
         router="grassmann",
         options=_GRASSMANN,
-        paper={"easy": PaperRow(91.7, 0.058, 0, 1.52), "hard": PaperRow(78.3, collapse=0)},
+        paper=_GRMOE_ROW,
     ),
     Method(
         key="grmoe_amortized",
@@ -116,7 +127,7 @@ METHODS = (
         options={**_GRASSMANN, "amortizer": "affinity"},
         paper={"easy": PaperRow(90.8, 0.051, 0, 1.48)},
     ),
-    # Beside the paper's rows. First, other priors and the overlap penalty of the paper's objective.
+    # Beside the paper's rows. First, other priors.
     Method(
         key="grmoe_uniform_prior",
         title="GrMoE, uniform prior",
@@ -124,20 +135,30 @@ METHODS = (
         options={**_GRASSMANN, "prior": "uniform"},
     ),
     Method(key="grmoe_paper_prior", title="GrMoE, paper's prior", router="grassmann", options=_PAPER_PRIOR),
+    # The paper's gate: its scaling, its prior, and the overlap penalty of its objective.
     Method(
         key="grmoe_paper",
-        title="GrMoE as in the paper: its prior, overlap term ρ₀ = 0.3",
+        title="GrMoE as in the paper",
         router="grassmann",
-        options=_PAPER_PRIOR,
+        options=_PAPER_GATE,
         overlap=_PAPER_HINGE,
+        paper=_GRMOE_ROW,
+    ),
+    Method(
+        key="grmoe_paper_no_overlap",
+        title="GrMoE as in the paper, no overlap term",
+        router="grassmann",
+        options=_PAPER_GATE,
     ),
     Method(
         key="grmoe_paper_low_hinge",
-        title="GrMoE, paper's prior, overlap term at half of random",
+        title="GrMoE as in the paper, overlap term at half of random",
         router="grassmann",
-        options=_PAPER_PRIOR,
+        options=_PAPER_GATE,
         overlap=_LOW_HINGE,
+        paper=_GRMOE_ROW,
     ),
+    # Our gate with the overlap penalty.
     Method(
         key="grmoe_overlap",
         title="GrMoE + overlap term ρ₀ = 0.3",

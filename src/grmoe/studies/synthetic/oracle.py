@@ -65,7 +65,8 @@ def read(folder: Path) -> list[OracleRow]:
 
 def table(rows: list[OracleRow]) -> Table:
     shown = Table(
-        "Accuracy of the Bayes oracle by rank k, % (–: no frames have this overlap)", ["k", "easy", "hard"]
+        "Accuracy of the Bayes classifier by rank k, % (–: no frames have this overlap)",
+        ["k", "easy", "hard"],
     )
     for row in rows:
         cells = ["–" if value is None else f"{100 * value:.1f}" for value in (row.easy, row.hard)]

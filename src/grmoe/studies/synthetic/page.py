@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from grmoe.studies.page import Figure, Page
 from grmoe.studies.study import Place, State
 from grmoe.studies.synthetic import figure, oracle, tables
 from grmoe.studies.synthetic.claims import claims
-from grmoe.studies.synthetic.methods import METHODS
-from grmoe.studies.synthetic.questions import Found
-from grmoe.studies.synthetic.results import SettingResult, path_of, read_all
-from grmoe.studies.synthetic.study import SETTINGS, Plan, missing, run_at, state_of
+from grmoe.studies.synthetic.methods import METHODS, Method
+from grmoe.studies.synthetic.questions import BEFORE, Found
+from grmoe.studies.synthetic.results import SettingResult, read_all
+from grmoe.studies.synthetic.study import SETTINGS, Plan, outdated, run_at, state_of
 from grmoe.terminal import Progress
 
 FOLDER = "synthetic"
@@ -33,6 +34,11 @@ RATES = """\
 least mean held-out loss on other tasks. Then the tasks of the table are trained and scored with it. The linear gate \
 with labels is chosen by accuracy, because its experts are not trained."""
 ONE_RATE = "**Learning rates.** All methods had the same one. It was chosen for GrMoE on other tasks."
+FORMS = """\
+**As in the paper**: the gate κ‖Uᵀx‖², the prior ∝ Z(κ), all experts summed, and the overlap term. **GrMoE** without \
+more has our balanced prior, (d/k)·‖Uᵀx‖²/‖x‖² and no overlap term. The amortiser reads the N energies; the paper's \
+reads the token. **Softmax** has no noise; the row with noise is softmax(Wx + ε), as in Section 2.1 of the paper, with \
+a standard normal ε. Table 1 does not say which of both it has."""
 OVERLAP = """\
 **The overlap term** is β Σ max(0, ‖U_eᵀU_e'‖² − ρ₀k) with the paper's β = 0.01. Its ρ₀ = 0.3 lies above the overlap \
 0.125 of random frames. The other rows put the hinge at half of that overlap."""
@@ -41,7 +47,7 @@ OVERLAP = """\
 class SyntheticStudy:
     """All methods on all settings, each at its best learning rate, and the oracle by rank."""
 
-    name, title, where = "synthetic", "The synthetic routing task", "Table 1, Synthetic Task Results"
+    name, title, where = "synthetic", "The synthetic routing task", "Table 1, Sections 6.1 and 6.2"
     parts = (*(method.key for method in METHODS), ORACLE)
 
     def plan(self, results: Path) -> Plan:
@@ -60,24 +66,32 @@ class SyntheticStudy:
 
     def page(self, results: Path) -> Page:
         settings, ranks = read_all(results / FOLDER), oracle.read(results / FOLDER)
-        plan = self.plan(results)
-        old = [m.title for m in METHODS if path_of(plan.out, m.key).is_file() and missing(plan, m)]
+        old = outdated(self.plan(results))
         shown = [settings[name] for name in SETTINGS if name in settings]
         chosen = any(m.screening for each in shown for m in each.methods)
         rates = [t for t in map(tables.rates_table, shown) if t is not None]
         return Page(
-            claims=claims(Found(settings), ranks),
+            claims=claims(Found(settings, {m.key for m in old}), ranks),
             tables=[*map(tables.table, shown), *rates, *([oracle.table(ranks)] if ranks else [])],
             figures=[_setting_figure(each) for each in shown],
             notes=[
+                *before_note(old),
                 TASK,
                 TRAINING,
                 RATES if chosen or not shown else ONE_RATE,
+                FORMS,
                 OVERLAP,
                 f"**Columns.** {' '.join(tables.NOTES.split())}",
-                *([f"**To be run again**, with today's settings: {', '.join(old)}."] if old else []),
             ],
         )
+
+
+def before_note(old: Sequence[Method]) -> list[str]:
+    """Which results are of other settings than today's."""
+    if not old:
+        return []
+    titles = "; ".join(method.title for method in old)
+    return [f'**To be run again**, because their results are of other settings, "{BEFORE}" above: {titles}.']
 
 
 def _setting_figure(result: SettingResult) -> Figure:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
 from grmoe.studies.intervals import plus_minus, student
+from grmoe.studies.models.summary import Mean
+from grmoe.studies.models.summary import mean as over_seeds
 from grmoe.studies.page import Claim, Verdict
 from grmoe.studies.synthetic.evaluation import SeedScore
 from grmoe.studies.synthetic.results import MethodResult, SettingResult
@@ -15,11 +17,18 @@ Answer = tuple[str, Verdict, str]
 """What was measured, the verdict, and the reason."""
 
 
-class Found:
-    """Results by setting and method."""
+BEFORE = "(settings of before)"
 
-    def __init__(self, settings: dict[str, SettingResult]) -> None:
+
+class Found:
+    """Results by setting and method.
+
+    old: methods whose results are of other settings than today's. Claims say so.
+    """
+
+    def __init__(self, settings: dict[str, SettingResult], old: Collection[str] = ()) -> None:
         self.settings = settings
+        self.old = old
 
     def get(self, setting: str, method: str) -> MethodResult | None:
         return None if setting not in self.settings else self.settings[setting].find(method)
@@ -44,26 +53,32 @@ class Question:
     decide: Callable[[Found], Answer]
 
     def answer(self, found: Found) -> Claim:
-        absent = [f"{m} ({s})" for s in self.settings for m in self.methods if found.get(s, m) is None]
-        if absent:
-            more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
-            return Claim(
-                self.where, self.text, "", Verdict.OPEN, f"No results of {', '.join(absent[:3])}{more}."
-            )
-        return Claim(self.where, self.text, *self.decide(found))
+        needed = [found.get(s, m) for s in self.settings for m in self.methods]
+        if absent := needed.count(None):
+            reason = f"{absent} of {len(needed)} results are missing, by method and setting."
+            return Claim(self.where, self.text, "", Verdict.OPEN, reason)
+        ours, verdict, reason = self.decide(found)
+        if ours and any(method in found.old for method in self.methods):
+            ours = f"{ours} {BEFORE}"
+        return Claim(self.where, self.text, ours, verdict, reason)
 
 
 def holds(condition: bool) -> Verdict:
     return Verdict.HOLDS if condition else Verdict.FAILS
 
 
+def values(result: MethodResult, figure: str = "accuracy") -> list[float]:
+    """By seed."""
+    return [getattr(score, figure) for score in result.scores]
+
+
 def mean(result: MethodResult, figure: str) -> float:
-    return fmean(getattr(score, figure) for score in result.scores)
+    return fmean(values(result, figure))
 
 
 def accuracy(result: MethodResult) -> str:
     """43.6 ± 0.8 %."""
-    return f"{points([s.accuracy for s in result.scores])} %"
+    return f"{points(values(result))} %"
 
 
 def points(values: Iterable[float]) -> str:
@@ -74,14 +89,17 @@ def points(values: Iterable[float]) -> str:
 
 def paired(a: MethodResult, b: MethodResult, figure: str = "accuracy") -> list[float]:
     """a − b by seed, for the seeds that both have."""
-    return [getattr(x, figure) - getattr(y, figure) for x, y in zip(a.scores, b.scores, strict=False)]
+    return [x - y for x, y in zip(values(a, figure), values(b, figure), strict=False)]
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """Student's 95 % interval of the mean. A single seed says nothing: it is then the whole line."""
-    half = student(values)
-    half = float("inf") if half is None else half
-    return fmean(values) - half, fmean(values) + half
+def minus(given: Iterable[float], number: float) -> Mean | None:
+    """The mean above a number, with its interval."""
+    return over_seeds(value - number for value in given)
+
+
+def count_starved(result: MethodResult) -> tuple[int, int]:
+    """(seeds that collapsed, seeds)."""
+    return starved(result), len(result.scores)
 
 
 def starved(result: MethodResult) -> int:

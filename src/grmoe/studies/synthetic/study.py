@@ -30,7 +30,7 @@ from grmoe.terminal import Progress, Steps, silent
 
 SETTINGS = {s.name: s for s in (EASY, HARD, SKEWED)}
 QUICK_METHODS = ["softmax_top1", "switch", "expert_choice", "soft_moe", "vmf", "grmoe", "supervised"]
-DIALED = ("grmoe", "softmax_top1", "softmax_top2")  # the figures show their dials
+DIALED = ("grmoe_paper", "grmoe", "softmax_top1", "softmax_top2")  # the figures show their dials
 ALPHAS = [2.0 ** (i / 2) for i in range(-6, 9)]  # 1/8 … 16
 
 
@@ -134,9 +134,20 @@ def missing(plan: Plan, method: Method) -> tuple[Setting, ...]:
 def _reusable(plan: Plan, method: Method) -> dict[str, MethodResult]:
     """What is kept of a method, if it was made with this configuration."""
     saved = results.read(plan.out, method.key)
-    if saved is None or (saved.fingerprint, saved.spec) != (plan.config.fingerprint, spec_of(method)):
-        return {}
-    return saved.results
+    return saved.results if saved is not None and _is_planned(saved, plan, method) else {}
+
+
+def _is_planned(saved: Saved, plan: Plan, method: Method) -> bool:
+    """Whether a file was made with this configuration and this definition of the method."""
+    return (saved.fingerprint, saved.spec) == (plan.config.fingerprint, spec_of(method))
+
+
+def outdated(plan: Plan) -> tuple[Method, ...]:
+    """Methods whose kept results are of another configuration or definition."""
+    kept = ((method, results.read(plan.out, method.key)) for method in plan.methods)
+    return tuple(
+        method for method, saved in kept if saved is not None and not _is_planned(saved, plan, method)
+    )
 
 
 def state_of(plan: Plan) -> State:

@@ -14,15 +14,16 @@ from grmoe.tables import Table
 
 PAPER = {m.key: m.paper for m in METHODS}
 HEADINGS = (
-    "method", "accuracy %", "% of oracle", "load CV", "collapsed (95 %)", "< 1 %", "leading CV", "no lead (95 %)", "H",
-    "experts", "loss", "rate", "paper: acc / CV / coll. / H",
+    "method", "accuracy %", "% of Bayes", "load CV", "collapsed (95 %)", "< 1 %", "leading CV", "leads < 1/10 (95 %)",
+    "H", "experts", "loss", "rate", "paper: acc / CV / coll. / H",
 )  # fmt: skip
 NOTES = """\
 load CV: standard deviation over mean of the tokens each expert receives. collapsed: seeds in which some expert receives
-less than a tenth of its fair share; < 1 %: the paper's rule, less than 1 % of the tokens. leading CV, no lead: the same
-two figures for the tokens in which an expert has the largest weight. –: every expert computes every token, so all
-receive the same; there only the leading expert tells them apart. ± is Student's interval, (…) Wilson's, over seeds.
-rate: factor on the learning rates."""
+less than a tenth of its fair share; < 1 %: the paper's rule, less than 1 % of the tokens. leading CV: of the tokens in
+which an expert has the largest weight; leads < 1/10: seeds in which some expert leads less than a tenth of its fair
+share. –: every expert computes every token, so all receive the same; there only the leading expert tells them apart.
+% of Bayes: accuracy over that of the Bayes classifier. ± is Student's interval, (…) Wilson's, over seeds. rate: factor
+on the learning rates."""
 
 
 @dataclass(kw_only=True)
@@ -94,7 +95,7 @@ def caption(result: SettingResult) -> str:
     weights = "" if s.ratio == 1 else f"; weights ∝ {s.ratio:g}^e"
     return (
         f"{s.name}: wanted overlap ρ* = {s.rho:g}, achieved {mean_overlap:.3f} ({least:.3f}–{largest:.3f}); "
-        f"σ² = {s.sigma2:g}{weights}; Bayes oracle {100 * result.methods[0].oracle_accuracy:.2f} %"
+        f"σ² = {s.sigma2:g}{weights}; Bayes classifier {100 * result.methods[0].oracle_accuracy:.2f} %"
     )
 
 
