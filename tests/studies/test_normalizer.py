@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from grmoe.bingham import log_kummer
 from grmoe.cli import app
 from grmoe.routing import routers
 from grmoe.studies.learned_kappa import learned
-from grmoe.studies.normalizer import Plan, run, show, validate
+from grmoe.studies.normalizer import claims
+from grmoe.studies.normalizer_table import NormalizerRow, Plan, run, show, validate
+from grmoe.studies.page import Verdict
 
 __all__ = ["make", "tokenizer"]  # fixtures
 
@@ -82,6 +85,35 @@ def test_the_formula_of_the_appendix_is_far_off() -> None:
     assert row.printed_2 == pytest.approx(-386.7, abs=0.1)
     assert row.printed_gradient_1 == pytest.approx(1.01, abs=0.01)
     assert abs(row.printed_gradient_2) < 1e-4
+
+
+def page_verdicts(rows: list[NormalizerRow]) -> dict[str, Verdict]:
+    found = claims(rows)
+    assert all((claim.ours == "") == (claim.verdict is Verdict.OPEN) for claim in found)
+    return {claim.text: claim.verdict for claim in found}
+
+
+def test_orders_and_the_prior_are_judged_by_the_rows() -> None:
+    z, gradient = (f"O(d⁻²) for d ≥ 32: {what}" for what in ("Z", "the gradient of log Z"))
+
+    def verdict(rows: list[NormalizerRow], words: str) -> Verdict:
+        (found,) = [v for text, v in page_verdicts(rows).items() if text.endswith(words)]
+        return found
+
+    assert set(page_verdicts([]).values()) == {Verdict.OPEN}
+    rows = run(Plan(samples=100, shapes=((32, 4), (128, 16)), kappas=(0.4, 4.2, 100.0)))
+    assert verdict(rows, z) is Verdict.FAILS  # 1/(6d): first order
+    assert verdict(rows, gradient) is Verdict.HOLDS
+    assert verdict(rows, "lower concentration") is Verdict.FAILS  # Z grows with κ
+    assert verdict(rows, "grows to 5 %") is Verdict.FAILS
+    (beyond,) = [claim for claim in claims(rows) if "grows to 5 %" in claim.text]
+    assert beyond.reason.startswith("The error stays smaller")
+    for order, wanted in ((1.95, Verdict.HOLDS), (1.85, Verdict.FAILS)):
+        planted = [replace(row, kume_wood_1=row.dim**-order, log_z=-row.kappa) for row in rows]
+        assert verdict(planted, z) is wanted
+        assert verdict(planted, "lower concentration") is Verdict.HOLDS
+    slow = [replace(row, kume_wood_1=row.dim ** -(1.0 if row.kappa == 0.4 else 3.0)) for row in rows]
+    assert verdict(slow, z) is Verdict.FAILS  # at one κ
 
 
 def test_at_the_learned_concentrations(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def normalizer(
     Example: [bold]grmoe normalizer --run runs/first[/]
     """
     with shell(*(() if run is None else ("lm",))):
-        from grmoe.studies import normalizer as fixed
+        from grmoe.studies import normalizer_table as fixed
 
         if run is not None:
             from grmoe.studies import learned_kappa as at_learned

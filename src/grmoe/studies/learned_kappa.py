@@ -14,7 +14,7 @@ from grmoe.checks import require
 from grmoe.model import GrmoeForCausalLM
 from grmoe.routing import GrassmannRouter, routers
 from grmoe.runs.open import open_model
-from grmoe.studies.normalizer import KAPPAS, PRINTED, NormalizerRow, show, validate
+from grmoe.studies.normalizer_table import KAPPAS, PRINTED, NormalizerRow, show, validate
 from grmoe.tables import Table
 from grmoe.terminal import Progress, Steps, silent
 

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from grmoe.bingham import kume_wood, log_kummer, log_kummer_reference, mean_energy, monte_carlo, printed
-from grmoe.files import read_json, write_file
-from grmoe.studies.page import Claim, Page, Verdict
-from grmoe.studies.study import Place, State, provenance
+from grmoe.files import write_file
 from grmoe.tables import Table
 from grmoe.terminal import Progress, Steps, silent
 
@@ -161,89 +159,3 @@ def save(rows: Sequence[NormalizerRow], path: Path | None) -> dict[str, Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps([asdict(row) for row in rows], indent=1).encode())
     return {"Numbers": path}
-
-
-# -- the study ---------------------------------------------------------------------------------------------------
-
-SAMPLES = 1_000_000
-LEARNED = 4.2  # the largest κ the paper encounters
-
-
-class NormalizerStudy:
-    """All shapes and κ as one job."""
-
-    name = "normalizer"
-    title = "The normaliser of the Bingham gate"
-    where = "Section 6.4.4"
-    parts = (name,)
-
-    def path(self, results: Path) -> Path:
-        return results / "normalizer.json"
-
-    def state(self, results: Path) -> State:
-        return State(int(self.path(results).is_file()), 1)
-
-    def run(self, place: Place, progress: Progress) -> None:
-        if place.wants(self.name) and not self.path(place.results).is_file():
-            rows = [asdict(row) for row in run(Plan(SAMPLES), progress)]
-            content = json.dumps({**provenance(place), "samples": SAMPLES, "rows": rows}, indent=1)
-            place.results.mkdir(parents=True, exist_ok=True)
-            write_file(self.path(place.results), f"{content}\n".encode())
-
-    def page(self, results: Path) -> Page:
-        path = self.path(results)
-        rows = [NormalizerRow(**row) for row in read_json(path)["rows"]] if path.is_file() else []
-        return Page(
-            [*_claims(rows), _printed_claim(rows)], list(show(rows, SAMPLES)) if rows else [], notes=[PRINTED]
-        )
-
-
-def _claims(rows: list[NormalizerRow]) -> list[Claim]:
-    """Of the saddlepoint of first order, which the paper writes."""
-    learned = [row for row in rows if row.kappa <= LEARNED]
-    beyond = [row for row in rows if row.kappa > 10]
-    asked = (
-        ("The saddlepoint is within 1.5 % of Z for κ from 0.4 to 4.2", learned, "kume_wood_1", 0.015),
-        ("Its gradient is within 0.3 %", learned, "gradient_1", 0.003),
-        ("Above κ = 10 the error grows to 5 %", beyond, "kume_wood_1", 0.05),
-    )
-    found = []
-    for text, chosen, name, limit in asked:
-        worst = max((abs(getattr(row, name)) for row in chosen), default=None)
-        grows = chosen is beyond
-        holds = worst is not None and (worst >= limit if grows else worst <= limit)
-        found.append(
-            Claim(
-                NormalizerStudy.where,
-                text,
-                "" if worst is None else f"at most {100 * worst:.2g} %",
-                Verdict.OPEN if worst is None else Verdict.HOLDS if holds else Verdict.FAILS,
-                "Largest relative error over three shapes, against the contour integral. The formula is Kume and "
-                "Wood's; the one printed in the paper lacks two factors.",
-            )
-        )
-    return found
-
-
-def _printed_claim(rows: Sequence[NormalizerRow]) -> Claim:
-    """Of the formula itself, at the κ the paper speaks of."""
-    learned = [row for row in rows if row.kappa <= LEARNED]
-    near, gradient = (
-        min((abs(getattr(row, name)) for row in learned), default=None)
-        for name in ("printed_1", "printed_gradient_1")
-    )
-    second = max((abs(row.printed_gradient_2) for row in learned), default=0.0)
-    return Claim(
-        "Appendix, Bingham Normalizing Constant Approximation",
-        "Z(Λ) ≈ (2π)^(d/2) |Λ⋆|^(−1/2) exp(tr(Λ(Λ⋆)⁻¹))",
-        ""
-        if near is None or gradient is None
-        else f"log Z off by at least {near:.0f}, its gradient by {100 * gradient:.0f} % (Λ⋆ = ŝI − Λ); with "
-        f"Λ⋆ = 2(ŝI − Λ) the gradient is off by at most {100 * second:.2g} %",
-        Verdict.OPEN if near is None else Verdict.HOLDS if near <= 0.015 else Verdict.FAILS,
-        "The formula lacks K''(t̂)^(−1/2) and e^(−t̂), and Λ⋆ is not defined. In the second reading the error of log Z "
-        "hardly depends on κ, so a training that needs only the gradient would not notice.",
-    )
-
-
-STUDY = NormalizerStudy()
