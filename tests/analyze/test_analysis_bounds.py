@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grmoe.analyze import analyze
+from grmoe.analyze import analyze, bounds
 from grmoe.analyze.bounds import BoundsTally
 from grmoe.analyze.results import Separation
 from grmoe.routing import GrassmannRouter, TopK, build_router
@@ -90,7 +91,21 @@ def test_a_loop_over_tokens_finds_the_same(options: dict[str, Any]) -> None:
         assert (mass.mass, mass.paper, mass.sharp) == tuple(map(pytest.approx, means))
         assert mass.paper_useful == fmean(paper > mass.k / N for _, paper, _ in masses[mass.k])
         assert mass.paper <= mass.sharp <= mass.mass
+        assert mass.broken == 0
     assert [mass.k for mass in tally.top_mass()] == [1, 2, 3]
+
+
+def test_tokens_below_a_bound_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one: a mean over tokens would hide them."""
+    true = bounds.topk_mass_bound
+
+    def wrong(logits: torch.Tensor, k: int, method: str = "sharp") -> Any:
+        found = true(logits, k, method)  # type: ignore[arg-type]
+        return replace(found, bound=found.bound + 2.0 * (torch.arange(len(logits)) % 5 == 0))
+
+    monkeypatch.setattr(bounds, "topk_mass_bound", wrong)
+    tally = measured(draw_router(), torch.randn(20, D, dtype=torch.float64))
+    assert [mass.broken for mass in tally.top_mass()] == [4, 4, 4]
 
 
 def separated(noise: float) -> Separation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,17 @@ from typing import Any
 import pytest
 
 from grmoe.runs.config import TrainConfig
-from grmoe.studies import depth, downstream, learned_normalizer, model_analysis, separation, token_analysis
+from grmoe.studies import (
+    depth,
+    downstream,
+    learned_normalizer,
+    metrics,
+    model_analysis,
+    separation,
+    token_analysis,
+)
 from grmoe.studies.measured import Measured
+from grmoe.studies.metrics import metric_claims
 from grmoe.studies.models.recipes import Base, Recipe
 from grmoe.studies.page import Page, Verdict
 from grmoe.studies.pages import page_text
@@ -73,8 +83,9 @@ def test_a_page_without_results_is_open(module: Any, tmp_path: Path) -> None:
     study = find_study(module.STUDY.name)
     assert study is module.STUDY
     page = study.page(tmp_path)
-    assert page.claims
-    assert set(verdicts(page)) <= {Verdict.OPEN, Verdict.UNTESTABLE}
+    measurable = [claim for claim in page.claims if claim not in metric_claims()]
+    assert measurable
+    assert {claim.verdict for claim in measurable} <= {Verdict.OPEN, Verdict.UNTESTABLE}
     assert study.state(tmp_path).done == 0
     assert page_text(study, page, tmp_path) == page_text(study, study.page(tmp_path), tmp_path)
 
@@ -99,8 +110,8 @@ def test_pages_of_a_measured_run(module: Any, body: dict[str, Any], tmp_path: Pa
     for figure in page.figures:
         figure.draw(tmp_path / "figure.png")
         assert (tmp_path / "figure.png").stat().st_size > 1000
-    one = module.write(measured(body, seeds=1))  # one seed decides nothing
-    assert set(verdicts(one)) <= {Verdict.OPEN, Verdict.UNTESTABLE}
+    one = [claim for claim in module.write(measured(body, seeds=1)).claims if claim not in metric_claims()]
+    assert {claim.verdict for claim in one} <= {Verdict.OPEN, Verdict.UNTESTABLE}  # one seed decides nothing
 
 
 def planted(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -151,10 +162,43 @@ def test_the_theorem_is_judged_by_its_hypothesis(body: dict[str, Any]) -> None:
             layer["separation"] |= {"holds": holds, "paper": paper, "load_cv": load_cv}
         return measured(found)
 
-    assert verdicts(separation.write(with_gap(True, 0.2, 0.1)))[:3] == [Verdict.HOLDS] * 3
+    assert verdicts(separation.write(with_gap(True, 0.2, 0.1)))[:2] == [Verdict.CHANGED] * 2  # our prior
     assert verdicts(separation.write(with_gap(True, 0.2, 0.3)))[1] is Verdict.FAILS
     nothing = verdicts(separation.write(with_gap(False, None, 0.1)))
-    assert nothing == [Verdict.FAILS, Verdict.UNTESTABLE, Verdict.FAILS, Verdict.HOLDS]
+    assert nothing[:3] == [Verdict.FAILS, Verdict.UNTESTABLE, Verdict.HOLDS]
+
+
+@pytest.mark.parametrize(
+    ("broken", "verdict"), [(0, Verdict.HOLDS), (1, Verdict.FAILS), (None, Verdict.OPEN)]
+)
+def test_the_corollary_is_judged_by_single_tokens(
+    broken: int | None, verdict: Verdict, body: dict[str, Any]
+) -> None:
+    found = copy.deepcopy(body)
+    if broken is None:
+        del found["layers"][0]["top_mass"][0]["broken"]  # results of before do not have it
+    else:
+        found["layers"][0]["top_mass"][0]["broken"] = broken
+    (claim,) = [c for c in separation.write(measured(found)).claims if c.text.startswith("G_k")]
+    assert claim.verdict is verdict
+
+
+def test_metrics_agree_on_tokens_and_not_on_subspaces() -> None:
+    assert [claim.verdict for claim in metric_claims()] == [Verdict.HOLDS, Verdict.FAILS]
+    assert metrics.distances([30.0, 90.0]) == pytest.approx((1.25**0.5, (1 / 36 + 1 / 4) ** 0.5 * math.pi))
+
+
+def test_concentrations_and_arguments_of_z_are_judged_apart(body: dict[str, Any]) -> None:
+    def with_kappa(kappa: float, scale: float) -> list[Verdict]:
+        found = copy.deepcopy(body)
+        for row in found["normalizer"]:
+            row |= {"learned": kappa, "kappa": scale * kappa, "kume_wood_1": 0.01, "gradient_1": 0.004}
+        return verdicts(learned_normalizer.write(measured(found)))
+
+    saddle, gradient, learned, _, argument = with_kappa(4.0, 8.0)
+    assert (saddle, gradient) == (Verdict.CHANGED, Verdict.FAILS)
+    assert (learned, argument) == (Verdict.CHANGED, Verdict.FAILS)  # κ = 4, c·κ = 32
+    assert with_kappa(11.0, 0.5)[2::2] == [Verdict.FAILS, Verdict.HOLDS]
 
 
 def test_equal_alpha_is_compared_at_as_many_experts() -> None:

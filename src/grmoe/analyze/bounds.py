@@ -20,6 +20,7 @@ from grmoe.certificates import load_cv_bound, separation_gap, topk_mass_bound
 from grmoe.routing import GrassmannRouter, Router, Routing
 
 LEFT_OUT = (0.0, 0.05, 0.5)  # shares of the tokens that a gap may leave out
+_ROUNDING = 1e-9  # of a mass in fp64
 
 
 @dataclass
@@ -31,6 +32,7 @@ class _Mass:
     paper: float = 0.0
     sharp: float = 0.0
     useful: float = 0.0
+    broken: int = 0
 
 
 @dataclass
@@ -78,7 +80,9 @@ class BoundsTally:
         sums.tokens += len(logits_TN)
         sums.mass += float(mass_T.sum())
         sums.paper += float(paper_T.sum())
-        sums.sharp += float(topk_mass_bound(logits_TN, k).bound.sum())
+        sharp_T = topk_mass_bound(logits_TN, k).bound
+        sums.sharp += float(sharp_T.sum())
+        sums.broken += int((torch.maximum(paper_T, sharp_T) > mass_T + _ROUNDING).sum())
         sums.useful += float((paper_T > k / N).sum())
 
     def _add_affinities(self, router: GrassmannRouter, x_TD: Tensor, gate_TN: Tensor) -> None:
@@ -107,6 +111,7 @@ class BoundsTally:
                 paper=sums.paper / sums.tokens,
                 sharp=sums.sharp / sums.tokens,
                 paper_useful=sums.useful / sums.tokens,
+                broken=sums.broken,
             )
             for k, sums in self.masses.items()
             if sums.tokens

@@ -81,6 +81,8 @@ class TopMass:
     """The best bound from the same gap, k/(k+(N−k)e^{−gap})."""
     paper_useful: float
     """Share of tokens for which the paper's bound is above k/N, which is true of any gate."""
+    broken: int
+    """Tokens with a mass below one of the bounds. The corollary says that there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
