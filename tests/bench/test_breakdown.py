@@ -111,7 +111,7 @@ def test_a_forward_without_gradients_has_parts_too() -> None:
     assert times["experts"] == pytest.approx(2 * 3e3)
 
 
-@pytest.mark.parametrize("router", bench.ROUTERS)
+@pytest.mark.parametrize("router", bench.NAMES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_ranges_change_no_result(router: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Callable[..., Any]] = []
@@ -134,8 +134,10 @@ def test_ranges_change_no_result(router: str, compiled: bool, monkeypatch: pytes
 
 
 def test_the_amortised_gate_has_a_network() -> None:
-    names = {router: dict(model(router).named_parameters()) for router in bench.ROUTERS}
-    assert any("amortizer_net" in name for name in names[bench.AMORTIZED])
+    names = {router: dict(model(router).named_parameters()) for router in bench.NAMES}
+    last = {router: names[router].get("model.layers.1.mlp.router.amortizer_net.2.bias") for router in names}
+    sizes = {router: None if bias is None else bias.numel() for router, bias in last.items()}
+    assert (sizes[bench.AMORTIZED], sizes[bench.MATRIX]) == (4, 16)  # h of N, H of N × N
     assert not any("amortizer_net" in name for name in names[bench.GRASSMANN])
     assert not any("frames" in name for name in names[bench.SOFTMAX])
 
@@ -154,6 +156,12 @@ def test_shares_and_ratios_follow_from_the_times() -> None:
     (ratio,) = bench.compare(result).ratios
     assert ratio.name == "routing, Grassmann gate / softmax gate, forward"
     assert ratio.value == 2.0
+    summary = bench._summary(
+        {("amortized", "forward"): passes(2.0, 3.0), ("matrix", "forward"): passes(3.0, 3.0)}
+    )
+    result = Result(shape(), [], extra={"parts": summary, "form": "eager", "empty_range_ms": 0.0})
+    (ratio,) = bench.compare(result).ratios
+    assert (ratio.name, ratio.value) == ("routing, matrix gate / amortised gate, forward", 1.5)
 
 
 def test_the_papers_table_adds_up() -> None:
@@ -180,7 +188,7 @@ def test_command(tmp_path: Path) -> None:
 
 def test_mistakes_get_one_clear_line(tmp_path: Path) -> None:
     for option, value, message in (
-        ("--router", "vmf", "router must be one of 'grassmann', 'softmax', 'amortized', got 'vmf'"),
+        ("--router", "vmf", "router must be one of 'grassmann', 'softmax', 'amortized', 'matrix', got 'vmf'"),
         ("--pass", "backward", "pass must be one of 'forward', 'step', got 'backward'"),
         ("--form", "fast", "form must be one of 'eager', 'compiled', 'graphs', got 'fast'"),
     ):

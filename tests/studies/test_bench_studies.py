@@ -14,7 +14,7 @@ import torch
 from grmoe.bench import breakdown, gate
 from grmoe.bench.measure import Contender, Runs
 from grmoe.bench.shapes import GateShape
-from grmoe.studies import overhead, scale
+from grmoe.studies import counted, overhead, scale
 from grmoe.studies.benchmarks import BenchJob, BenchStudy, Measured, at_most
 from grmoe.studies.page import Page, Verdict
 from grmoe.studies.study import Place, State
@@ -80,9 +80,10 @@ def test_jobs_are_kept_and_not_repeated(
 
 def test_limits_and_intervals() -> None:
     assert at_most(None, 1.3) is Verdict.OPEN
-    assert at_most(Measured(1.2, 1.1, 1.4), 1.3) is Verdict.HOLDS
+    assert at_most(Measured(1.2, 1.1, 1.25), 1.3) is Verdict.HOLDS
     assert at_most(Measured(1.4, 1.35, 1.5), 1.3) is Verdict.FAILS
-    assert at_most(Measured(1.4, 1.25, 1.5), 1.3) is Verdict.OPEN  # the interval decides nothing
+    for value in (1.2, 1.4):  # the interval includes the limit
+        assert at_most(Measured(value, 1.15, 1.5), 1.3) is Verdict.UNDECIDED
     assert Measured(0.8, 0.5, 1.0).inverse() == Measured(1.25, 1.0, 2.0)
     assert Measured(1.02, 1.01, 1.03).excess() == "+2.0 % (+1.0 to +3.0)"
 
@@ -117,15 +118,25 @@ def test_overhead_from_numbers(tmp_path: Path) -> None:
     ]
     write(tmp_path, "overhead", "forward-350m", parts=parts, ratios=ratios)
     write(tmp_path, "overhead", "train-350m", ratios=[ratio(overhead._TRAINED, 1 / 1.01)])
-    write(tmp_path, "overhead", "gate", ratios=[ratio("ours / softmax gate, forward", 0.32)])
     page = overhead.STUDY.page(tmp_path)
-    assert verdicts(page, "1.3×")[0] == ("0.32 (0.32 to 0.32)", Verdict.HOLDS)
+    assert [v for _, v in verdicts(page, "1.3×")] == [Verdict.OPEN] * 3
+    kernel, network = ratio("ours / softmax gate, forward", 0.32), "N × N"
+    for naive, verdict in ((1.29, Verdict.HOLDS), (2.5, Verdict.CHANGED)):  # with our kernel alone
+        write(tmp_path, "overhead", "gate", ratios=[kernel, ratio("naive / softmax gate, forward", naive)])
+        page = overhead.STUDY.page(tmp_path)
+        shown, found = verdicts(page, "1.3×")[0]
+        assert (f"PyTorch {naive:.2f}" in shown, "one kernel 0.32" in shown, found) == (True, True, verdict)
+    assert verdicts(page, network)[0][1] is Verdict.OPEN
+    for more, verdict in ((1.02, Verdict.CHANGED), (1.01, Verdict.FAILS)):  # half of the paper's 3 % is 1.5 %
+        matrix = ratio("routing, matrix gate / amortised gate, forward", more)
+        write(tmp_path, "overhead", "forward-350m-matrix", ratios=[matrix])
+        assert verdicts(overhead.STUDY.page(tmp_path), network)[0][1] is verdict
     assert [v for _, v in verdicts(page, "1.3×")[1:]] == [Verdict.OPEN] * 2
     forward, training, *rest = verdicts(page, "end-to-end")
     assert forward == ("+3.0 % (+2.9 to +3.1)", Verdict.FAILS)
     assert training == ("+1.0 % (+0.9 to +1.1)", Verdict.HOLDS)
     assert [v for _, v in rest] == [Verdict.OPEN] * 2
-    assert verdicts(page, "amortization")[0][1] is Verdict.HOLDS
+    assert verdicts(page, "amortization")[0][1] is Verdict.CHANGED  # our network reads the energies
     # Of one size only: inside the limits it stays open, outside it fails.
     assert verdicts(page, "fewer than 5 %") == [("`350m` 4.4 %", Verdict.OPEN)]
     assert verdicts(page, "85–90 %") == [("`350m` 86.0 %", Verdict.OPEN)]
@@ -140,6 +151,20 @@ def test_overhead_from_numbers(tmp_path: Path) -> None:
     (table, other) = page.tables
     assert table.rows[0] == ("attention", "1.00 (10.0 %)", "1.00 (10.1 %)", "4.2 (33.9 %)", "4.2 (33.6 %)")
     assert len(other.headings) == 2
+
+
+def test_what_follows_from_shapes() -> None:
+    page = overhead.STUDY.page(Path("nowhere"))
+    ((shown, verdict),) = verdicts(page, "fewer than 0.5 % parameters")
+    assert (
+        verdict is Verdict.CHANGED
+    )  # 49,736 of 294,920 parameters if it reads the token, 1,096 if the energies
+    assert shown.startswith("17 % and 6.3 % if it reads the token, 0.37 % and 0.1 %")
+    assert counted.amortizer_share("350m", "input") == pytest.approx(49_736 / 294_920)
+    assert counted.amortizer_share("350m", "affinity") == pytest.approx(1_096 / 294_920)
+    ((shown, verdict),) = verdicts(page, "communication")
+    assert verdict is Verdict.UNTESTABLE
+    assert "`350m` 12 MB of 1.1 GB (1.1 %)" in shown
 
 
 def test_scale_from_numbers(tmp_path: Path) -> None:
@@ -179,3 +204,4 @@ def test_jobs_run_the_benchmarks_that_they_name() -> None:
     assert {name for name in words if name.startswith("step-1.3b")} == {
         f"step-1.3b-{router}" for router in breakdown.ROUTERS
     }
+    assert " ".join(words["forward-350m-matrix"]).endswith("--router amortized --router matrix")

@@ -7,7 +7,8 @@ Both are in the table, so that a reader sees how far the parts can be trusted.
 forward   eval mode, weights in the benchmark's dtype, with the loss over all positions
 step      as in `grmoe.bench.train_model`: autocast, clipping, both optimisers, overlap penalty, priors
 
-The three routers take turns. `amortized` is the Grassmann gate with the paper's network on the energies.
+The routers take turns. `amortized` is the Grassmann gate with our network on the energies; the paper's reads the token.
+`matrix` has a network on the token that mixes the energies by an N × N matrix, which the paper tried and rejected.
 """
 
 from __future__ import annotations
@@ -37,9 +38,15 @@ from grmoe.terminal import Progress, Steps, silent
 
 FORWARD, STEP = "forward", "step"
 PASSES = (FORWARD, STEP)
-GRASSMANN, SOFTMAX, AMORTIZED = "grassmann", "softmax", "amortized"
-NAMES = {GRASSMANN: "Grassmann gate", SOFTMAX: "softmax gate", AMORTIZED: "amortised gate"}
-ROUTERS = tuple(NAMES)
+GRASSMANN, SOFTMAX, AMORTIZED, MATRIX = "grassmann", "softmax", "amortized", "matrix"
+NAMES = {
+    GRASSMANN: "Grassmann gate",
+    SOFTMAX: "softmax gate",
+    AMORTIZED: "amortised gate",
+    MATRIX: "matrix gate",
+}
+ROUTERS = (GRASSMANN, SOFTMAX, AMORTIZED)  # unless others are named
+_NETWORKS = {AMORTIZED: "affinity", MATRIX: "matrix"}
 CALLS = {"cpu": 1, "cuda": 10}  # passes with ranges in a turn
 _STATE_BYTES = 16  # a parameter, its gradient and two moments, fp32
 _HELD_SHARE = 0.4  # of the device, for what all models hold
@@ -62,9 +69,10 @@ def benchmark() -> Benchmark[ModelShape]:
 
 
 def router_config(shape: ModelShape, router: str) -> GrmoeConfig:
-    config = shape.config("softmax" if checks.one_of("router", router, ROUTERS) == SOFTMAX else "grassmann")
-    if router == AMORTIZED:
-        config.router_options = {**(config.router_options or {}), "amortizer": "affinity"}
+    checks.one_of("router", router, tuple(NAMES))
+    config = shape.config("softmax" if router == SOFTMAX else "grassmann")
+    if router in _NETWORKS:
+        config.router_options = {**(config.router_options or {}), "amortizer": _NETWORKS[router]}
     return config
 
 
@@ -264,7 +272,10 @@ def _summary(parts: dict[tuple[str, str], list[dict[str, float]]]) -> list[dict[
 
 
 def compare(result: Result) -> Result:
-    """Times of the routers over those of the softmax gate: of the whole, and of the part that routes."""
+    """Times of the routers over those of the softmax gate: of the whole, and of the part that routes.
+
+    The part of the matrix gate is compared with that of the amortised gate as well.
+    """
     softmax = NAMES[SOFTMAX]
     for row in result.rows:
         for kind in PASSES:
@@ -279,11 +290,18 @@ def compare(result: Result) -> Result:
             "excess",
         )
     found = {(e["router"], e["pass"]): e["parts"] for e in result.extra["parts"]}
-    for (router, kind), parts in found.items():
-        if router != SOFTMAX and (SOFTMAX, kind) in found:
-            value = parts["routing"]["median_ms"] / found[SOFTMAX, kind]["routing"]["median_ms"]
-            result.ratios.append(Ratio(f"routing, {NAMES[router]} / {softmax}, {kind}", value))
+    pairs = [(router, SOFTMAX) for router in NAMES if router != SOFTMAX] + [(MATRIX, AMORTIZED)]
+    for kind in PASSES:
+        for router, other in pairs:
+            if (router, kind) in found and (other, kind) in found:
+                mine, theirs = (found[each, kind]["routing"]["median_ms"] for each in (router, other))
+                result.ratios.append(Ratio(routing_name(router, other, kind), mine / theirs))
     return result
+
+
+def routing_name(router: str, other: str, kind: str) -> str:
+    """Name of the ratio of two routing parts."""
+    return f"routing, {NAMES[router]} / {NAMES[other]}, {kind}"
 
 
 def tables(result: Result) -> list[Table]:

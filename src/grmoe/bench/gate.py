@@ -132,6 +132,7 @@ def compare(shape: GateShape, rows: list[Row]) -> Result:
     pairs = [
         (f"{OURS} / softmax gate, {FORWARD}", OURS, SOFTMAX, FORWARD),
         (f"{OURS} / softmax gate, {BOTH}", OURS, SOFTMAX, BOTH),
+        (f"naive / softmax gate, {FORWARD}", NAIVE, SOFTMAX, FORWARD),
         (f"{OURS} / one bare GEMM, {FORWARD}", OURS, GEMM, FORWARD),
         (f"{OURS} / three bare GEMMs, {BOTH}", OURS, GEMM, BOTH),
         (f"naive / {OURS}, {BOTH}", NAIVE, OURS, BOTH),

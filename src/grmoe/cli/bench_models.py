@@ -183,7 +183,9 @@ def breakdown(
     length: Length = None,
     router: Annotated[
         list[str] | None,
-        typer.Option(help="grassmann, softmax or amortized. Repeatable.", show_default="all three"),
+        typer.Option(
+            help="grassmann, softmax, amortized or matrix. Repeatable.", show_default="all but matrix"
+        ),
     ] = None,
     only: Annotated[
         list[str] | None,
@@ -228,7 +230,9 @@ def breakdown(
         )
         measure = partial(
             bench.run,
-            routers=tuple(checks.one_of("router", each, bench.ROUTERS) for each in router or bench.ROUTERS),
+            routers=tuple(
+                checks.one_of("router", each, tuple(bench.NAMES)) for each in router or bench.ROUTERS
+            ),
             passes=tuple(checks.one_of("pass", each, bench.PASSES) for each in only or bench.PASSES),
             form=usual_form(form, where),
             whole=whole,

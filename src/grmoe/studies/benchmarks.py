@@ -137,12 +137,12 @@ def find_ratio(content: dict[str, Any] | None, shape: int, name: str) -> Measure
 
 
 def at_most(found: Measured | None, limit: float) -> Verdict:
-    """Of "at most": open if the interval includes the limit and the value is above it."""
+    """Of "at most": the whole interval decides. If it includes the limit, nothing is decided."""
     if found is None:
         return Verdict.OPEN
-    if found.value <= limit:
+    if found.high <= limit:
         return Verdict.HOLDS
-    return Verdict.FAILS if found.low > limit else Verdict.OPEN
+    return Verdict.FAILS if found.low > limit else Verdict.UNDECIDED
 
 
 def model_shape(preset: str, batch: int, length: int = 1024) -> Callable[[torch.device], list[ModelShape]]:
