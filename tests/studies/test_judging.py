@@ -10,6 +10,7 @@ from grmoe.studies.judging import (
     above,
     all_of,
     any_of,
+    at_most,
     below,
     changed,
     happen_at,
@@ -58,6 +59,13 @@ def test_not_worse() -> None:
     assert not_worse(Mean(0.1, 0.2, 3), 0.25) is UNDECIDED
     assert not_worse(Mean(0.1, 0.05, 2), 1.0) is OPEN
     assert not_worse(None, 1.0) is OPEN
+
+
+def test_at_most() -> None:
+    assert at_most(Mean(0.1, 0.05, 3), 0.2) is HOLDS
+    assert at_most(Mean(0.1, 0.05, 3), 0.12) is UNDECIDED
+    assert at_most(Mean(0.1, 0.05, 3), 0.04) is FAILS
+    assert at_most(Mean(0.1, 0.05, 2), 0.2) is at_most(None, 0.2) is OPEN
 
 
 def test_within() -> None:

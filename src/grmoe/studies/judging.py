@@ -57,6 +57,11 @@ def not_above(gap: Mean | None, margin: float = 0.0) -> Verdict:
     return decide(gap, lambda found: found.value <= margin)
 
 
+def at_most(gap: Mean | None, limit: float) -> Verdict:
+    """Of "it costs at most this": the whole interval is below the limit. It fails if the whole interval is above it."""
+    return below(None if gap is None else Mean(gap.value - limit, gap.half, gap.seeds))
+
+
 def within(gap: Mean | None, margin: float) -> Verdict:
     """Of "it makes no difference": the whole interval is within ± margin. It fails if it is outside."""
     if gap is None or gap.seeds < MIN_SEEDS:
