@@ -13,9 +13,9 @@ from test_models_store import a_run
 import grmoe.prune
 from grmoe.model import GrmoeConfig
 from grmoe.prune.certificate import Certified
-from grmoe.studies import future
+from grmoe.studies import future, pruning
 from grmoe.studies.models import Store, Trained, run_folder
-from grmoe.studies.page import Verdict
+from grmoe.studies.page import OWN, Verdict
 from grmoe.studies.study import Place
 from grmoe.terminal import silent
 
@@ -39,8 +39,10 @@ def test_an_idea_holds_if_one_variant_does_and_fails_if_none_of_all_does(tmp_pat
     assert verdicts(tmp_path)[text] is Verdict.OPEN  # the others may still do it
     put(tmp_path, {name: [3.1, 3.2, 3.31] for name in entropy})
     assert verdicts(tmp_path)[text] is Verdict.FAILS
+    put(tmp_path, {entropy[1]: [2.9, 3.3, 3.2]})
+    assert verdicts(tmp_path)[text] is Verdict.UNDECIDED
     put(tmp_path, {entropy[-1]: [2.9, 3.0, 3.11]})
-    assert verdicts(tmp_path)[text] is Verdict.HOLDS
+    assert verdicts(tmp_path)[text] is Verdict.CHANGED  # the plain recipe is ours
 
 
 def test_depths_and_heads_have_their_own_counterparts(tmp_path: Path) -> None:
@@ -50,7 +52,11 @@ def test_depths_and_heads_have_their_own_counterparts(tmp_path: Path) -> None:
     )
     put(tmp_path, {"grmoe": [3.0, 3.1, 3.2], "grmoe-one": [3.3, 3.4, 3.5], "identity-8": [3.2, 3.3, 3.41]})
     put(tmp_path, {"heads-4": [3.001, 3.103, 3.201]})
-    assert (verdicts(tmp_path)[depth], verdicts(tmp_path)[heads]) == (Verdict.HOLDS, Verdict.HOLDS)
+    assert (verdicts(tmp_path)[depth], verdicts(tmp_path)[heads]) == (Verdict.CHANGED, Verdict.CHANGED)
+    put(tmp_path, {"identity-8": [3.305, 3.406, 3.505]})  # as good as top-1, within 0.01 nats
+    assert verdicts(tmp_path)[depth] is Verdict.CHANGED
+    put(tmp_path, {"identity-8": [3.305, 3.43, 3.505]})
+    assert verdicts(tmp_path)[depth] is Verdict.UNDECIDED
     put(tmp_path, {"identity-8": [3.4, 3.5, 3.61], "heads-4": [3.1, 3.2, 3.31]})
     assert (verdicts(tmp_path)[depth], verdicts(tmp_path)[heads]) == (Verdict.FAILS, Verdict.FAILS)
 
@@ -96,7 +102,7 @@ def test_models_of_the_plain_recipe_are_pruned(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(grmoe.prune, "run", prune)
     for one in wanted:
-        body = future.prune_run(run_folder(place.work, one.job), place, silent)
+        body = pruning.prune_run(run_folder(place.work, one.job), place, silent)
         path = one.kind.path(place.results, one.job)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
@@ -107,8 +113,39 @@ def test_models_of_the_plain_recipe_are_pruned(tmp_path: Path, monkeypatch: pyte
     assert [(plan.experts, plan.tokens) for plan in asked] == [(6, 99)] * 3
     assert future.STUDY.state(place.results).done == 3
     assert future.STUDY.needs(place).measurements == []
-    found = verdicts(place.results)
-    assert found["Certificates guide pruning that preserves quality"] is Verdict.HOLDS
-    assert found["Fisher information guides pruning that preserves quality"] is Verdict.FAILS
+    claims = {claim.text: claim for claim in future.STUDY.page(place.results).claims}
+    better = "better experts to drop than the load does"
+    assert claims[f"Certificates choose {better}"].verdict is Verdict.HOLDS
+    assert claims[f"Fisher information chooses {better}"].verdict is Verdict.FAILS
+    assert claims[f"Certificates choose {better}"].where == OWN
+    assert claims["Certificates guarantee what pruning costs"].ours == "the bound is 10 to 10 times the error"
+    costly = next(claim for text, claim in claims.items() if text.startswith("Subspace-aware criteria"))
+    assert costly.verdict is Verdict.FAILS
+    assert costly.ours == "+0.3100 ± 0.0248 (36 % of perplexity)"
     table = next(t for t in future.STUDY.page(place.results).tables if t.title.startswith("Pruned from"))
     assert ("certificate drop", "3", "+0.1000 ± 0.0000", "0.0100 ± 0.0000", "21 of 30") in table.rows
+
+
+@pytest.mark.parametrize(("bound", "verdict"), [(0.5, Verdict.CHANGED), (0.49, Verdict.FAILS)])
+def test_a_certificate_guarantees_if_no_layer_moves_further(bound: float, verdict: Verdict) -> None:
+    bounds = [
+        pruning.Bound(seed=seed, block=block, bound=bound if (seed, block) == (2, 3) else 5.0, error=0.5, output=2.0)
+        for seed in range(3)
+        for block in (1, 3)
+    ]  # fmt: skip
+    (found,) = (c for c in pruning.claims([], bounds) if c.text.startswith("Certificates guarantee"))
+    assert found.verdict is verdict
+    (few,) = (c for c in pruning.claims([], bounds[:4]) if c.text.startswith("Certificates guarantee"))
+    assert few.verdict is Verdict.OPEN
+
+
+@pytest.mark.parametrize(("loss", "verdict"), [(3.009, Verdict.CHANGED), (3.011, Verdict.FAILS)])
+def test_quality_is_preserved_within_a_hundredth(loss: float, verdict: Verdict) -> None:
+    rows = [
+        pruning.Pruned(
+            seed=seed, method="fisher drop", experts=6, loss=loss, trained=3.0, divergence=0.0, beaten=0
+        )
+        for seed in range(3)
+    ]
+    (found,) = (c for c in pruning.claims(rows, []) if c.text.startswith("Subspace-aware criteria"))
+    assert found.verdict is verdict

@@ -1,0 +1,50 @@
+"""Which models are turned after training and timed, and the paper's numbers of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from grmoe.studies.models.recipes import RECIPES, Recipe
+from grmoe.studies.models.store import Run
+from grmoe.studies.models.summary import Mean, mean_of
+from grmoe.studies.throughput import Speed
+
+DENSE = RECIPES["grmoe"].plus("grmoe-dense", "GrMoE, trained dense", "model.selection=dense")
+RETRAINED = {"top-2": RECIPES["softmax-bias"], "top-1": RECIPES["softmax-one"]}
+ELASTIC = RECIPES["token-mass"]
+TIMED = (DENSE, ELASTIC, *RETRAINED.values())
+# The paper's table at 350M: effective experts, perplexity, throughput.
+PAPER = {
+    0.5: ("5.2", "18.4", "0.82"),
+    1.0: ("3.1", "18.1", "1.00"),
+    2.0: ("1.8", "18.3", "1.24"),
+    5.0: ("1.1", "19.0", "1.41"),
+}
+PAPER_SOFTMAX = {"top-2": ("2.0", "18.7", "1.00"), "top-1": ("1.0", "19.8", "1.35")}
+
+Models = Mapping[str, Sequence[Run]]
+Speeds = Mapping[tuple[str, str], Speed]
+
+
+def dense(alpha: float) -> str:
+    return f"dense, α {alpha:g}"
+
+
+def cut(alpha: float) -> str:
+    """Experts up to 90 % of the probability are computed. The paper names no rule."""
+    return f"mass 0.9, α {alpha:g}"
+
+
+def effective_experts(runs: Sequence[Run], alpha: float) -> Mean | None:
+    return mean_of(runs, lambda row: row.effective_experts or math.nan, setting=dense(alpha))
+
+
+def relative(speeds: Speeds, recipe: Recipe, setting: str) -> float | None:
+    """Throughput over that of the model trained dense at α = 1, as `cut` computes it."""
+    mine, base = speeds.get((recipe.name, setting)), speeds.get((DENSE.name, cut(1.0)))
+    return None if mine is None or base is None else mine.tokens_per_second / base.tokens_per_second
+
+
+def times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}×"
