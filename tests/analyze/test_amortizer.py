@@ -42,7 +42,7 @@ def test_it_is_what_a_loop_over_tokens_finds(
     router = routers(loaded.model)[1]
     assert isinstance(router, GrassmannRouter)
     hook = router.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0]))
-    ratios, leading = [], {k: list[float]() for k in range(len(TYPES))}
+    concentrations, ratios, leading = [], [], {k: list[float]() for k in range(len(TYPES))}
     by_type = {k: list[float]() for k in range(len(TYPES))}
     for start in covering_starts(len(ids), 100, 32):
         with torch.no_grad():
@@ -55,6 +55,10 @@ def test_it_is_what_a_loop_over_tokens_finds(
                 logits = router(x[None]).logits[0].tolist()  # at α = 1 and without a prior: h κ a
                 kind, best = int(types[start + place]), int(np.argmax(logits))
                 ratios.append(sum(logits) / sum(base))
+                kappas = router.kappa.tolist()
+                concentrations.append(
+                    sum(k * logit / b for k, logit, b in zip(kappas, logits, base, strict=True)) / sum(kappas)
+                )
                 by_type[kind].append(ratios[-1])
                 leading[kind].append(logits[best] / base[best])
     hook.remove()
@@ -62,7 +66,11 @@ def test_it_is_what_a_loop_over_tokens_finds(
     assert layer is not None
     assert layer.ratio == pytest.approx(np.mean(ratios), rel=1e-4)
     assert (layer.ratio_low, layer.ratio_high) == pytest.approx(np.quantile(ratios, [0.05, 0.95]), rel=1e-3)
-    assert abs(layer.ratio - 1) > 0.01  # the paper says 1
+    assert layer.concentration == pytest.approx(np.mean(concentrations), rel=1e-3)
+    ends = (layer.concentration_low, layer.concentration_high)
+    assert ends == pytest.approx(np.quantile(concentrations, [0.05, 0.95]), rel=1e-2)
+    assert ends != pytest.approx((1, 1), abs=0.01)  # the paper says 1
+    assert abs(layer.ratio - 1) > 0.01
     for k in range(len(TYPES)):
         if not by_type[k]:
             assert layer.type_ratio[k] is layer.type_h[k] is None
@@ -72,6 +80,20 @@ def test_it_is_what_a_loop_over_tokens_finds(
     shown = [t for t in show(Result(loaded, found)) if isinstance(t, Table)]
     [table] = [t for t in shown if t.title.startswith("Amortiser")]
     assert f"{layer.ratio:.3f} (" in table.markdown()
+    assert f"{layer.concentration:.3f} (" in table.markdown()
+
+
+def test_equal_concentrations_are_kept_for_every_token(make: Any, texts: list[Path]) -> None:
+    """Because Σh = N. Mean logits are not."""
+    loaded = random_networks(make(router_options={"amortizer": "input"}))
+    for router in routers(loaded.model):
+        assert isinstance(router, GrassmannRouter)
+        router.log_kappa.data.fill_(0.5)
+    layer = analyze(loaded, texts[:1], 64).layers[0].amortized
+    assert layer is not None
+    kept = (layer.concentration, layer.concentration_low, layer.concentration_high)
+    assert kept == pytest.approx((1, 1, 1), abs=1e-5)
+    assert (layer.ratio_low, layer.ratio_high) != pytest.approx((1, 1), abs=1e-3)
 
 
 def test_a_fresh_amortiser_changes_nothing_and_others_have_none(make: Any, texts: list[Path]) -> None:

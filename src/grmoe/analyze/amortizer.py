@@ -1,14 +1,16 @@
 """What an amortiser does to the concentrations of each token (paper, "Amortized Posterior with Learned Uncertainty").
 
 Two claims of the paper can be read off here. "Σ_e h_e = N, so that average concentration is preserved": the ratio
-Σ_e h_e κ_e a_e / Σ_e κ_e a_e of each token's mean logits would then be 1. And "high confidence for tokens that clearly
-belong to one expert": h of the leading expert, by token type. The matrix amortiser has no h; there h_e is its score
-over κ_e a_e.
+Σ_e h_e κ_e / Σ_e κ_e of each token would then be 1. With equal κ it is. Σ_e h_e κ_e a_e / Σ_e κ_e a_e, the ratio of its
+mean logits, is another. And "high confidence for tokens that clearly belong to one expert": h of the leading expert, by
+token type. The matrix amortiser has no h; there h_e is its score over κ_e a_e.
 
 Legend: T tokens, N experts, D model width.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +29,7 @@ class AmortizerTally:
 
     def __init__(self, router: GrassmannRouter) -> None:
         self.router = router
+        self.concentrations: list[Array] = []
         self.ratios: list[Array] = []
         self.leading_h: list[Array] = []
 
@@ -35,9 +38,15 @@ class AmortizerTally:
         """Count tokens x (..., D). leading_T: the leading expert of each."""
         base_TN, scaled_TN = (t.double() for t in self.router.amortized(x.flatten(0, -2).float()))
         self.ratios.append((scaled_TN.sum(-1) / base_TN.sum(-1)).cpu().numpy())
-        place_T1 = leading_T.clamp(min=0).unsqueeze(-1)
-        h_T = (scaled_TN / base_TN).gather(-1, place_T1).squeeze(-1)
+        h_TN, kappa_N = scaled_TN / base_TN, self.kappa()
+        self.concentrations.append(((h_TN * kappa_N).sum(-1) / kappa_N.sum()).cpu().numpy())
+        h_T = h_TN.gather(-1, leading_T.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         self.leading_h.append(torch.where(leading_T == DROPPED, torch.nan, h_T).cpu().numpy())
+
+    def kappa(self) -> Tensor:
+        """(N,); of diagonal concentrations the mean over columns."""
+        kappa = self.router.kappa.double()
+        return kappa if kappa.ndim == 1 else kappa.mean(-1)
 
     def result(self, types_T: NDArray[np.int64], types: int) -> Amortized:
         """Means and quantiles, by token type too. A token of length zero has neither number."""
@@ -48,16 +57,20 @@ class AmortizerTally:
             sums: Array = np.bincount(types_T[known], values_T[known], minlength=types).astype(float)
             return divide(sums, np.bincount(types_T[known], minlength=types))
 
-        known_T = ratio_T[np.isfinite(ratio_T)]
-        low, high = np.quantile(known_T, [0.05, 0.95]) if len(known_T) else (np.nan, np.nan)
         shown = {
-            "ratio": divide(known_T.sum(), len(known_T)),
-            "ratio_low": low,
-            "ratio_high": high,
+            **_spread("concentration", np.concatenate(self.concentrations)),
+            **_spread("ratio", ratio_T),
             "type_ratio": by_type(ratio_T),
             "type_h": by_type(h_T),
         }
         return Amortized(**plain(shown))  # NaN becomes None
+
+
+def _spread(name: str, values_T: Array) -> dict[str, Any]:
+    """The mean and the 5 % and 95 % quantiles over tokens that have the number."""
+    known = values_T[np.isfinite(values_T)]
+    low, high = np.quantile(known, [0.05, 0.95]) if len(known) else (np.nan, np.nan)
+    return {name: divide(known.sum(), len(known)), f"{name}_low": low, f"{name}_high": high}
 
 
 def amortizer_tally(router: Router) -> AmortizerTally | None:

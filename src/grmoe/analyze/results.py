@@ -89,8 +89,14 @@ class TopMass:
 class Amortized:
     """What an amortiser does to the concentrations. h_e of the matrix amortiser is its score over κ_e a_e."""
 
+    concentration: float | None
+    """Σ_e h_e κ_e / Σ_e κ_e, the mean over tokens: 1 would be the paper's "average concentration preserved"."""
+    concentration_low: float | None
+    """Its 5 % quantile over tokens."""
+    concentration_high: float | None
+    """Its 95 % quantile over tokens."""
     ratio: float | None
-    """Σ_e h_e κ_e a_e / Σ_e κ_e a_e, the mean over tokens: 1 would be the paper's "average concentration preserved"."""
+    """The same of logits: Σ_e h_e κ_e a_e / Σ_e κ_e a_e."""
     ratio_low: float | None
     """Its 5 % quantile over tokens."""
     ratio_high: float | None

@@ -121,25 +121,33 @@ def _bounds_table(analysis: Analysis) -> Table:
 
 
 def _amortizer_table(analysis: Analysis, layers: Sequence[Layer]) -> Table:
-    """One row for all tokens and one per type: what the amortiser does to the mean logit and to the leading expert."""
+    """One row for all tokens and one per type: what the amortiser does to concentration, logits and leading expert."""
     headings = ["tokens of type"]
     for layer in layers:
-        headings += [f"mean logit ratio, block {layer.layer}", f"h of leading, block {layer.layer}"]
-    table = Table("Amortiser (the paper: the mean logit is preserved, a ratio of 1)", headings)
+        names = ("concentration ratio", "mean logit ratio", "h of leading")
+        headings += [f"{name}, block {layer.layer}" for name in names]
+    table = Table("Amortiser (the paper: average concentration is preserved, a ratio of 1)", headings)
     cells = ["all (5 %–95 %)"]
     for layer in layers:
         a = layer.amortized
-        spread = "" if a is None else f" ({_number(a.ratio_low)}–{_number(a.ratio_high)})"
-        cells += ["–" if a is None else _number(a.ratio) + spread, ""]
+        if a is None:
+            cells += ["–", "–", ""]
+        else:
+            kept = _spread(a.concentration, a.concentration_low, a.concentration_high)
+            cells += [kept, _spread(a.ratio, a.ratio_low, a.ratio_high), ""]
     table.add(*cells)
     table.end_section()
     for k, name in enumerate(analysis.types):
         cells = [name]
         for layer in layers:
             a = layer.amortized
-            cells += ["–", "–"] if a is None else [_number(a.type_ratio[k]), _number(a.type_h[k])]
+            cells += ["", "–", "–"] if a is None else ["", _number(a.type_ratio[k]), _number(a.type_h[k])]
         table.add(*cells)
     return table
+
+
+def _spread(value: float | None, low: float | None, high: float | None) -> str:
+    return f"{_number(value)} ({_number(low)}–{_number(high)})"
 
 
 def _expert_table(analysis: Analysis, layer: Layer) -> Table:
