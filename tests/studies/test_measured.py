@@ -24,10 +24,13 @@ from grmoe.studies import (
 from grmoe.studies.measured import Measured
 from grmoe.studies.metrics import metric_claims
 from grmoe.studies.models.recipes import Base, Recipe
+from grmoe.studies.models.summary import Mean
 from grmoe.studies.page import Page, Verdict
 from grmoe.studies.pages import page_text
 from grmoe.studies.registry import find_study
 from grmoe.studies.study import Place
+from grmoe.studies.token_analysis.claims import claims, reaches
+from grmoe.studies.token_analysis.reading import specialists
 from grmoe.terminal import silent
 from grmoe.train.loop import train
 
@@ -93,7 +96,10 @@ def test_a_page_without_results_is_open(module: Any, tmp_path: Path) -> None:
 def with_types(body: dict[str, Any], r: float = -0.5) -> dict[str, Any]:
     """As if the text had tokens of all types. The small corpus has two."""
     correlation = {"r": r, "lower": r - 0.1, "upper": r + 0.1, "n": 8}
-    found = planted(body, type_entropy=[[1.0] * 7, [1.1] * 7], amortized=[amortized(0.9, 1.1, 1.0)] * 2)
+    found = planted(
+        body, type_entropy=[[1.0] * 7, [1.1] * 7], of_type=[[[0.25] * 7] * 4] * 2,
+        amortized=[amortized(0.9, 1.1, 1.0)] * 2,
+    )  # fmt: skip
     return found | {
         "type_tokens": [100] * 7, "kappa_correlation": correlation, "kappa_correlation_within": correlation,
     }  # fmt: skip
@@ -124,35 +130,133 @@ def planted(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def amortized(low: float, high: float, ambiguous: float) -> dict[str, Any]:
-    """h of the leading expert is 1.2, but for the first two types."""
+    """90 % of the concentrations are from low to high. h of the leading expert is 1.2, but for the first two types."""
     return {
-        "ratio": 1.0, "ratio_low": low, "ratio_high": high, "type_ratio": [1.0] * 7,
+        "concentration": 1.0, "concentration_low": low, "concentration_high": high, "ratio": 1.0, "ratio_low": 0.5,
+        "ratio_high": 1.5, "type_ratio": [1.0] * 7,
         "type_h": [ambiguous] * 2 + [1.2] * 5,
     }  # fmt: skip
 
 
-def test_verdicts_follow_the_numbers(body: dict[str, Any]) -> None:
-    """Measurements as the paper has them, and the opposite."""
-    code, names = [0.0] * 7, [0.0] * 7
+def seeds_of(body: dict[str, Any]) -> list[Measured]:
+    return [Measured(recipe="x", seed=s, revision="r", machine="m", body=body) for s in range(3)]
+
+
+def as_paper(body: dict[str, Any]) -> dict[str, Any]:
+    """Measurements as the paper has them: in the last layer a specialist of code, one of names and a generalist."""
+    code, names, broad, other = ([0.0] * 7 for _ in range(4))
     code[2], code[3], names[4] = 0.8, 0.7, 0.75
-    shares = [code, names, [0.1] * 7, [0.1] * 7]
-    as_paper = planted(
-        with_types(body, -0.9), kappa=[[1.0, 1.2, 1.1, 1.1], [0.4, 4.2, 3.5, 1.0]], entropy=[1.65, 1.15],
-        of_type=[shares, shares], type_entropy=[[1.9, 1.9, 1.2, 1.2, 1.2, 1.2, 1.2]] * 2,
+    broad[0] = broad[1] = 0.9
+    other[5] = 1.0
+    shares = [code, names, broad, other]
+    return planted(
+        with_types(body, -0.9), kappa=[[1.0, 1.2, 1.1, 1.1], [4.2, 3.5, 0.4, 1.0]], entropy=[1.65, 1.15],
+        of_type=[[[0.25] * 7] * 4, shares], type_entropy=[[1.9, 1.9, 0.6, 0.6, 0.6, 0.6, 0.6]] * 2,
         amortized=[amortized(0.97, 1.03, 0.9)] * 2,
     )  # fmt: skip
-    runs = [Measured(recipe="x", seed=s, revision="r", machine="m", body=as_paper) for s in range(3)]
-    assert set(verdicts(Page(token_analysis._claims(runs)))) == {Verdict.HOLDS}
-    assert verdicts(Page(depth._claims(runs)))[:4] == [Verdict.HOLDS] * 4
-    found = token_analysis.specialists(as_paper)
+
+
+def test_verdicts_follow_the_numbers(body: dict[str, Any]) -> None:
+    """Measurements as the paper has them, and the opposite."""
+    paper = as_paper(body)
+    runs = seeds_of(paper)
+    assert set(verdicts(Page(claims(runs)))) == {Verdict.CHANGED}  # the gate is ours
+    assert verdicts(Page(depth._claims(runs)))[:4] == [Verdict.CHANGED] * 4
+    found = specialists(paper)
     assert (found.code, found.math, found.nouns) == (0.8, 0.7, 0.75)
+    assert (found.kappas, found.others) == ((4.2, 3.5), (0.4, 1.0))
     flat = planted(
-        with_types(body, 0.3), kappa=[[2.0] * 4, [1.0] * 4], entropy=[1.0, 1.3], of_type=[[[0.25] * 7] * 4] * 2,
-        type_entropy=[[1.0, 1.0, 1.2, 1.2, 1.2, 1.2, 1.2]] * 2, amortized=[amortized(0.97, 1.3, 1.3)] * 2,
+        with_types(body, 0.3), kappa=[[2.0, 2.1, 2.1, 2.1], [0.5, 1.0, 1.0, 1.1]], entropy=[1.0, 1.3],
+        of_type=[[[0.25] * 7] * 4, [[0.2] * 2 + [0.26] * 5] * 4],
+        type_entropy=[[0.3, 0.3, 0.4, 0.4, 0.4, 0.4, 0.4]] * 2, amortized=[amortized(0.97, 1.3, 1.3)] * 2,
     )  # fmt: skip
-    runs = [Measured(recipe="x", seed=s, revision="r", machine="m", body=flat) for s in range(3)]
-    assert set(verdicts(Page(token_analysis._claims(runs)))) == {Verdict.FAILS}
-    assert verdicts(Page(depth._claims(runs)))[:4] == [Verdict.FAILS] * 4
+    runs = seeds_of(flat)
+    assert set(verdicts(Page(claims(runs)))) == {Verdict.FAILS}
+    assert [verdict for i, verdict in enumerate(verdicts(Page(depth._claims(runs)))[:4]) if i != 1] == [
+        Verdict.FAILS
+    ] * 3
+
+
+def claim(page: Page, start: str) -> Verdict:
+    (found,) = (c.verdict for c in page.claims if c.text.startswith(start))
+    return found
+
+
+def test_specialists_are_told_by_their_kappa(body: dict[str, Any]) -> None:
+    both, most, least = "These two", "The expert with the largest", "The expert with the smallest"
+    for kappa, expected in (
+        ([4.2, 3.5, 0.4, 1.0], (Verdict.CHANGED, Verdict.CHANGED, Verdict.CHANGED)),
+        ([3.5, 4.2, 0.4, 1.0], (Verdict.CHANGED, Verdict.FAILS, Verdict.CHANGED)),
+        ([4.2, 1.0, 0.4, 3.5], (Verdict.FAILS, Verdict.CHANGED, Verdict.CHANGED)),
+        ([4.2, 3.5, 1.0, 0.4], (Verdict.CHANGED, Verdict.CHANGED, Verdict.FAILS)),
+    ):
+        found = planted(as_paper(body), kappa=[[1.0] * 4, kappa])
+        page = Page(claims(seeds_of(found)))
+        assert tuple(claim(page, start) for start in (both, most, least)) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "half", "verdict"),
+    [
+        (0.80, 0.1, Verdict.HOLDS),
+        (0.71, 0.1, Verdict.HOLDS),
+        (0.69, 0.1, Verdict.UNDECIDED),  # less than nine tenths, but they are inside
+        (0.75, 0.4, Verdict.UNDECIDED),  # half of it is inside, too
+        (0.45, 0.35, Verdict.UNDECIDED),
+        (0.60, 0.05, Verdict.FAILS),
+    ],
+)
+def test_a_number_is_found_near_its_mean(value: float, half: float, verdict: Verdict) -> None:
+    assert reaches(Mean(value, half, 3), 0.78) is verdict
+    assert reaches(Mean(value, half, 2), 0.78) is reaches(None, 0.78) is Verdict.OPEN
+
+
+def test_average_concentration_is_not_the_logit(body: dict[str, Any]) -> None:
+    """Of the same model: concentrations within 0.05 of 1, logits far from it."""
+    start = "Σ_e h_e = N"
+    kept = planted(as_paper(body), amortized=[amortized(0.96, 1.04, 0.9)] * 2)
+    assert claim(Page(claims(seeds_of(kept))), start) is Verdict.CHANGED
+    lost = planted(kept, amortized=[amortized(0.96, 1.04, 0.9), amortized(0.94, 1.0, 0.9)])
+    assert claim(Page(claims(seeds_of(lost))), start) is Verdict.FAILS
+
+
+def test_entropy_counts_as_a_share_of_its_largest(body: dict[str, Any]) -> None:
+    """65 % of log 4 are 0.9 nats."""
+    assert body["experts"] == 4
+    for entropy, expected in ((0.91, Verdict.CHANGED), (0.89, Verdict.FAILS)):
+        found = planted(as_paper(body), type_entropy=[[entropy] * 2 + [0.6] * 5] * 2)
+        assert claim(Page(claims(seeds_of(found))), "Function words") is expected
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [
+        ((0.8, 1.5), (0.4, 4.2), Verdict.CHANGED),
+        ((0.41, 2.9), (0.21, 8.3), Verdict.CHANGED),
+        ((0.8, 1.5), (0.001, 50.0), Verdict.FAILS),
+        ((0.8, 3.1), (0.4, 4.2), Verdict.FAILS),
+    ],
+)
+def test_a_range_is_found_within_a_factor_of_two(
+    body: dict[str, Any], first: tuple[float, float], last: tuple[float, float], expected: Verdict
+) -> None:
+    found = planted(with_types(body), kappa=[[*first, *first], [*last, *last]])
+    assert claim(Page(depth._claims(seeds_of(found))), "κ ranges") is expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ([[1.0, 1.1, 1.0], [1.5, 1.4, 1.5], [2.0, 2.1, 2.0]], Verdict.HOLDS),
+        ([[1.0, 1.1, 1.0], [2.2, 1.9, 2.1], [2.0, 2.1, 2.0]], Verdict.UNDECIDED),  # it may fall at the end
+        ([[1.0, 1.1, 1.0], [3.0, 3.1, 3.0], [2.0, 2.2, 2.0]], Verdict.FAILS),
+        ([[1.0, 2.1, 1.0], [1.5, 1.4, 1.5], [2.0, 2.0, 2.0]], Verdict.UNDECIDED),
+        ([[2.0, 2.1, 2.0], [1.5, 1.4, 1.5], [1.0, 1.2, 1.0]], Verdict.FAILS),
+    ],
+)
+def test_rising_with_depth(layers: list[list[float]], expected: Verdict) -> None:
+    assert depth._rises(layers)[0] is expected
+    assert depth._rises([[-value for value in layer] for layer in layers], -1)[0] is expected
 
 
 def test_the_theorem_is_judged_by_its_hypothesis(body: dict[str, Any]) -> None:
