@@ -410,3 +410,11 @@ def test_sums_of_one_pass_by_hand() -> None:
     assert routing_sums(probs, weights, selected).tolist() == pytest.approx(want)
     with_slots = [*want[:6], 5, 5, 5, *want[9:]]
     assert routing_sums(probs, weights, selected, 5).tolist() == pytest.approx(with_slots)
+
+
+def test_top_k_and_selection_must_not_contradict_each_other() -> None:
+    same = SoftmaxRouter(D, N, top_k=2, selection=TopK(2, renormalize=True))
+    assert same.selection == TopK(2, renormalize=True)
+    for other in (TopK(1), Mass(0.5)):
+        with pytest.raises(ValueError, match="top_k = 2 and selection = .* both say how many experts"):
+            SoftmaxRouter(D, N, top_k=2, selection=other)

@@ -36,9 +36,10 @@ class SoftmaxRouter(LinearRouter):
         load_loss: float = 0.0,
         **router: Any,
     ) -> None:
+        given = router.get("selection")
         checks.require(
-            top_k is None or "selection" not in router,
-            "top_k and selection both say how many experts: give one",
+            top_k is None or given is None or getattr(given, "k", None) == top_k,
+            f"top_k = {top_k} and selection = {given} both say how many experts: give one",
         )
         count = checks.positive_int("top_k", 2 if top_k is None else top_k)
         router.setdefault("selection", TopK(count))
