@@ -92,6 +92,16 @@ def test_the_loss_counts_on_what_the_assistant_says(folder: Path) -> None:
     assert tokenizer.chat_template == DEFAULT_TEMPLATE
 
 
+def test_a_conversation_may_begin_with_the_assistant(tmp_path: Path) -> None:
+    greeting = {"role": "assistant", "content": "Welcome."}
+    rows = [{"messages": [greeting, *conversation(n)["messages"][1:]]} for n in range(40)]
+    source = write(tmp_path / "chat.jsonl", rows)
+    prepare([source], tmp_path / "out", chat=True, tokenizer="bpe:300", validation=0.2, workers=1)
+    data = TokenDataset(tmp_path / "out")
+    assert data.documents + TokenDataset(tmp_path / "out", "validation").documents == 40
+    assert all(answer.startswith(" Welcome.") for answer in spoken(data))
+
+
 def with_template(folder: Path, to: Path, template: str) -> str:
     loaded = load(str(folder / "tokenizer"))
     loaded.tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])

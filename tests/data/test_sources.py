@@ -47,6 +47,17 @@ def read(*sources: str | Path, start: Position = START, strict: bool = False) ->
     return [row for row in rows if isinstance(row, Document)]
 
 
+def test_a_file_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+    books = tmp_path / "books"
+    books.mkdir()
+    for name in "ab":
+        (books / f"{name}.jsonl").write_bytes(LINES)
+    (tmp_path / "link.jsonl").symlink_to(books / "b.jsonl")
+    for more in ([books / "a.jsonl"], [tmp_path / "books" / ".." / "books"], [tmp_path / "link.jsonl"]):
+        assert [unit.name for unit in find_units([books, *more])] == ["a.jsonl", "b.jsonl"]
+    assert len(find_units([books / "b.jsonl", books])) == 2
+
+
 @pytest.mark.parametrize("suffix", COMPRESSORS)
 def test_jsonl_plain_and_compressed(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"news.jsonl{suffix}"

@@ -102,7 +102,9 @@ def test_a_run_has_the_curve_of_its_calibration(run: Path, tmp_path: Path) -> No
     status, said = dial(copy, "--target-experts", 1.5, "--tokens", 512)
     assert status == 0, said
     budget = results(copy / "dial")["budget"]
-    assert said.endswith(f"Next: grmoe export {copy} --budget {budget:g} --out {copy / 'dial' / 'model'}\n")
+    assert said.endswith(
+        f"Next: grmoe export {copy} --budget {budget:g} --dtype fp32 --out {copy / 'dial' / 'model'}\n"
+    )
     status, said = call("generate", copy, "--prompt", "one two", "--budget", 1.5, "--temperature", 0)
     assert status == 0, said
     assert "budget 1.5: 1." in said
@@ -119,7 +121,9 @@ def test_a_run_has_the_curve_of_its_calibration(run: Path, tmp_path: Path) -> No
     assert said.endswith(f"Next: grmoe serve {tmp_path / 'model'}")
     status, said = call("info", copy)
     assert "at most 1.5 experts per token; chosen 1." in said
-    assert said.endswith(f"Next: grmoe export {copy} --budget {budget:g} --out {copy / 'dial' / 'model'}")
+    assert said.endswith(
+        f"Next: grmoe export {copy} --budget {budget:g} --dtype fp32 --out {copy / 'dial' / 'model'}"
+    )
     path = copy / "dial" / "results.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 7}))
     assert open_model(copy).model.config.budget_curve is None  # of another checkpoint

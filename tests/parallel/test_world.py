@@ -55,6 +55,7 @@ def test_sizes_that_do_not_fit_say_what_would(
         start(config, "cpu")
     assert need in str(caught.value)
     assert f"torchrun {command} " in str(caught.value)
+    assert "or give other sizes: parallel.expert=1" in str(caught.value)
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "mps", ""])

@@ -17,7 +17,9 @@ from torch import Tensor
 from grmoe import geometry
 from grmoe.bingham import log_kummer, log_normalizer
 from grmoe.certificates import entropy_bounds_from_range
-from grmoe.routing import GrassmannRouter, grassmann_logits_reference
+from grmoe.optim import GrassmannAdam
+from grmoe.optim.projected import ProjectedAdam
+from grmoe.routing import GrassmannRouter, grassmann_logits_reference, update_priors
 from grmoe.routing.amortizer import amortize
 
 F64 = torch.float64
@@ -651,6 +653,35 @@ def test_frames_that_a_foreign_optimiser_moved_are_retracted() -> None:
     loaded = router.frames.detach().clone()
     router.eval().train()
     assert torch.equal(router.frames, loaded)
+
+
+def test_in_a_loop_of_ones_own_updating_the_prior_retracts() -> None:
+    """Such a loop calls `train()` once at most."""
+    router = GrassmannRouter(16, 4, 3).train()
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    foreign = torch.optim.AdamW(router.parameters(), lr=1e-2)
+    for _ in range(3):
+        router(x).probs[:, 0].sum().backward()
+        foreign.step()
+        assert geometry.orthonormality_error(router.frames.detach()) > 1e-3
+        with pytest.warns(UserWarning, match="off their manifold"):
+            update_priors([router], 0.01)
+        assert geometry.orthonormality_error(router.frames.detach()) < 1e-6
+
+
+@pytest.mark.parametrize("kind", [GrassmannAdam, ProjectedAdam])
+def test_frames_of_grmoes_own_optimisers_are_not_looked_at(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking waits for the device."""
+    router = GrassmannRouter(16, 4, 3).train()
+    optimizer = kind([router.frames])
+    monkeypatch.setattr(GrassmannRouter, "retract", lambda _: pytest.fail("looked at the frames"))
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        router(x).probs[:, 0].sum().backward()
+        optimizer.step()
+        update_priors([router], 0.01)
 
 
 def test_the_first_concentration_follows_the_rank() -> None:

@@ -416,5 +416,5 @@ def test_top_k_and_selection_must_not_contradict_each_other() -> None:
     same = SoftmaxRouter(D, N, top_k=2, selection=TopK(2, renormalize=True))
     assert same.selection == TopK(2, renormalize=True)
     for other in (TopK(1), Mass(0.5)):
-        with pytest.raises(ValueError, match="top_k = 2 and selection = .* both say how many experts"):
+        with pytest.raises(ValueError, match=r"top_k = 2 and selection = .* both say how many experts"):
             SoftmaxRouter(D, N, top_k=2, selection=other)

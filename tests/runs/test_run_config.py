@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,9 +66,12 @@ def test_mistakes_are_named(override: str, message: str) -> None:
 
 
 def test_a_vocabulary_too_small_for_the_data_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model\.vocab_size must be at least the data's 8192, got 100"):
+    with pytest.raises(ValueError, match=r"model\.vocab_size must be at least the data's 8192, got 100$"):
         config("model.vocab_size=100").model_config(8192, 0)
     assert config("model.vocab_size=8256").model_config(8192, 0).vocab_size == 8256
+    from_a_run = replace(config("model.vocab_size=100"), start_from="runs/first")
+    with pytest.raises(ValueError, match="got 100: prepare the text with the tokenizer of runs/first"):
+        from_a_run.model_config(8192, 0)
 
 
 def test_what_is_saved_is_what_was_meant() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Literal
 
 import typer
@@ -78,6 +79,7 @@ def dial(
         if margin is not None and asked[0] != "perplexity":
             raise ValueError("--margin belongs to --max-ppl-increase: other targets do not use it")
         from grmoe.dial import Plan, Target, run, save, show
+        from grmoe.runs.about import export_command
         from grmoe.runs.export import check_place
         from grmoe.runs.results import check_results, results_folder
 
@@ -94,9 +96,10 @@ def dial(
         result = run_plan(plan, run, show, partial(save, out=out, write=write))
         place = out / "model"
         if write:
-            say(f"Next: grmoe serve {place}")
+            say(f"Next: grmoe serve {quote(str(place))}")
         elif result.loaded.is_run and result.body.budget is not None:
-            say(f"Next: grmoe export {model} --budget {result.body.budget:g} --out {place}")
+            dtype = str(result.loaded.model.dtype)
+            say(f"Next: {export_command(model, result.body.budget, dtype, place)}")
 
 
 def _asked(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -49,7 +50,7 @@ def export(
         kind = dtypes[checks.one_of("dtype", dtype, tuple(dtypes))]
         used = write(run, folder, checkpoint, alpha, kind, budget)
         say_written(**{f"Model of step {used.step}": folder})
-        say(f"Next: grmoe serve {folder}")
+        say(f"Next: grmoe serve {quote(str(folder))}")
 
 
 def generate(

@@ -26,7 +26,7 @@ DEFAULT_TEMPLATE = (
     "{% if not loop.first %}{{ '\\n\\n' }}{% endif %}{{ message['role'] + ': ' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '\\n\\nassistant:' }}{% endif %}"
+    "{% if add_generation_prompt %}{% if messages %}{{ '\\n\\n' }}{% endif %}{{ 'assistant:' }}{% endif %}"
 )
 _LONGEST = 2**20  # characters of a rendered conversation
 NO_ANSWER, SPECIAL, TEMPLATE, LONG = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from grmoe.data.packing import Tally
@@ -75,7 +76,7 @@ def next_command(index: dict[str, Any], out: Path, sequence_length: int = SEQUEN
     if fitting is None:
         return ""
     length = "" if fitting == SEQUENCE_LENGTH else f" data.sequence_length={fitting}"
-    return f"grmoe train data.path={out}{length}"
+    return f"grmoe train data.path={quote(str(out))}{length}"
 
 
 def domains(index: dict[str, Any]) -> Table:

@@ -70,8 +70,12 @@ def optional(module: str) -> ModuleType:
 
 
 def find_units(sources: Sequence[str | Path], held_out: bool = False) -> list[Unit]:
-    """The units of `sources`, source by source, in the order of their names."""
-    units = [unit for source in sources for unit in _find(str(source), held_out)]
+    """The units of `sources`, source by source, in the order of their names. A file that is named twice counts once."""
+    found: dict[str, Unit] = {}
+    for source in sources:
+        for unit in _find(str(source), held_out):
+            found.setdefault(unit.location if unit.kind == "hub" else os.path.realpath(unit.location), unit)
+    units = list(found.values())
     # Raise now if a package is missing, and not when the first file that needs it is read.
     if any(unit.location.lower().endswith(".zst") for unit in units):
         optional("zstandard")

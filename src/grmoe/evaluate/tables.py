@@ -80,10 +80,11 @@ def _domain_table(evaluation: Evaluation) -> Table:
     points, shared = evaluation.points, evaluation.length - evaluation.stride
     overlap = f"{shared} tokens of overlap" if shared else "no overlap"
     title = f"Perplexity in windows of {evaluation.length} tokens, {overlap}"
+    alphas = all(p.budget is None for p in points)
     numbers = ["tokens", "perplexity", "word perplexity", "byte perplexity", "bits/byte"]
     table = Table(
         title,
-        ["text", "domain", "α" if all(p.budget is None for p in points) else "setting", *numbers],
+        ["text", "domain", "α" if alphas else "setting", *numbers],
         left=3,
     )
     for text, domains in points[0].texts.items():
@@ -95,7 +96,7 @@ def _domain_table(evaluation: Evaluation) -> Table:
                 table.add(
                     _name(text),
                     domain,
-                    show_alpha(point.alpha, point.budget).removeprefix("α = "),
+                    show_alpha(point.alpha, point.budget).removeprefix("α = " if alphas else ""),
                     f"{value.tokens:,}",
                     f"{value.perplexity:.3f}",
                     f"{value.word_perplexity:.4g}",

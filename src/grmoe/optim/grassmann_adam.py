@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from grmoe import checks
-from grmoe.optim.polar import gram_error, inverse_sqrt_minus_one, repair
+from grmoe.optim.polar import gram_error, inverse_sqrt_minus_one, note_orthonormal, repair
 from grmoe.optim.stacks import chunks, existing_stack, slices, stack
 
 Manifold = Literal["grassmann", "stiefel"]
@@ -245,6 +245,7 @@ class GrassmannAdam(Optimizer):
         if U_NDK.data_ptr() != params[0].data_ptr():  # a stack of several; a single one was updated in place
             torch._foreach_copy_(params, slices(U_NDK, params))
         self._last_seen.update((p, (p._version, p.data_ptr())) for p in params)
+        note_orthonormal(params)
 
 
 def _norm(X_N: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ Legend: N frames, D model width d, K subspace rank k.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -69,3 +71,14 @@ def repair(U_NDK: Tensor) -> None:
         wide_NDK[bad_N] = orthonormalize(wide_NDK[bad_N])
         error_NKK[bad_N] = 0.0
     U_NDK.copy_(torch.baddbmm(wide_NDK, wide_NDK, inverse_sqrt_minus_one(error_NKK, -_DAMAGED, _DAMAGED)))
+
+
+def note_orthonormal(params: Iterable[Tensor]) -> None:
+    """Note on frames that they are orthonormal as they are now, so that nobody has to look (`noted`)."""
+    for p in params:
+        p.orthonormal_at = p._version  # type: ignore[attr-defined]
+
+
+def noted(frames: Tensor) -> bool:
+    """Whether nothing has written to the frames since `note_orthonormal`. Does not read the device."""
+    return getattr(frames, "orthonormal_at", None) == frames._version

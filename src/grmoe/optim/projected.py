@@ -9,6 +9,7 @@ import torch
 from torch.optim import AdamW
 
 from grmoe.geometry import orthonormalize
+from grmoe.optim.polar import note_orthonormal
 
 
 class ProjectedAdam(AdamW):
@@ -38,4 +39,5 @@ class ProjectedAdam(AdamW):
             for p in group["params"]:
                 if p.grad is not None:
                     p.copy_(orthonormalize(p))
+                    note_orthonormal([p])
         return loss

@@ -116,5 +116,6 @@ def _shape(config: ParallelConfig, size: int) -> tuple[int, int, int]:
     raise ValueError(
         f"parallel sizes must multiply to the number of processes: {asked} need "
         f"{need if config.fsdp else f'a multiple of {need}'}, got {size}; "
-        f"start them with: torchrun --nproc-per-node={need} -m grmoe train CONFIG.yaml"
+        f"start them with: torchrun --nproc-per-node={need} -m grmoe train … or give other sizes: "
+        "parallel.expert=1 parallel.replicate=1 (a checkpoint fits every size)"
     )

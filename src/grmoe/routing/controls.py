@@ -15,6 +15,7 @@ from grmoe.routing.budget import Balances
 from grmoe.routing.curve import LayerNumbers
 from grmoe.routing.elastic import Elastic
 from grmoe.routing.entropy import EntropyTerm
+from grmoe.routing.frames import FrameRouter
 from grmoe.routing.hash import HashRouter
 from grmoe.routing.leading import next_leading_share
 from grmoe.routing.prior import next_log_prior
@@ -131,7 +132,8 @@ def uncounted(found: nn.Module | Iterable[Router]) -> Iterator[None]:
 
 @torch.no_grad()
 def update_priors(found: Iterable[Router], rate: float, skip: Tensor | None = None) -> None:
-    """`Router.update_prior` of many routers; those of one size and device are updated together.
+    """`Router.update_prior` of many routers; those of one size and device are updated together. Frames that an
+    optimiser moved off their manifold are made orthonormal again.
 
     skip: a 0-d tensor. Where it is nonzero, priors and leading shares stay as they are.
     """
@@ -142,6 +144,9 @@ def update_priors(found: Iterable[Router], rate: float, skip: Tensor | None = No
     counted = [(r.leading_share, r.counter.leading_sums) for r in found]
     leading = [(share, sums) for share, sums in counted if share is not None and sums is not None]
     _update(leading, next_leading_share, skip)
+    for router in found:
+        if isinstance(router, FrameRouter):
+            router.retract_if_moved()
 
 
 def _update(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from shlex import quote
 
 from grmoe.data.shards import INDEX
 from grmoe.model import GrmoeConfig
@@ -65,15 +66,15 @@ def _about_run(folder: Path) -> tuple[GrmoeConfig, Table, str]:
     budget = _add_measurements(table, folder, None if best is None else best.step)
     place = dialled_model(folder)
     if step < config.steps:
-        following = f"grmoe train out={folder} --resume"
+        following = f"grmoe train out={quote(str(folder))} --resume"
     elif place is not None:
-        following = f"grmoe serve {place}"
+        following = f"grmoe serve {quote(str(place))}"
     elif budget is not None:
-        following = f"grmoe export {folder} --budget {budget:g} --out {folder / 'dial' / 'model'}"
+        following = export_command(folder, *budget, out=folder / "dial" / "model")
     elif model.router in OWN_CHOICE:
-        following = f"grmoe export {folder}"
+        following = f"grmoe export {quote(str(folder))}"
     else:
-        following = f"grmoe dial {folder}{_cap(model)} --write"
+        following = f"grmoe dial {quote(str(folder))}{_cap(model)} --write"
     return model, table, following
 
 
@@ -93,8 +94,9 @@ def _about_export(folder: Path) -> tuple[GrmoeConfig, Table, str]:
     if not turned:
         table.add("dial", "not turned yet")
     _add_measurements(table, folder, None)
-    calibrate = f"grmoe dial {folder} --text FILE{_cap(config)} --write"
-    return config, table, f"grmoe serve {folder}" if turned else calibrate
+    name = quote(str(folder))
+    calibrate = f"grmoe dial {name} --text FILE{_cap(config)} --write"
+    return config, table, f"grmoe serve {name}" if turned else calibrate
 
 
 def _cap(config: GrmoeConfig) -> str:
@@ -112,8 +114,14 @@ def _started(folder: Path) -> str | None:
         return None
 
 
-def _add_measurements(table: Table, folder: Path, step: int | None) -> float | None:
-    """One row for each command that measured the model. Returns the budget that its dial chose for this step."""
+def export_command(run: Path, budget: float, dtype: str, out: Path) -> str:
+    """The command that saves a run at a budget, in the precision in which its dial measured it."""
+    kind = " --dtype fp32" if dtype.removeprefix("torch.") == "float32" else ""
+    return f"grmoe export {quote(str(run))} --budget {budget:g}{kind} --out {quote(str(out))}"
+
+
+def _add_measurements(table: Table, folder: Path, step: int | None) -> tuple[float, str] | None:
+    """One row for each command that measured the model. Returns (budget, dtype) that its dial chose for this step."""
     budget = None
     for kind, command in COMMANDS.items():
         try:
@@ -129,6 +137,7 @@ def _add_measurements(table: Table, folder: Path, step: int | None) -> float | N
             body = results.body
             chosen = f"{body['chosen']['experts_per_token']:.3f} experts per token"
             said += f": {body['asked']}; chosen {chosen}, perplexity {body['chosen']['perplexity']:.3f}"
-            budget = body["budget"] if results.step == step else None
+            of_step = results.step == step and body["budget"] is not None
+            budget = (body["budget"], results.dtype) if of_step else None
         table.add(command, said)
     return budget

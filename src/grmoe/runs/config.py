@@ -306,9 +306,12 @@ class TrainConfig:
         """The model's configuration for a tokenizer. Raises if its vocabulary is too small for the tokenizer."""
         tokens = {"vocab_size": vocab_size, "bos_token_id": end_of_text, "eos_token_id": end_of_text}
         changes = tokens | {k: v for k, v in self.model.items() if k != "preset"}
+        advice = (
+            "" if self.start_from is None else f": prepare the text with the tokenizer of {self.start_from}"
+        )
         require(
             changes["vocab_size"] >= vocab_size,
-            f"model.vocab_size must be at least the data's {vocab_size}, got {changes['vocab_size']}",
+            f"model.vocab_size must be at least the data's {vocab_size}, got {changes['vocab_size']}{advice}",
         )
         return GrmoeConfig(**changes) if self.preset is None else preset(self.preset, **changes)
 

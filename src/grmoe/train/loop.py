@@ -7,6 +7,7 @@ import resource
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def train(config: TrainConfig, resume: bool = False) -> Outcome:
         kept = "There is no checkpoint yet." if last is None else f"The last checkpoint is {last.path}."
         raise LostProcessError(
             f"process {world.rank}: another process of the run ended or cannot be reached. Its own output says why. "
-            f"{kept}\nContinue with: grmoe train --resume out={config.out}"
+            f"{kept}\nContinue with: grmoe train --resume out={quote(config.out)}"
         ) from error
     finally:
         stop()
@@ -187,7 +188,7 @@ def _loop(
                 name, status = signals.describe()
                 raise TrainingStopped(
                     f"{name}: stopped after step {done}, saved as {kept.path}\n"
-                    f"Continue with: grmoe train --resume out={config.out}",
+                    f"Continue with: grmoe train --resume out={quote(config.out)}",
                     status,
                 )
     return Outcome(Path(config.out), kept, validation)
@@ -202,7 +203,7 @@ def _nonfinite_message(config: TrainConfig, error: NonFiniteError, kept: Checkpo
     return (
         f"{error}. The last good step is saved: {kept.path}\n"
         "Resuming hits the same step. To change `optim.lr`, start a new run (`out=…`). "
-        f"To resume anyway: grmoe train --resume out={config.out}"
+        f"To resume anyway: grmoe train --resume out={quote(config.out)}"
     )
 
 
@@ -211,7 +212,7 @@ def _bad_state_message(config: TrainConfig, checkpoints: Checkpoints, step: int,
     checkpoints.wait()  # the one being written is good
     last = checkpoints.latest()
     kept = (
-        f"The last good checkpoint is {last.path}\nTo resume from it: grmoe train --resume out={config.out}"
+        f"The last good checkpoint is {last.path}\nTo resume from it: grmoe train --resume out={quote(config.out)}"
         if last is not None
         else "There is no earlier checkpoint: start again, with a lower `optim.lr`"
     )
