@@ -27,7 +27,7 @@ WIDER = [*CURVE[:1], {"experts_per_token": 3.0, "tau": 1.0, "alpha": 1.0, "cap":
 
 
 def in_use(model: GrmoeForCausalLM) -> list[tuple[float, float, int]]:
-    return [(round(r.tau, 6), round(r.alpha, 6), r.cap) for r in routers(model)]
+    return [(round(float(r.budget.tau), 6), round(r.alpha, 6), r.cap) for r in routers(model)]
 
 
 TRAINED = [(NO_LIMIT, 1.0, 2)] * 2

@@ -217,7 +217,7 @@ def test_meta_device_and_materialisation(config: Any, ids: torch.Tensor) -> None
     model.tie_weights()
     assert model.alpha == [1.0, 2.0]
     for router in grmoe.routers(model):
-        assert (router.tau, router.cap, int(router.budget.key)) == (2.0, 2, -1)
+        assert (float(router.budget.tau), router.cap, int(router.budget.key)) == (2.0, 2, -1)
         assert orthonormality_error(router.frames) < 1e-5
         assert not router.log_prior.any()
         assert not router.prior_sums.any()
