@@ -19,9 +19,9 @@ _INTRO = (
 )
 _CLAIMS = ("paper", "it says", "here", "verdict", "why")
 _MEANING = {
-    Verdict.HOLDS: "It was measured here and found",
-    Verdict.CHANGED: "It was found after a change that the reason names",
-    Verdict.FAILS: "It was measured here, and the opposite was found",
+    Verdict.HOLDS: "It was measured or computed here, and is so",
+    Verdict.CHANGED: "It is so after a change that the reason names",
+    Verdict.FAILS: "It was measured or computed here, and is not so",
     Verdict.UNDECIDED: "It was measured here, and the interval allows both",
     Verdict.UNTESTABLE: "It cannot be decided here, and the reason says why",
     Verdict.OPEN: "What would decide it has no results yet",
