@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 NAMES = [page.relative_to(ROOT).as_posix() for page in WRITTEN]
+NOTHING = object()
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -87,3 +90,19 @@ def anchors(text: str) -> set[str]:
         slug = re.sub(r"[^\w\s-]", "", plain.encode("ascii", "ignore").decode())  # mkdocs drops other letters
         found.add(explicit[1] if explicit else re.sub(r"[\s-]+", "-", slug).strip("-"))
     return found
+
+
+def find_object(dotted: str) -> Any:
+    """The module, class, function or field of a dotted name; `NOTHING` if there is none."""
+    parts = dotted.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:cut]))
+        except ImportError:
+            continue
+        for part in parts[cut:]:
+            # A field of a dataclass without a default is in its annotations alone.
+            annotated = getattr(found, "__annotations__", {})
+            found = getattr(found, part, annotated.get(part, NOTHING))
+        return found
+    return NOTHING

@@ -6,7 +6,6 @@ trained run (`runs/first`) and its export (`my-model`).
 
 from __future__ import annotations
 
-import importlib
 import re
 import shutil
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from counting import write_corpus
-from doc_pages import FENCE, NAMES, all_pages
+from doc_pages import FENCE, NAMES, NOTHING, all_pages, find_object
 from typer.testing import CliRunner
 
 from grmoe.cli import app
@@ -105,19 +104,4 @@ def test_dotted_names_exist(name: str) -> None:
     if name == "CHANGELOG.md":  # it names what is gone
         pytest.skip("names of the past")
     for dotted in set(re.findall(r"`(grmoe(?:\.\w+)+)(?:\([^`]*\))?`", all_pages()[name])):
-        assert _exists(dotted), f"{name} names {dotted}"
-
-
-def _exists(dotted: str) -> bool:
-    parts = dotted.split(".")
-    for cut in range(len(parts), 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:cut]))
-        except ImportError:
-            continue
-        for part in parts[cut:]:
-            if not hasattr(found, part):
-                return False
-            found = getattr(found, part)
-        return True
-    return False
+        assert find_object(dotted) is not NOTHING, f"{name} names {dotted}"
