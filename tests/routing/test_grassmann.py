@@ -451,6 +451,19 @@ def test_entropy_falls_with_alpha(seed: int, prior: str, concentration: str, low
         torch.testing.assert_close(before, torch.full_like(before, math.log(N)))
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.7, 2.5])
+def test_entropy_falls_at_the_rate_of_the_variance(alpha: float) -> None:
+    """dH/dα = −α·Var(s), the variance of the scores under the gate: the step of the proof of Theorem 1."""
+    scores = make()(tokens(64)).logits.detach()
+    dial = torch.tensor(alpha, dtype=scores.dtype, requires_grad=True)
+    gates = torch.softmax(dial * scores, -1)
+    entropy(dial * scores).sum().backward()
+    mean = (gates * scores).sum(-1, keepdim=True)
+    variance = (gates * (scores - mean).square()).sum(-1)
+    assert dial.grad is not None
+    torch.testing.assert_close(dial.grad, -alpha * variance.sum().detach())
+
+
 @pytest.mark.parametrize("prior", PRIORS)
 def test_limits_of_the_dial(prior: str) -> None:
     router = make(prior=prior)
