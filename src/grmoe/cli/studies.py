@@ -92,7 +92,7 @@ def synthetic(
     ] = 1,
     device: Device = "auto",
 ) -> None:
-    """Run the paper's synthetic routing study: its eight methods and twelve more, the Bayes oracle, and the dial.
+    """Run the paper's synthetic routing study: its eight methods and fourteen more, the Bayes oracle, and the dial.
 
     Tokens of 8 classes lie near 8 subspaces of R^128. The target of each class is its own linear map. Routers and
     experts train end to end on the regression loss. No method sees a label, except the one named supervised.

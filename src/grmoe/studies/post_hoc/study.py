@@ -90,8 +90,9 @@ def write(store: Store) -> Page:
         else [],
         notes=[
             "Trained dense: every expert computes every token, at α = 1. This the paper does; prior, scaling and hinge "
-            "are ours. For speed, a rule must say which experts to leave out; the paper names none. Here it is the "
-            "fewest experts that hold 90 % of the probability.",
+            "are ours. The paper's table is of GrMoE with its amortiser, which this model has not. For speed, a rule "
+            "must say which experts to leave out; the paper names none. Here it is the fewest experts that hold 90 % "
+            "of the probability.",
             "Effective experts are 1/Σg², which is what the paper's column follows. Throughput is that of a prefill, "
             "in every row relative to the model trained dense, at α = 1 with that rule. The paper's is relative to "
             "α = 1, and for softmax to top-2.",
