@@ -296,7 +296,8 @@ def study(folder: Path, seconds: float, clients: int, options: list[str]) -> dic
         problems += [line for t in tallies.values() for line in t.wrong]
         problems += ["nothing was answered"] if not all(t.seconds for t in tallies.values()) else []
         children = [c for c in psutil.Process().children(recursive=True) if c.pid not in before]
-        _, left = psutil.wait_procs(children, timeout=5)  # one that ended is there until its parent has noticed
+        # One that has ended is there until its parent has noticed.
+        _, left = psutil.wait_procs(children, timeout=5)
         problems += [f"processes left: {[child.pid for child in left]}"] if left else []
         files = list(temporary.iterdir())
         problems += [f"temporary files left: {files}"] if files else []
