@@ -60,7 +60,7 @@ def _wrong_command(line: str) -> str:
         return "there is no such command"
     try:
         parse(*split(line))
-    except Exception as error:
+    except Exception as error:  # typer's own, which it does not export, or a setting that is refused
         return str(error) or type(error).__name__
     return ""
 

@@ -18,7 +18,10 @@ _OTHERS = GREY
 
 def draw(result: SettingResult, path: Path) -> Path:
     """One PNG per setting."""
-    with picture(path, 13.5, 8.6, font_size=10) as figure:
+    height = max(
+        8.6, 3 + 0.44 * len(result.methods)
+    )  # a line of text per method, in each of two rows of panels
+    with picture(path, 14.5, height, font_size=10) as figure:
         grid = figure.add_gridspec(2, 2, width_ratios=[1.25, 1], height_ratios=[1, 1])
         _accuracy(figure.add_subplot(grid[0, 0]), result)
         dialed = [
@@ -72,7 +75,7 @@ def _load(axes: Any, result: SettingResult) -> None:
         starved = stats.leading_collapsed if stats.dense else stats.collapsed
         if starved:
             text = f"{starved}/{stats.seeds} {'without a lead' if stats.dense else 'collapsed'}"
-            axes.text(11, row - 0.42, text, color=RIVAL, fontsize=7.5, va="center")
+            axes.text(28, row, text, color=RIVAL, fontsize=8, va="center")
     axes.set_xlim(-4, None)
     received = "tokens the least used expert receives (vMF, GrMoE: leads)"
     axes.set_xlabel(f"{received},\n% of the fair share (red: < 10 %)")
@@ -105,7 +108,7 @@ def draw_dial(axes: Any, method: MethodResult) -> None:
     sharp = mean[len(mean) // 2] < mean[0] / 2  # then the curve leaves the right half of the panel free
     axes.legend(frameon=False, loc="center right" if sharp else "lower left", fontsize=8.5)
     what = "GrMoE" if method.method == "grmoe" else f"{method.title} gate"
-    title = f"{what}: entropy falls along the dial in {dial.falling_seeds()}/{len(method.scores)} seeds"
+    title = f"{what}: entropy falls in {dial.falling_seeds()}/{len(method.scores)} seeds"
     axes.set_title(title, loc="left", fontsize=11)
 
 
@@ -121,5 +124,5 @@ def _recovery(figure: Any, axes: Any, result: SettingResult) -> None:
     axes.spines[:].set_visible(False)
     axes.set_xlabel("true class subspace")
     axes.set_ylabel("learned expert subspace")
-    axes.set_title(f"{found.title}: overlap, one seed", loc="left", fontsize=11)
-    figure.colorbar(image, ax=axes, shrink=0.8, label="‖UᵀV‖² / k")
+    axes.set_title(f"{found.title}, one seed", loc="left", fontsize=11)
+    figure.colorbar(image, ax=axes, orientation="horizontal", label="overlap ‖UᵀV‖² / k")
