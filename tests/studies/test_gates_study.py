@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_models_store import a_run
 
-from grmoe.studies import budgets, gate_parts, gates
+from grmoe.studies import budgets, gate_parts, gates, narrow_gates
 from grmoe.studies.learning_rates import (
     FULL_LENGTH,
     RATES,
@@ -135,9 +135,9 @@ def test_narrow_parts_are_compared_with_narrow_models(tmp_path: Path) -> None:
     put(tmp_path, two, gate_parts.LINEAR, models([1.0, 1.1, 1.2]))
     put(tmp_path, two, gate_parts.SOFTMAX, models([9.0, 9.1, 9.2]))
     for recipe, loss in (
-        (gate_parts.NARROW, 3.0),
-        (gate_parts.NARROW_SOFTMAX, 2.9),
-        (gate_parts.NARROW_LINEAR, 2.95),
+        (narrow_gates.GRMOE, 3.0),
+        (narrow_gates.SOFTMAX, 2.9),
+        (narrow_gates.LINEAR, 2.95),
     ):
         put(tmp_path, fine, recipe, models([loss, loss + 0.1, loss + 0.2]))
 
@@ -146,10 +146,25 @@ def test_narrow_parts_are_compared_with_narrow_models(tmp_path: Path) -> None:
         return found.verdict, found.ours
 
     rows = {row[0]: row[4:6] for row in table(tmp_path, "Parts of the gate, eight of 32").rows}
-    assert rows[gate_parts.NARROW_LINEAR.label] == ("-0.0500 ± 0.0000", "+0.0500 ± 0.0000")
+    assert rows[narrow_gates.LINEAR.label] == ("-0.0500 ± 0.0000", "+0.0500 ± 0.0000")
     assert claim() == (Verdict.OPEN, "–")
-    put(tmp_path, fine, gate_parts.NARROW_BOTH, models([2.91, 3.01, 3.11]))
+    put(tmp_path, fine, narrow_gates.BOTH, models([2.91, 3.01, 3.11]))
     assert claim() == (Verdict.FAILS, "+0.0100 ± 0.0000")
+
+
+def test_narrow_gates_by_budget(tmp_path: Path) -> None:
+    """Each model at each number of experts, and random budgets compared with random budgets alone."""
+    fine = base_of("fine", gates.STEPS)
+    put(tmp_path, fine, narrow_gates.GRMOE, models([1.0, 1.1, 1.2]))
+    put(tmp_path, fine, narrow_gates.ELASTIC, models([3.0, 3.1, 3.2]))
+    put(tmp_path, fine, narrow_gates.ELASTIC_BOTH, models([2.9, 3.0, 3.1]))
+    claims = {claim.text: claim for claim in gates.STUDY.page(tmp_path).claims}
+    found = next(claim for text, claim in claims.items() if text.endswith("with random budgets better"))
+    assert (found.verdict, found.ours) == (Verdict.HOLDS, "-0.1000 ± 0.0000")
+    rows = {row[0]: row[1:] for row in table(tmp_path, "32 narrow experts: loss by").rows}
+    assert len(rows) == len(narrow_gates.ROWS)
+    assert rows[narrow_gates.SOFTMAX.label] == ("0", "–", "–", "–", "–")
+    assert rows[narrow_gates.ELASTIC_BOTH.label][0] == "3"
 
 
 def table(results: Path, start: str) -> Table:

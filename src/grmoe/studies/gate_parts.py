@@ -1,7 +1,7 @@
 """Which part of GrMoE makes the difference: one part at a time, beside the gates that the study of gates compares.
 
-With two of eight experts per token: the subspace, the flatter gate, the weights, what evens out the load. With eight of
-32 narrow ones: what a linear gate has and subspaces have not. Part of the page of `grmoe.studies.gates`.
+With two of eight experts per token: the subspace, the flatter gate, the weights, what evens out the load. Part of the
+page of `grmoe.studies.gates`.
 """
 
 from __future__ import annotations
@@ -72,14 +72,6 @@ PARTS = (
 )
 ROWS = (GRMOE, SOFTMAX, Z_LOSS, VMF, *FLAT, *PARTS)
 
-# With narrow experts. A linear term tells a token from its negative, which the energy in a subspace cannot.
-NARROW, NARROW_SOFTMAX = (GATES["fine"][name] for name in ("grmoe", "softmax-bias"))
-_LINEAR, _PAIRS = "model.router_options.linear=true", "routing.overlap_pairs=all"
-NARROW_LINEAR = NARROW.plus("grmoe-linear", "GrMoE, linear term", _LINEAR)
-NARROW_BOTH = NARROW.plus("grmoe-linear-pairs", "GrMoE, linear term and all pairs", _LINEAR, _PAIRS)
-NARROW_PARTS = (NARROW_LINEAR, NARROW_BOTH)
-NARROW_ROWS = (NARROW, NARROW_SOFTMAX, *NARROW_PARTS)
-
 
 def entropy(runs: Sequence[Run]) -> Mean | None:
     """Of the gate on validation text, nats."""
@@ -97,12 +89,11 @@ def matched(parts: Models) -> Recipe | None:
     return best if apart[best] <= NEAR else None
 
 
-def claims(parts: Models, narrow: Models) -> list[Claim]:
+def claims(parts: Models) -> list[Claim]:
     grmoe, same = parts[GRMOE.name], matched(parts)
     flat = None if same is None else difference(grmoe, parts[same.name])
     sum_to_one = difference(parts[GRMOE_RENORMALISED.name], parts[SOFTMAX_RENORMALISED.name])
     rank = difference(grmoe, parts[QUARTER.name])
-    sign = difference(narrow[NARROW_BOTH.name], narrow[NARROW_SOFTMAX.name])
     if same is None:
         which = f"No softmax model with a gate entropy within {NEAR:g} nats of GrMoE's yet."
     else:
@@ -133,25 +124,17 @@ def claims(parts: Models, narrow: Models) -> list[Claim]:
             below(rank),
             f"Loss minus that of {QUARTER.label}, by seed. {in_doubt(rank)}",
         ),
-        Claim(
-            OWN,
-            "With narrow experts a linear term and all pairs in the penalty bring GrMoE below softmax",
-            show_mean(sign, 4, "+"),
-            below(sign),
-            f"Loss minus that of {NARROW_SOFTMAX.label}, by seed. {in_doubt(sign)}",
-        ),
     ]
 
 
-def tables(parts: Models, narrow: Models) -> list[Table]:
+def tables(parts: Models) -> list[Table]:
     return [
-        _rows("Parts of the gate, two of eight experts per token", parts, ROWS),
+        parts_table("Parts of the gate, two of eight experts per token", parts, ROWS),
         _gains(parts),
-        _rows("Parts of the gate, eight of 32 narrow experts per token", narrow, NARROW_ROWS),
     ]
 
 
-def _rows(title: str, parts: Models, recipes: Sequence[Recipe]) -> Table:
+def parts_table(title: str, parts: Models, recipes: Sequence[Recipe]) -> Table:
     """The first two recipes are GrMoE and softmax as they are: the others are compared with them."""
     table = Table(
         title, ["gate", "seeds", "loss", "gate entropy", "minus GrMoE", f"minus {SOFTMAX.label}", "load CV"]

@@ -1,14 +1,14 @@
 """Gates at equal experts per token: is GrMoE the better gate, and which part of it makes the difference?
 
 Five gates with two of eight experts per token, with one of eight, and with eight of 32 narrow ones. Then one part of
-GrMoE at a time (`gate_parts`).
+GrMoE at a time (`gate_parts`), and what narrow experts ask of a gate (`narrow_gates`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from grmoe.studies import gate_parts, halving
+from grmoe.studies import gate_parts, halving, narrow_gates
 from grmoe.studies.judging import below_on, in_doubt
 from grmoe.studies.model_study import Group, ModelStudy, runs_of
 from grmoe.studies.models.recipes import EQUAL, GATES, SETTINGS, Setting, base_of
@@ -68,10 +68,10 @@ def write(store: Store) -> Page:
             )
             tables.append(halving.table(title, labelled, full, texts))
     parts = runs_of(store, base_of("two", STEPS), *gate_parts.ROWS)
-    narrow = runs_of(store, base_of("fine", STEPS), *gate_parts.NARROW_ROWS)
+    narrow = runs_of(store, base_of("fine", STEPS), *narrow_gates.ROWS)
     return Page(
-        claims=[*claims, *gate_parts.claims(parts, narrow)],
-        tables=[*tables, *gate_parts.tables(parts, narrow)],
+        claims=[*claims, *gate_parts.claims(parts), *narrow_gates.claims(narrow)],
+        tables=[*tables, *gate_parts.tables(parts), *narrow_gates.tables(narrow)],
         notes=[
             "Presets `small` and `small-fine`, 2500 steps of 32 × 512 tokens, full budgets, weights not renormalised, "
             "each method at its own best learning rate in each setting.",
@@ -111,7 +111,8 @@ STUDY = ModelStudy(
         *(Group(base_of(setting, STEPS), tuple(GATES[setting].values()), SEEDS) for setting in SETTINGS),
         Group(base_of("two", STEPS), gate_parts.FLAT, gate_parts.FLAT_SEEDS),
         Group(base_of("two", STEPS), gate_parts.PARTS, gate_parts.PART_SEEDS),
-        Group(base_of("fine", STEPS), gate_parts.NARROW_PARTS, SEEDS),
+        Group(base_of("fine", STEPS), narrow_gates.PARTS, narrow_gates.SEEDS),
+        Group(base_of("fine", STEPS), narrow_gates.TRIED, narrow_gates.TRIED_SEEDS),
     ),
     write=write,
 )

@@ -29,7 +29,10 @@ FULL_LENGTH = 2500  # steps of the comparisons
 FULL_LENGTH_SEEDS = 3
 # Rates other than the default that won the search. They are trained at full length beside the default.
 WINNERS: dict[tuple[Setting, str], float] = {
+    ("two", "grmoe-amortised"): 3.2e-3,
+    ("two", "grmoe-paper"): 3.2e-3,
     ("two", "softmax-z"): 3.2e-3,
+    ("two", "switch"): 3.2e-3,
     ("fine", "softmax-bias"): 3.2e-3,
     ("fine", "softmax-z"): 3.2e-3,
 }

@@ -1,0 +1,78 @@
+"""Narrow experts: what a linear gate has and subspaces have not. Part of the page of `grmoe.studies.gates`.
+
+The energy of a token in a subspace is that of its negative. A linear term in the gate tells the two apart. With 32
+experts the penalty on overlaps reads a sample of the pairs of experts; here it reads all of them too.
+"""
+
+from __future__ import annotations
+
+from grmoe.studies.gate_parts import Models, parts_table
+from grmoe.studies.judging import below, in_doubt
+from grmoe.studies.models.recipes import BUDGETS, GATES, SOFTMAX_BUDGET, Recipe, on_fine
+from grmoe.studies.models.summary import difference, mean_of, show_mean
+from grmoe.studies.page import OWN, Claim
+from grmoe.tables import Table
+
+GRMOE, SOFTMAX = (GATES["fine"][name] for name in ("grmoe", "softmax-bias"))
+# The same with random budgets, as the study of budgets has them.
+ELASTIC, ELASTIC_SOFTMAX = on_fine(BUDGETS[0], "grmoe"), on_fine(SOFTMAX_BUDGET, "softmax-bias")
+_LINEAR, _PAIRS = "model.router_options.linear=true", "routing.overlap_pairs=all"
+LINEAR = GRMOE.plus("grmoe-linear", "GrMoE, linear term", _LINEAR)
+BOTH = GRMOE.plus("grmoe-linear-pairs", "GrMoE, linear term and all pairs", _LINEAR, _PAIRS)
+# Softmax and vMF have flatter gates here. A smaller κ at the start makes this one flatter too.
+FLATTER = GRMOE.plus(
+    "grmoe-linear-pairs-kappa-1", f"{BOTH.label}, κ starts at 1", _LINEAR, _PAIRS, "model.router_kappa=1"
+)
+ELASTIC_BOTH = ELASTIC.plus(
+    "token-mass-linear-pairs", "GrMoE, random budgets, linear term and all pairs", _LINEAR, _PAIRS
+)
+
+PARTS, SEEDS = (LINEAR, BOTH, ELASTIC_BOTH), 5
+TRIED, TRIED_SEEDS = (FLATTER,), 3
+PLAIN = (GRMOE, SOFTMAX, LINEAR, BOTH, FLATTER)
+RANDOM = {
+    "GrMoE, random budgets": ELASTIC,
+    "Softmax + bias, random budgets": ELASTIC_SOFTMAX,
+    ELASTIC_BOTH.label: ELASTIC_BOTH,
+}
+ROWS = (*PLAIN, *RANDOM.values())
+COUNTS = (8, 4, 2, 1)  # experts per token
+
+
+def claims(models: Models) -> list[Claim]:
+    return [
+        _below(models, BOTH, SOFTMAX, SOFTMAX.label, "bring GrMoE below softmax"),
+        _below(models, BOTH, GRMOE, "GrMoE without them", "make GrMoE better"),
+        _below(
+            models, ELASTIC_BOTH, ELASTIC, "the same without them", "make GrMoE with random budgets better"
+        ),
+    ]
+
+
+def _below(models: Models, recipe: Recipe, other: Recipe, whose: str, what: str) -> Claim:
+    gap = difference(models[recipe.name], models[other.name])
+    return Claim(
+        OWN,
+        f"With narrow experts a linear term and all pairs in the penalty {what}",
+        show_mean(gap, 4, "+"),
+        below(gap),
+        f"Loss minus that of {whose}, by seed. {in_doubt(gap)}",
+    )
+
+
+def tables(models: Models) -> list[Table]:
+    title = "eight of 32 narrow experts per token"
+    return [parts_table(f"Parts of the gate, {title}", models, PLAIN), _by_budget(models)]
+
+
+def _by_budget(models: Models) -> Table:
+    """Loss of each model at each number of experts per token, whatever it was trained with."""
+    table = Table(
+        "32 narrow experts: loss by experts per token, with full and with random budgets in training",
+        ["gate", "seeds", *(f"top-{count}" for count in COUNTS)],
+    )
+    for label, recipe in {**{recipe.label: recipe for recipe in PLAIN}, **RANDOM}.items():
+        runs = models[recipe.name]
+        losses = (mean_of(runs, lambda row: row.loss, setting=f"top-{count}") for count in COUNTS)
+        table.add(label, str(len(runs)), *(show_mean(loss, 4) for loss in losses))
+    return table
