@@ -139,7 +139,7 @@ def test_the_command(tmp_path: Path) -> None:
     shown = run.invoke(app, ["reproduce", "all", "--status", "--results", str(tmp_path)])
     assert shown.exit_code == 0, shown.output
     assert "language-model" in shown.output
-    assert "0/81" in shown.output
+    assert "0/84" in shown.output
     nothing = run.invoke(app, ["reproduce", "--results", str(tmp_path)])
     assert nothing.exit_code == 2
     assert "name a study, or all" in nothing.output

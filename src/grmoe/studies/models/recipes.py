@@ -135,12 +135,16 @@ METHODS = (
 
 
 _BY_NAME = {recipe.name: recipe for recipe in METHODS}
-# Nearer to the paper, at the rates of their relatives above. One sums all experts, as Algorithm 1 does. The other has
-# an amortiser that reads the token.
+# Nearer to the paper, at the rates of their relatives above. One sums all experts, as Algorithm 1 does. One has unit
+# tokens, where the Bingham distribution lives. One has an amortiser that reads the token.
 NEARER = (
     _BY_NAME["grmoe-paper"].plus(
         "grmoe-paper-dense", "GrMoE with the paper's gate, prior, penalty and dense sum", "model.selection=dense"
     ),
+    Recipe(
+        "grmoe-paper-unit", "GrMoE with the paper's gate on unit tokens, its prior and penalty",
+        (FULL, *PAPER_GATE, "model.router_options.scaling=unit"),
+    ).with_rate(best_rate("two", "grmoe-paper")),
     Recipe(
         "grmoe-amortised-input", "GrMoE + amortiser on the token", (FULL, "model.router_options.amortizer=input")
     ).with_rate(best_rate("two", "grmoe-amortised")),
