@@ -18,6 +18,7 @@ GRMOE, SOFTMAX = (GATES["fine"][name] for name in ("grmoe", "softmax-bias"))
 ELASTIC, ELASTIC_SOFTMAX = on_fine(BUDGETS[0], "grmoe"), on_fine(SOFTMAX_BUDGET, "softmax-bias")
 _LINEAR, _PAIRS = "model.router_options.linear=true", "routing.overlap_pairs=all"
 LINEAR = GRMOE.plus("grmoe-linear", "GrMoE, linear term", _LINEAR)
+PAIRS = GRMOE.plus("grmoe-pairs", "GrMoE, all pairs", _PAIRS)
 BOTH = GRMOE.plus("grmoe-linear-pairs", "GrMoE, linear term and all pairs", _LINEAR, _PAIRS)
 # Softmax and vMF have flatter gates here. A smaller κ at the start makes this one flatter too.
 FLATTER = GRMOE.plus(
@@ -28,8 +29,8 @@ ELASTIC_BOTH = ELASTIC.plus(
 )
 
 PARTS, SEEDS = (LINEAR, BOTH, ELASTIC_BOTH), 5
-TRIED, TRIED_SEEDS = (FLATTER,), 3
-PLAIN = (GRMOE, SOFTMAX, LINEAR, BOTH, FLATTER)
+TRIED, TRIED_SEEDS = (PAIRS, FLATTER), 3
+PLAIN = (GRMOE, SOFTMAX, LINEAR, PAIRS, BOTH, FLATTER)
 RANDOM = {
     "GrMoE, random budgets": ELASTIC,
     "Softmax + bias, random budgets": ELASTIC_SOFTMAX,
