@@ -83,8 +83,8 @@ def _notes() -> list[str]:
         "token, or one where they say so. In a dense sum every expert receives every token, so the load of that row is "
         "counted with two experts computed. The paper's appendix speaks of two active experts and does not say how "
         "they are chosen.",
-        "In the paper's gate the token is any vector, and longer tokens get sharper gates. Here tokens come from an RMS "
-        "norm and are long, so that gate is all but hard from the start. Its Bingham distribution lives on unit "
+        "In the paper's gate the token is any vector, and longer tokens get sharper gates. Here tokens come from an "
+        "RMS norm and are long, so that gate is all but hard from the start. Its Bingham distribution lives on unit "
         "vectors; one row has unit tokens.",
         "The paper's amortiser reads the token; ours reads the N energies. At 350M a network on the token with 64 "
         "hidden units has 17 % of the router's parameters, one on the energies 0.4 %; the paper says fewer than 0.5 %. "
