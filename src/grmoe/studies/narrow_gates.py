@@ -6,6 +6,7 @@ experts the penalty on overlaps reads a sample of the pairs of experts; here it 
 
 from __future__ import annotations
 
+from grmoe.runs.config import RoutingConfig
 from grmoe.studies.gate_parts import Models, parts_table
 from grmoe.studies.judging import below, in_doubt
 from grmoe.studies.models.recipes import BUDGETS, GATES, SOFTMAX_BUDGET, Recipe, on_fine
@@ -24,13 +25,18 @@ BOTH = GRMOE.plus("grmoe-linear-pairs", "GrMoE, linear term and all pairs", _LIN
 FLATTER = GRMOE.plus(
     "grmoe-linear-pairs-kappa-1", f"{BOTH.label}, κ starts at 1", _LINEAR, _PAIRS, "model.router_kappa=1"
 )
+# The penalty is a sum over pairs: 992 here and 56 with eight experts. This weight gives a pair as much in the mean.
+LIGHTER = GRMOE.plus(
+    "grmoe-linear-pairs-light", f"{BOTH.label}, a light penalty", _LINEAR, _PAIRS,
+    f"routing.overlap_weight={RoutingConfig().overlap_weight * 56 / 992:.2g}",
+)  # fmt: skip
 ELASTIC_BOTH = ELASTIC.plus(
     "token-mass-linear-pairs", "GrMoE, random budgets, linear term and all pairs", _LINEAR, _PAIRS
 )
 
 PARTS, SEEDS = (LINEAR, BOTH, ELASTIC_BOTH), 5
-TRIED, TRIED_SEEDS = (PAIRS, FLATTER), 3
-PLAIN = (GRMOE, SOFTMAX, LINEAR, PAIRS, BOTH, FLATTER)
+TRIED, TRIED_SEEDS = (PAIRS, FLATTER, LIGHTER), 3
+PLAIN = (GRMOE, SOFTMAX, LINEAR, PAIRS, BOTH, FLATTER, LIGHTER)
 RANDOM = {
     "GrMoE, random budgets": ELASTIC,
     "Softmax + bias, random budgets": ELASTIC_SOFTMAX,
