@@ -107,14 +107,9 @@ def test_code_in_the_folder_is_not_run(folder: Path, tmp_path: Path) -> None:
     model, mark = tmp_path / "model", tmp_path / "ran"
     shutil.copytree(folder, model)
     poison = f"open({str(mark)!r}, 'w').write('x')\n"
-    for name in (
-        "modeling_grmoe.py",
-        "configuration_grmoe.py",
-        "attention_grmoe.py",
-        "grmoe_routing.py",
-        "tokenization.py",
-        "__init__.py",
-    ):
+    names = [*(path.name for path in model.glob("*.py")), "tokenization.py", "__init__.py"]
+    assert "modeling_grmoe.py" in names
+    for name in names:
         path = model / name
         path.write_text(poison + (path.read_text() if path.exists() else ""))
     (model / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR.")

@@ -25,11 +25,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from .configuration_grmoe import GrmoeConfig
-
-try:
-    from grmoe.routing import HeadRouter, TopK
-except ImportError:  # this file travels with exported models to where grmoe is not installed
-    from .grmoe_routing import HeadRouter, TopK  # type: ignore[import-not-found, no-redef]
+from .parts_grmoe import HeadRouter, TopK
 
 
 class GrmoeAttention(LlamaAttention):

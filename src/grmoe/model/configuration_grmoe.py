@@ -9,53 +9,22 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-try:
-    from grmoe import checks
-    from grmoe.routing import (
-        ROUTERS,
-        AtLeast,
-        Dense,
-        LayerNumbers,
-        Mass,
-        Selection,
-        Threshold,
-        TopK,
-        check_curve,
-        curve_numbers,
-        curve_room,
-    )
-    from grmoe.routing.selection import numbers as policy_numbers
-except ImportError:  # this file travels with exported models to where grmoe is not installed
-    from .grmoe_routing import (  # type: ignore[import-not-found, no-redef]
-        ROUTERS,
-        AtLeast,
-        Dense,
-        LayerNumbers,
-        Mass,
-        Selection,
-        Threshold,
-        TopK,
-        check_curve,
-        checks,
-        curve_numbers,
-        curve_room,
-    )
-    from .grmoe_routing import numbers as policy_numbers  # type: ignore[no-redef]
-
-    class _Known(PreTrainedConfig):
-        """Keeps `AutoTokenizer` from asking whether to run this code: a tokenizer needs none of it.
-
-        transformers asks if it does not know the model type. It takes a class of its own, by the name of its module,
-        only where code is not trusted. So the code of each exported model stays in charge of that model.
-        """
-
-        model_type = "grmoe"
-        __module__ = "transformers.models.grmoe"
-
-    if "grmoe" not in CONFIG_MAPPING:
-        CONFIG_MAPPING.register("grmoe", _Known)
+from .parts_grmoe import (
+    ROUTERS,
+    AtLeast,
+    Dense,
+    LayerNumbers,
+    Mass,
+    Selection,
+    Threshold,
+    TopK,
+    check_curve,
+    checks,
+    curve_numbers,
+    curve_room,
+)
+from .parts_grmoe import numbers as policy_numbers
 
 SELECTIONS = ("topk", "mass", "at_least", "threshold", "dense")
 # Routers that choose by themselves, and the most experts a token can then get (None: all of them).

@@ -30,68 +30,38 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention_grmoe import GrmoeAttention, head_router
 from .configuration_grmoe import NOT_CAUSAL, SLOT_ROUTERS, GrmoeConfig
-
-try:
-    from grmoe import checks
-    from grmoe.compiling import realize
-    from grmoe.experts import BACKENDS, Dispatch, ExpertWeights
-    from grmoe.head import IGNORED, divergence, next_token_loss
-    from grmoe.layer import MoE, as_autocast
-    from grmoe.regularizers import overlap_penalty
-    from grmoe.routing import (
-        AtLeast,
-        Dense,
-        FrameRouter,
-        HashRouter,
-        HeadRouter,
-        Mass,
-        Router,
-        RoutingMetrics,
-        Selection,
-        SlotRouter,
-        Threshold,
-        TopK,
-        all_routers,
-        build_router,
-        read_metrics_of,
-        routers,
-    )
-    from grmoe.routing import set_alpha as set_router_alpha
-    from grmoe.routing import set_layer_numbers as set_router_numbers
-    from grmoe.routing import update_priors as update_router_priors
-except ImportError:  # this file travels with exported models to where grmoe is not installed
-    from .grmoe_routing import (  # type: ignore[import-not-found, no-redef]
-        BACKENDS,
-        IGNORED,
-        AtLeast,
-        Dense,
-        Dispatch,
-        ExpertWeights,
-        FrameRouter,
-        HashRouter,
-        HeadRouter,
-        Mass,
-        MoE,
-        Router,
-        RoutingMetrics,
-        Selection,
-        SlotRouter,
-        Threshold,
-        TopK,
-        all_routers,
-        as_autocast,
-        build_router,
-        checks,
-        divergence,
-        next_token_loss,
-        overlap_penalty,
-        read_metrics_of,
-        realize,
-        routers,
-    )
-    from .grmoe_routing import set_alpha as set_router_alpha  # type: ignore[no-redef]
-    from .grmoe_routing import set_layer_numbers as set_router_numbers  # type: ignore[no-redef]
-    from .grmoe_routing import update_priors as update_router_priors  # type: ignore[no-redef]
+from .parts_grmoe import (
+    BACKENDS,
+    IGNORED,
+    AtLeast,
+    Dense,
+    Dispatch,
+    ExpertWeights,
+    FrameRouter,
+    HashRouter,
+    HeadRouter,
+    Mass,
+    MoE,
+    Router,
+    RoutingMetrics,
+    Selection,
+    SlotRouter,
+    Threshold,
+    TopK,
+    all_routers,
+    as_autocast,
+    build_router,
+    checks,
+    divergence,
+    next_token_loss,
+    overlap_penalty,
+    read_metrics_of,
+    realize,
+    routers,
+)
+from .parts_grmoe import set_alpha as set_router_alpha
+from .parts_grmoe import set_layer_numbers as set_router_numbers
+from .parts_grmoe import update_priors as update_router_priors
 
 OWN_EXPERTS = ("auto", *BACKENDS)
 

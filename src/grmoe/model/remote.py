@@ -1,7 +1,7 @@
 """Code for exported models, so that they load with `trust_remote_code=True` where grmoe is not installed.
 
-`configuration_grmoe.py`, `attention_grmoe.py` and `modeling_grmoe.py` are copied unchanged. `grmoe_routing.py` is
-generated: it joins the package's own sources in the order of their imports. Nothing is maintained twice.
+The files of the model are copied unchanged. `grmoe_routing.py` is generated: it joins the package's own sources in the
+order of their imports. Nothing is maintained twice.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 import grmoe
 
 PACKAGE = Path(grmoe.__file__).parent
-_FILES = ("configuration_grmoe.py", "attention_grmoe.py", "modeling_grmoe.py")
+_FILES = ("parts_grmoe.py", "configuration_grmoe.py", "attention_grmoe.py", "modeling_grmoe.py")
 BUNDLE = "grmoe_routing.py"
-# Everything that these files import is in these modules or below them.
+# Everything that parts_grmoe.py imports is in these modules or below them.
 _ROOTS = ("layer", "regularizers", "head", "compiling")
 _AUTO_MAP = {
     "AutoConfig": "configuration_grmoe.GrmoeConfig",
