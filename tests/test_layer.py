@@ -17,7 +17,7 @@ from grmoe.experts.bounds import output_gains
 from grmoe.experts.weights import Activation, ExpertWeights
 from grmoe.kernels import runtime
 from grmoe.layer import MoE
-from grmoe.model.configuration_grmoe import SLOT_ROUTERS
+from grmoe.model.choices_grmoe import SLOT_ROUTERS
 from grmoe.routing import (
     ROUTERS,
     Dense,

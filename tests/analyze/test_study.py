@@ -22,7 +22,7 @@ from grmoe.analyze import Analysis, analyze
 from grmoe.cli import app
 from grmoe.config import from_dict
 from grmoe.data import TokenDataset, prepare
-from grmoe.model.configuration_grmoe import NOT_CAUSAL
+from grmoe.model.choices_grmoe import NOT_CAUSAL
 from grmoe.probe.pieces import Pieces
 from grmoe.probe.typed_windows import covering_starts
 from grmoe.probe.words import TYPES

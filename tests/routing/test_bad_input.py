@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from grmoe.geometry import haar_frames
-from grmoe.model.configuration_grmoe import SLOT_ROUTERS
+from grmoe.model.choices_grmoe import SLOT_ROUTERS
 from grmoe.routing import (
     ROUTERS,
     ExpertChoiceRouter,

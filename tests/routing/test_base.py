@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grmoe.model.configuration_grmoe import SLOT_ROUTERS
+from grmoe.model.choices_grmoe import SLOT_ROUTERS
 from grmoe.routing import (
     ROUTERS,
     Dense,

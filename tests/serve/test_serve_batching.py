@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_model import CURVE, EOS, make_model, offline
 
-from grmoe.model.configuration_grmoe import SLOT_ROUTERS
+from grmoe.model.choices_grmoe import SLOT_ROUTERS
 from grmoe.routing import ROUTERS, LayerNumbers, Routing, build_router
 from grmoe.routing.selection import NO_LIMIT, Dense, Mass, Selection, Threshold, TopK
 from grmoe.serve.batching import MAX_TIES, BatchGenerator, Sequence, can_batch, set_numbers, why_not_batch

@@ -13,7 +13,8 @@ from typing import Any
 
 from grmoe import checks
 from grmoe.model import GrmoeForCausalLM
-from grmoe.model.configuration_grmoe import OWN_CHOICE, GrmoeConfig
+from grmoe.model.choices_grmoe import OWN_CHOICE
+from grmoe.model.configuration_grmoe import GrmoeConfig
 
 _RULE = ("budget_curve",)
 

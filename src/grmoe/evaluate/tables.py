@@ -9,7 +9,7 @@ from typing import Any
 from grmoe.evaluate.results import Evaluation, Point, Result, show_alpha
 from grmoe.hardware import device_name
 from grmoe.model import GrmoeConfig
-from grmoe.model.configuration_grmoe import OWN_CHOICE
+from grmoe.model.choices_grmoe import OWN_CHOICE
 from grmoe.runs.results import save_results
 from grmoe.tables import Table, with_error
 

@@ -1,6 +1,6 @@
 """The configuration of a GrMoE language model: the `config.json` beside its weights.
 
-One file with all its checks, because it travels with exported models.
+Fields, and the values that follow from them. This file is copied beside every exported model.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedConfig
 
+from .choices_grmoe import ACTIVATIONS, OWN_CHOICE, check_budget, check_fields, check_sizes, implied_experts
 from .parts_grmoe import (
-    ROUTERS,
     AtLeast,
     Dense,
     LayerNumbers,
@@ -19,35 +19,12 @@ from .parts_grmoe import (
     Selection,
     Threshold,
     TopK,
-    check_curve,
     checks,
     curve_numbers,
     curve_room,
 )
 from .parts_grmoe import numbers as policy_numbers
 
-SELECTIONS = ("topk", "mass", "at_least", "threshold", "dense")
-# Routers that choose by themselves, and the most experts a token can then get (None: all of them).
-OWN_CHOICE: dict[str, int | None] = {
-    "switch": 1, "hash": 1, "expert_choice": None, "soft_moe": None, "grassmann_soft_moe": None,
-}  # fmt: skip
-SLOT_ROUTERS = ("soft_moe", "grassmann_soft_moe")
-# These look at later tokens: a causal model would train on what it must predict.
-NOT_CAUSAL = ("expert_choice", *SLOT_ROUTERS)
-# Hugging Face names the inner function, `grmoe.MoE` the layer built from it.
-ACTIVATIONS: dict[str, Literal["swiglu", "gelu"]] = {"silu": "swiglu", "gelu": "gelu"}
-# Larger values are mistakes. Only to list a billion blocks would take minutes.
-MAX_BLOCKS, MAX_SIZE = 1000, 2**31 - 1
-# Kinds of rotary embedding in transformers, and the options each of them needs.
-ROPE_TYPES: dict[str, tuple[str, ...]] = {
-    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}  # fmt: skip
-# Sizes that follow from others where they are None.
-_FOLLOW_OTHERS = (
-    "intermediate_size", "moe_intermediate_size", "num_key_value_heads", "head_dim", "router_rank",
-    "num_experts_per_tok",
-)  # fmt: skip
 # The setting without a budget. A budget replaces it, so setting one of these ends the budget.
 _SETTING = ("alpha", "selection", "selection_tau", "num_experts_per_tok")
 
@@ -161,7 +138,7 @@ class GrmoeConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.hidden_act = "silu" if self.hidden_act == "swiglu" else self.hidden_act
-        self._check_sizes()
+        check_sizes(self)
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
         if self.moe_intermediate_size is None:
@@ -176,7 +153,7 @@ class GrmoeConfig(PreTrainedConfig):
             self.router_options = {}
         self._fill_tau()
         if self.num_experts_per_tok is None:
-            self.num_experts_per_tok = self._implied_experts() or min(2, self.num_experts)
+            self.num_experts_per_tok = implied_experts(self) or min(2, self.num_experts)
         super().__post_init__(**kwargs)
         self.check()
 
@@ -270,7 +247,7 @@ class GrmoeConfig(PreTrainedConfig):
         """τ, α and cap of every MoE layer at a budget; None: as trained. Raises where the budget was not calibrated."""
         policy = self.selection_policy()
         if budget is not None:
-            self._check_budget(budget, policy)
+            check_budget(self, budget, policy)
             if self.budget_curve is not None:
                 return curve_numbers(self.budget_curve, budget, len(self.moe_layers))
         assert self.num_experts_per_tok is not None  # resolved in __post_init__
@@ -294,45 +271,9 @@ class GrmoeConfig(PreTrainedConfig):
     def check(self) -> None:
         """Raise a `ValueError` that names the field. Models call it too, because `from_pretrained(dir, name=value)`
         writes into a finished configuration."""
-        self._check_sizes()
+        check_sizes(self)
         self._fill_tau()
-        self._check_numbers()
-        checks.require(
-            self.hidden_act in list(ACTIVATIONS),
-            f"hidden_act must be 'silu' or 'gelu', got {self.hidden_act!r}",
-        )
-        heads, groups = self.num_attention_heads, self.num_key_value_heads or 0
-        checks.require(
-            groups >= 1 and heads % groups == 0,
-            f"num_key_value_heads must divide num_attention_heads = {heads}, got {groups}",
-        )
-        chosen = self.attention_heads_per_token
-        checks.require(
-            chosen is None
-            or (isinstance(chosen, int) and not isinstance(chosen, bool) and 1 <= chosen <= heads),
-            f"attention_heads_per_token must be from 1 to num_attention_heads = {heads}, or None, got {chosen!r}",
-        )
-        checks.require(
-            chosen is None or heads > 1, "attention_heads_per_token needs more than one head to choose from"
-        )
-        checks.require((self.head_dim or 0) % 2 == 0, f"head_dim must be even for RoPE, got {self.head_dim}")
-        found = len(self.moe_layers)
-        checks.require(
-            found > 0, f"moe_every = {self.moe_every} leaves no MoE layer in {self.num_hidden_layers} blocks"
-        )
-        for name in ("alpha", "weight_alpha"):
-            value = getattr(self, name)
-            checks.require(
-                not isinstance(value, list) or len(value) == found,
-                f"{name} must be one number or one for each of the {found} MoE layers, got {value!r}",
-            )
-        checks.require(
-            isinstance(self.router_options, dict),
-            f"router_options must be a dict, got {self.router_options!r}",
-        )
-        self._check_selection()
-        if self.budget_curve is not None:
-            check_curve(self.budget_curve, found, self.gate_experts)
+        check_fields(self)
         if self.budget is not None:
             self.layer_numbers(self.budget)
 
@@ -342,105 +283,3 @@ class GrmoeConfig(PreTrainedConfig):
             self.router != "hash",
             "alpha must be left out: a hash router has no dial, because its gate is a fixed choice",
         )
-
-    def _check_budget(self, budget: float, policy: Selection | None) -> None:
-        checks.finite("budget", budget, above=0)
-        checks.require(
-            policy is not None,
-            f"budget must be left out, got {budget:g}: router {self.router!r} selects its experts by itself",
-        )
-        plain = isinstance(policy, TopK) and budget == policy.k
-        checks.require(
-            self.budget_curve is not None or plain,
-            f"budget {budget:g} is not calibrated: this model has no budget_curve. "
-            "Run `grmoe dial` first; with --write it saves a model that has one",
-        )
-
-    def _check_numbers(self) -> None:
-        checks.finite("rms_norm_eps", self.rms_norm_eps, above=0)
-        checks.finite("initializer_range", self.initializer_range, at_least=0)
-        checks.finite("router_aux_loss_coef", self.router_aux_loss_coef, at_least=0)
-        checks.finite("residual_loss_coef", self.residual_loss_coef, at_least=0)
-        if self.router_kappa is not None:
-            checks.finite("router_kappa", self.router_kappa, above=0)
-        checks.finite("attention_dropout", self.attention_dropout, at_least=0)
-        checks.require(
-            self.attention_dropout < 1, f"attention_dropout must be below 1, got {self.attention_dropout!r}"
-        )
-
-    def _check_rope(self) -> None:
-        options = self.rope_parameters
-        if options is None:
-            return
-        checks.require(isinstance(options, dict), f"rope_parameters must be a dict, got {options!r}")
-        kind = options.get("rope_type", options.get("type", "default"))
-        checks.one_of("rope_parameters.rope_type", kind, tuple(ROPE_TYPES))
-        missing = [name for name in ROPE_TYPES[kind] if options.get(name) is None]
-        checks.require(not missing, f"rope_parameters must have {', '.join(missing)} with rope_type {kind!r}")
-        for name, value in options.items():
-            place = f"rope_parameters.{name}"
-            if name in ("short_factor", "long_factor"):  # one number per frequency
-                half = (self.head_dim or self.hidden_size // self.num_attention_heads) // 2
-                right = isinstance(value, list) and len(value) == half
-                checks.require(right, f"{place} must be a list of {half} numbers, got {value!r}")
-            if name not in ("rope_type", "type") and value is not None and not isinstance(value, bool):
-                for number in value if isinstance(value, list) else [value]:
-                    checks.finite(place, number, above=0)
-
-    def _check_sizes(self) -> None:
-        for name in (
-            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
-            "moe_every", "num_experts", *_FOLLOW_OTHERS,
-        ):  # fmt: skip
-            value = getattr(self, name)
-            most = MAX_BLOCKS if name == "num_hidden_layers" else MAX_SIZE
-            if value is None and name in _FOLLOW_OTHERS:
-                continue
-            ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            checks.require(ok, f"{name} must be an integer >= 1, got {value!r}")
-            checks.require(value <= most, f"{name} must be at most {most}, got {value}")
-        checks.require(self.num_experts >= 2, f"num_experts must be at least 2, got {self.num_experts}")
-        for name in ("shared_experts", "identity_experts"):
-            value = getattr(self, name)
-            checks.require(
-                isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE,
-                f"{name} must be an integer >= 0, got {value!r}",
-            )
-        checks.require(
-            self.router in list(ROUTERS), f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}"
-        )
-        checks.require(
-            self.selection in SELECTIONS,
-            f"selection must be one of {', '.join(SELECTIONS)}, got {self.selection!r}",
-        )
-        self._check_rope()
-
-    def _check_selection(self) -> None:
-        N, K = self.num_experts, self.num_experts_per_tok or 0
-        checks.require(
-            not self.identity_experts or self.router not in OWN_CHOICE,
-            f"identity_experts must be 0 with router {self.router!r}, which chooses by itself, "
-            f"got {self.identity_experts}",
-        )
-        checks.require(K <= N, f"num_experts_per_tok must be at most num_experts = {N}, got {K}")
-        implied = self._implied_experts()
-        why = f"router {self.router!r}" if self.router in OWN_CHOICE else f"selection {self.selection!r}"
-        checks.require(
-            implied is None or implied == K, f"num_experts_per_tok must be {implied} with {why}, got {K}"
-        )
-        rank = self.router_rank or 0
-        frames = self.router == "grassmann" or self.attention_heads_per_token is not None
-        checks.require(
-            not frames or rank <= self.hidden_size,
-            f"router_rank must be at most hidden_size = {self.hidden_size}, got {rank}",
-        )
-
-    def _implied_experts(self) -> int | None:
-        """K where router or selection fixes it: a router that chooses by itself, a dense gate, a threshold."""
-        if self.router in OWN_CHOICE:
-            return OWN_CHOICE[self.router] or self.num_experts
-        if self.selection == "dense":
-            return self.num_experts
-        if self.selection == "threshold" and self.selection_tau is not None:
-            return Threshold(self.selection_tau).max_experts(self.num_experts)
-        return None

@@ -29,7 +29,8 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention_grmoe import GrmoeAttention, head_router
-from .configuration_grmoe import NOT_CAUSAL, SLOT_ROUTERS, GrmoeConfig
+from .choices_grmoe import NOT_CAUSAL, SLOT_ROUTERS
+from .configuration_grmoe import GrmoeConfig
 from .parts_grmoe import (
     BACKENDS,
     IGNORED,

@@ -20,7 +20,9 @@ from pathlib import Path
 import grmoe
 
 PACKAGE = Path(grmoe.__file__).parent
-_FILES = ("parts_grmoe.py", "configuration_grmoe.py", "attention_grmoe.py", "modeling_grmoe.py")
+_FILES = (
+    "parts_grmoe.py", "choices_grmoe.py", "configuration_grmoe.py", "attention_grmoe.py", "modeling_grmoe.py",
+)  # fmt: skip
 BUNDLE = "grmoe_routing.py"
 # Everything that parts_grmoe.py imports is in these modules or below them.
 _ROOTS = ("layer", "regularizers", "head", "compiling")

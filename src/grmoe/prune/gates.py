@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from grmoe import checks, geometry
-from grmoe.model.configuration_grmoe import OWN_CHOICE, GrmoeConfig
+from grmoe.model.choices_grmoe import OWN_CHOICE
+from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.routing import GrassmannRouter, Router, SoftmaxRouter, VMFRouter
 from grmoe.routing.counting import LoadCounter
 

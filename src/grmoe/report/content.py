@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grmoe.model.configuration_grmoe import OWN_CHOICE
+from grmoe.model.choices_grmoe import OWN_CHOICE
 from grmoe.probe.text import Stream, open_stream
 from grmoe.report.dialled import dial_facts, slider_stops
 from grmoe.report.facts import curves, model_facts, training_facts

@@ -9,7 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from grmoe.data import TokenDataset, unigram_perplexity
-from grmoe.model.configuration_grmoe import OWN_CHOICE, GrmoeConfig
+from grmoe.model.choices_grmoe import OWN_CHOICE
+from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.model.count import count
 from grmoe.runs.folder import ENVIRONMENT, load_keys, read_log, saved_config
 from grmoe.runs.open import LoadedModel

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from grmoe.checks import require
 from grmoe.model import GrmoeForCausalLM
-from grmoe.model.configuration_grmoe import OWN_CHOICE
+from grmoe.model.choices_grmoe import OWN_CHOICE
 from grmoe.probe.gates import AffineGate, affine_gates
 from grmoe.probe.pieces import Pieces
 from grmoe.probe.routing import recorded

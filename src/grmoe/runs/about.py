@@ -9,7 +9,7 @@ from shlex import quote
 
 from grmoe.data.shards import INDEX
 from grmoe.model import GrmoeConfig
-from grmoe.model.configuration_grmoe import OWN_CHOICE
+from grmoe.model.choices_grmoe import OWN_CHOICE
 from grmoe.model.presets import find_config
 from grmoe.runs.card import MODEL_CARD, describe_setting
 from grmoe.runs.folder import (

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from grmoe.model import GrmoeConfig
-from grmoe.model.configuration_grmoe import OWN_CHOICE
+from grmoe.model.choices_grmoe import OWN_CHOICE
 from grmoe.routing.selection import NO_LIMIT
 from grmoe.runs.checkpoint import Checkpoint
 from grmoe.runs.folder import read_log

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from grmoe.checks import finite, positive_int, require
 from grmoe.model import PRESETS, GrmoeConfig, preset
-from grmoe.model.configuration_grmoe import OWN_CHOICE
+from grmoe.model.choices_grmoe import OWN_CHOICE
 from grmoe.parallel.world import ParallelConfig
 from grmoe.runs.model_settings import convert_model
 

@@ -17,7 +17,7 @@ from grmoe.config import field_types, from_dict, merge, read_tree
 from grmoe.data.tokenizer import load as load_tokenizer
 from grmoe.hardware import find_device
 from grmoe.model import PRESETS, GrmoeConfig
-from grmoe.model.configuration_grmoe import OWN_CHOICE
+from grmoe.model.choices_grmoe import OWN_CHOICE
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import CONFIG, saved_config
 from grmoe.runs.open import LoadedModel, open_model

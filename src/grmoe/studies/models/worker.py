@@ -23,7 +23,7 @@ from grmoe.dial.setting import Setting, apply, current, mass, top_k
 from grmoe.files import read_json, write_file
 from grmoe.hardware import device_name
 from grmoe.model import GrmoeConfig
-from grmoe.model.configuration_grmoe import OWN_CHOICE
+from grmoe.model.choices_grmoe import OWN_CHOICE
 from grmoe.probe.losses import measure
 from grmoe.probe.windows import read_texts
 from grmoe.runs.config import TrainConfig, may_change_on_resume
