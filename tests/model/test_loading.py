@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import grmoe
 from grmoe.geometry import orthonormality_error
-from grmoe.model import GrmoeConfig, GrmoeForCausalLM, GrmoeModel
+from grmoe.model import GrmoeConfig, GrmoeForCausalLM, GrmoeModel, modeling_grmoe
 
 Build = Callable[..., GrmoeForCausalLM]
 
@@ -194,3 +194,12 @@ def test_a_selection_by_mass_chosen_while_loading_has_its_default(build: Build, 
     assert GrmoeForCausalLM.from_pretrained(tmp_path, selection="mass").config.selection_tau == 0.9
     with pytest.raises(ValueError, match="num_experts_per_tok must be 4 with selection 'threshold'"):
         GrmoeForCausalLM.from_pretrained(tmp_path, selection="threshold")
+
+
+@pytest.mark.parametrize("hidden_act", ["silu", "gelu"])
+def test_models_pickled_whole_by_earlier_versions_find_their_classes(build: Build, hidden_act: str) -> None:
+    """Those models name every class of a block as one of modeling_grmoe.py."""
+    kinds = {type(module) for module in build(hidden_act=hidden_act).modules()}
+    ours = {kind for kind in kinds if kind.__module__.startswith("grmoe.model.")}
+    assert len(ours) == 6
+    assert {getattr(modeling_grmoe, kind.__name__, None) for kind in ours} == ours

@@ -16,7 +16,7 @@ from grmoe.experts import ExpertWeights
 from grmoe.geometry import orthonormality_error
 from grmoe.kernels.runtime import INTERPRETED
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM, GrmoeModel
-from grmoe.model.modeling_grmoe import GrmoeDecoderLayer, GrmoeMoE, residual_loss
+from grmoe.model.block_grmoe import GrmoeDecoderLayer, GrmoeMoE, residual_loss
 
 Build = Callable[..., GrmoeForCausalLM]
 

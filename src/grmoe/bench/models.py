@@ -25,7 +25,7 @@ from grmoe import checks
 from grmoe.bench.shapes import Shape
 from grmoe.experts import ExpertWeights
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM, preset
-from grmoe.model.modeling_grmoe import GrmoeMLP
+from grmoe.model.block_grmoe import GrmoeMLP
 
 # How a model runs: the ending of its name, and torch.compile's mode.
 FORMS: dict[str, tuple[str, str | None]] = {

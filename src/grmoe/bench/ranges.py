@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from grmoe.model import GrmoeForCausalLM
-from grmoe.model.modeling_grmoe import GrmoeMLP
+from grmoe.model.block_grmoe import GrmoeMLP
 from grmoe.routing import Routing
 
 ATTENTION, ROUTING, EXPERTS = "attention", "routing", "experts"

@@ -6,8 +6,9 @@ from transformers.models.auto import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.model.count import Cost, count
-from grmoe.model.modeling_grmoe import GrmoeForCausalLM, GrmoeModel, GrmoePreTrainedModel
+from grmoe.model.modeling_grmoe import GrmoeForCausalLM, GrmoeModel
 from grmoe.model.presets import PRESETS, preset
+from grmoe.model.pretrained_grmoe import GrmoePreTrainedModel
 from grmoe.model.remote import export_remote_code
 
 AutoConfig.register("grmoe", GrmoeConfig, exist_ok=True)

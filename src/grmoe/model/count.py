@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from grmoe.model.block_grmoe import GrmoeMoE
 from grmoe.model.choices_grmoe import SLOT_ROUTERS
 from grmoe.model.configuration_grmoe import GrmoeConfig
-from grmoe.model.modeling_grmoe import GrmoeForCausalLM, GrmoeMoE
+from grmoe.model.modeling_grmoe import GrmoeForCausalLM
 from grmoe.routing import Router, SlotRouter, all_routers
 from grmoe.routing.amortizer import AMORTIZERS, amortizer_sizes
 from grmoe.tables import Table

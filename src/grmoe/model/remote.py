@@ -21,7 +21,8 @@ import grmoe
 
 PACKAGE = Path(grmoe.__file__).parent
 _FILES = (
-    "parts_grmoe.py", "choices_grmoe.py", "configuration_grmoe.py", "attention_grmoe.py", "modeling_grmoe.py",
+    "parts_grmoe.py", "choices_grmoe.py", "configuration_grmoe.py", "attention_grmoe.py", "router_grmoe.py",
+    "block_grmoe.py", "pretrained_grmoe.py", "modeling_grmoe.py",
 )  # fmt: skip
 BUNDLE = "grmoe_routing.py"
 # Everything that parts_grmoe.py imports is in these modules or below them.

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM
+from grmoe.model.block_grmoe import GrmoeDecoderLayer
 from grmoe.model.count import meta_model
-from grmoe.model.modeling_grmoe import GrmoeDecoderLayer, GrmoePreTrainedModel
+from grmoe.model.pretrained_grmoe import GrmoePreTrainedModel
 from grmoe.parallel.shard import Sharding
 from grmoe.parallel.world import World
 from grmoe.routing import Router

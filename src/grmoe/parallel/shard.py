@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 from grmoe import checks
 from grmoe.experts import ExpertWeights
 from grmoe.layer import MoE
+from grmoe.model.block_grmoe import OWN_EXPERTS, GrmoeDecoderLayer
 from grmoe.model.configuration_grmoe import GrmoeConfig
-from grmoe.model.modeling_grmoe import OWN_EXPERTS, GrmoeDecoderLayer, GrmoeForCausalLM
+from grmoe.model.modeling_grmoe import GrmoeForCausalLM
 from grmoe.parallel.experts import ExpertParallel
 from grmoe.parallel.world import World, mean, total
 from grmoe.routing import all_routers

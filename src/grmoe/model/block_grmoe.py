@@ -1,0 +1,151 @@
+"""One block of the model: attention, then a MoE layer or a dense feed-forward.
+
+Attention and norms are transformers' own. The router and the experts' backends are ours. This file is copied beside
+every exported model.
+
+Legend: B batch, S sequence, T = B·S tokens, H model width (D in `grmoe.MoE`), N experts, K most experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import use_experts_implementation
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
+
+from .attention_grmoe import GrmoeAttention
+from .configuration_grmoe import GrmoeConfig
+from .parts_grmoe import BACKENDS, Dispatch, ExpertWeights, MoE
+from .router_grmoe import config_router
+
+OWN_EXPERTS = ("auto", *BACKENDS)
+
+
+@use_experts_implementation
+class GrmoeExperts(ExpertWeights):
+    """`ExpertWeights` that Hugging Face's experts implementations ("eager", "grouped_mm", …) can also run."""
+
+    def __init__(self, config: GrmoeConfig) -> None:
+        assert config.moe_intermediate_size is not None
+        super().__init__(
+            config.hidden_size, config.moe_intermediate_size, config.num_experts, config.activation
+        )
+        self.num_experts = config.num_experts
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The implementation "eager": a loop over experts, from Hugging Face's (T, K) format."""
+        T, K = top_k_index.shape
+        weights_TN = top_k_weights.new_zeros(T, self.num_experts).scatter_add(1, top_k_index, top_k_weights)
+        return BACKENDS["reference"](hidden_states, Dispatch.build(weights_TN, weights_TN != 0, K), self)
+
+
+@use_experts_implementation(has_gate=False)
+class GrmoePlainExperts(GrmoeExperts):
+    """The same without a gate: `up_proj` in place of `gate_up_proj`."""
+
+
+class GrmoeMoE(MoE):
+    """`grmoe.MoE` as the feed-forward of a block: (output, router logits (T, N), the router's loss).
+
+    `config._experts_implementation` names the backend: "auto", "reference", "grouped" or "triton" of `grmoe.experts`,
+    or one of Hugging Face's.
+    """
+
+    def __init__(self, config: GrmoeConfig, number: int) -> None:
+        """number: counts the model's MoE layers from zero."""
+        assert config.moe_intermediate_size is not None
+        super().__init__(
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.num_experts,
+            config_router(config, number),
+            activation=config.activation,
+            shared_experts=config.shared_experts,
+            experts=(GrmoeExperts if config.activation == "swiglu" else GrmoePlainExperts)(config),
+        )
+        self.config = config
+        self.use_backend(config._experts_implementation)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.backend != self.config._experts_implementation:
+            self.use_backend(self.config._experts_implementation)
+        y, routing = self.run(x, token_ids)
+        return y, routing.logits.flatten(0, -2), routing.aux_loss
+
+    def _run_experts(self, x_TD: Tensor, weights_TN: Tensor, selected_TN: Tensor, max_experts: int) -> Tensor:
+        # Serving engines replace `experts` with their own module.
+        if self.backend in OWN_EXPERTS and isinstance(self.experts, ExpertWeights):
+            return super()._run_experts(x_TD, weights_TN, selected_TN, max_experts)
+        # Their format has K experts for every token: a token with fewer gets others with weight zero.
+        weights_TK, index_TK = weights_TN.topk(max_experts, dim=-1)
+        y_TD: Tensor = self.experts(x_TD, index_TK, weights_TK)
+        return y_TD
+
+
+class GrmoeMLP(nn.Module):
+    """The feed-forward of a dense block, SwiGLU or GELU."""
+
+    def __init__(self, config: GrmoeConfig) -> None:
+        super().__init__()
+        assert config.intermediate_size is not None
+        H, width = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(H, width, bias=False) if config.activation == "swiglu" else None
+        self.up_proj = nn.Linear(H, width, bias=False)
+        self.down_proj = nn.Linear(width, H, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up_proj(x)
+        inner = self.act_fn(up) if self.gate_proj is None else self.act_fn(self.gate_proj(x)) * up
+        y: Tensor = self.down_proj(inner)
+        return y
+
+
+class GrmoeDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: GrmoeConfig, layer_idx: int) -> None:
+        super().__init__()
+        attention: Any = LlamaAttention if config.attention_heads_per_token is None else GrmoeAttention
+        self.self_attn = attention(config=config, layer_idx=layer_idx)
+        moe_layers = config.moe_layers
+        self.mlp: GrmoeMoE | GrmoeMLP = (
+            GrmoeMoE(config, moe_layers.index(layer_idx)) if layer_idx in moe_layers else GrmoeMLP(config)
+        )
+        self.residual_loss_coef = config.residual_loss_coef
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        # `_init_weights` gets a module without its name.
+        self.self_attn.o_proj.writes_residual = True
+        if isinstance(self.mlp, GrmoeMLP):
+            self.mlp.down_proj.writes_residual = True  # type: ignore[assignment]
+
+    def forward(
+        self, hidden_states: Tensor, *, token_ids: Tensor | None = None, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The residual stream, and from a MoE layer also its router's loss. Checkpointing passes gradients to both.
+
+        token_ids: (B, S), for routers that hash them. All other arguments go to the attention.
+        """
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended
+        x = self.post_attention_layernorm(hidden_states)
+        if isinstance(self.mlp, GrmoeMLP):
+            y: Tensor = self.mlp(x)
+            return hidden_states + y
+        y, _, loss = self.mlp(x, token_ids)
+        if self.residual_loss_coef and self.training:
+            loss = loss + self.residual_loss_coef * residual_loss(hidden_states)
+        return hidden_states + y, loss
+
+
+def residual_loss(x_BSH: Tensor) -> Tensor:
+    """Mean over tokens of (log mean square)²: zero for tokens of RMS one, equal for RMS c and 1/c.
+
+    An RMS below 1e-3 counts as that, and has no gradient: a padding token at the start of a text is all zero.
+    """
+    return x_BSH.float().square().mean(-1).clamp(min=1e-6).log().square().mean()
