@@ -220,7 +220,7 @@ def compile_launches() -> dict[str, str]:
         probs, selected, x = make(32768, 128), make(32768, 128, dtype=torch.bool), make(32768, 64, dtype=bf16)
         weights, packed = make(128, 64), make(128, 64, dtype=bf16)
         gate_module.is_hopper = lambda _: True
-        given = (x, weights, None, make(), probs, selected, make(1), packed)
+        given = (x, weights, None, make(), probs, probs, selected, make(1), packed)
         gate_module._backward(None, None, probs, None, *given, 1.0, True, True, False)
         parts = scores.Parts(probs, make(128), probs, probs, make(32768))
         scores._Blend.apply(1.0, *parts)

@@ -55,6 +55,26 @@ def test_outputs_and_gradients(policy: Selection, posterior: bool, alpha: float)
         torch.testing.assert_close(c.view(b.shape).double(), b.grad, rtol=1e-5, atol=1e-5)
 
 
+def test_renormalised_weights_where_a_bias_picks_vanished_gates() -> None:
+    """They were 0/0. In fp64 no gate vanishes."""
+    scores, prior, one = draw(7, 5), torch.tensor([0.0, 0.3, -130.0, 0.1, -130.7]), torch.tensor(1.0)
+    budget = Budget(TopK(2, renormalize=True), 5)
+    budget.biased = True
+    budget.set_bias([0.0, 0.0, 500.0, 0.0, 500.0])
+    leaf, wide = scores.clone().requires_grad_(), scores.double().requires_grad_()
+    found = fused_choice(leaf, parts(prior), one, budget)
+    assert not found.probs[:, [2, 4]].any()
+    *_, weights = choose_reference(wide, prior.double(), one.double(), found.selected, True, True)
+    # Logits near 130 are rounded by 8e-6, and weights by as much.
+    torch.testing.assert_close(found.weights.double(), weights, rtol=0, atol=2e-5)
+    upstream = draw(7, 5, seed=2)
+    (found.weights * upstream).sum().backward()
+    (weights * upstream).sum().backward()
+    assert leaf.grad is not None
+    assert wide.grad is not None
+    torch.testing.assert_close(leaf.grad.double(), wide.grad, rtol=0, atol=5e-5)
+
+
 def test_numbers_per_sequence_and_the_weights_own_alpha() -> None:
     scores, prior = 2 * draw(3, 7, 5), 0.5 * draw(5, seed=1)
     alpha = torch.tensor([0.5, 1.0, 2.0]).view(3, 1, 1)

@@ -221,6 +221,23 @@ def test_nan_token_touches_its_row_alone(make: Any, selection: Selection) -> Non
     assert 1 <= count <= selection.max_experts(5)
 
 
+@pytest.mark.parametrize("low", [-95.0, -130.0])  # the gates e^low: denormal in fp32, and zero
+@pytest.mark.parametrize("make", [grassmann, softmax])
+def test_renormalised_weights_where_a_bias_picks_vanished_gates(make: Any, low: float) -> None:
+    """They were 0/0. In fp64, that is in the specification, no gate vanishes."""
+    router = make(selection=TopK(2, renormalize=True))
+    with torch.no_grad():
+        router.log_prior.copy_(torch.tensor([0.0, 0.3, low, 0.1, low - 0.7]))
+    router.budget.biased = True
+    router.budget.set_bias([0.0, 0.0, 500.0, 0.0, 500.0])
+    x = tokens()
+    x = x / x.norm(dim=-1, keepdim=True).clamp(min=1)  # logits of size one beside the prior
+    ours, _ = compare(router, x)
+    assert ours["probs"][:, [2, 4]].max() < 1e-35
+    assert torch.equal(ours["selected"].nonzero()[:, 1], torch.tensor([2, 4]).repeat(len(x)))
+    torch.testing.assert_close(ours["weights"].sum(-1), torch.ones(len(x)))
+
+
 @pytest.mark.parametrize("make", [grassmann, softmax])
 def test_no_tokens(make: Any) -> None:
     ours, grads = compare(make(selection=TopK(2)), tokens(0))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from grmoe.kernels.combine import combine_weights
 from grmoe.routing import GrassmannRouter, Mass, Selection, TopK
 from grmoe.routing.budget import Budget
 from grmoe.routing.selection import NO_LIMIT
@@ -51,6 +52,38 @@ def test_against_a_loop(selection: Any) -> None:
         torch.testing.assert_close(routing.weights[row], wanted)
         differs += set(kept) != set(sorted(range(N), key=lambda e: -gate[e])[: len(kept)])
     assert differs > 20  # the bias changes the choice of many tokens
+
+
+def test_renormalised_weights_where_all_chosen_gates_vanish() -> None:
+    """g_e/Σg was 0/0, and NaN went into the output and into every gradient of the router."""
+    router = make(TopK(2, renormalize=True), bias=[0.0, 0.0, 0.0, 0.0, 9e3, 9e3])
+    with torch.no_grad():
+        router.log_prior[4:] = -200.0
+    routing, upstream = router(tokens(50)), torch.randn(50, N, generator=torch.Generator().manual_seed(2))
+    assert not routing.probs[:, 4:].any()  # zero in fp32
+    assert routing.selected.nonzero()[:, 1].tolist() == [4, 5] * 50
+    apart_T = (routing.logits[:, 4] - routing.logits[:, 5]).double()
+    torch.testing.assert_close(routing.weights[:, 4], torch.sigmoid(apart_T).float())
+    torch.testing.assert_close(routing.weights.sum(-1), torch.ones(50))
+    (found,) = torch.autograd.grad((routing.weights * upstream).sum(), routing.logits)
+    slope_T = torch.sigmoid(apart_T) * torch.sigmoid(-apart_T) * (upstream[:, 4] - upstream[:, 5])
+    wanted = torch.zeros(50, N, dtype=torch.float64)
+    wanted[:, 4], wanted[:, 5] = slope_T, -slope_T
+    torch.testing.assert_close(found, wanted.float())
+    routing = router(tokens(50))
+    (routing.weights * upstream).sum().backward()
+    assert bool(torch.isfinite(router.frames.grad).all())
+
+
+def test_a_row_without_any_expert_has_no_weight() -> None:
+    logits = torch.randn(3, N, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    chosen = torch.tensor([[False] * N, [True] * N, [True] + [False] * (N - 1)])
+    weights = combine_weights(logits, logits.softmax(-1), chosen, renormalize=True)
+    assert not weights[0].any()
+    torch.testing.assert_close(weights[1], logits[1].softmax(-1))
+    assert weights[2].tolist() == [1.0] + [0.0] * (N - 1)
+    (found,) = torch.autograd.grad(weights.square().sum(), logits)
+    assert bool(torch.isfinite(found).all())
 
 
 def test_without_a_bias_or_with_an_equal_one_the_gate_chooses() -> None:

@@ -22,6 +22,7 @@ from grmoe.bench.measure import SEED, relative_error
 from grmoe.bench.shapes import LayerShape, default_rank
 from grmoe.experts import Dispatch, ExpertWeights
 from grmoe.experts.reference import reference_experts
+from grmoe.kernels.combine import combine_weights
 from grmoe.layer import MoE
 from grmoe.routing import GrassmannRouter, Router, Selection, SoftmaxRouter, TopK
 
@@ -266,9 +267,7 @@ def softmax_gate(x_TD: Tensor, weight_ND: Tensor, top_k: int) -> tuple[Tensor, T
 def routed(moe: MoE, x_TD: Tensor, selected_TN: Tensor) -> Tensor:
     """The layer with a given selection, weighted by its own gate."""
     routing = moe.router(x_TD)
-    weights_TN = torch.where(selected_TN, routing.probs, 0.0)
-    if moe.router.selection.renormalize:
-        weights_TN = weights_TN / weights_TN.sum(-1, keepdim=True)
+    weights_TN = combine_weights(routing.logits, routing.probs, selected_TN, moe.router.selection.renormalize)
     return moe.compute(x_TD, replace(routing, selected=selected_TN, weights=weights_TN))
 
 

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from grmoe.kernels import gate_kernels as kernels
 from grmoe.kernels import thin_gate
+from grmoe.kernels.combine import combine_weights
 from grmoe.kernels.launch import ceil_div, launch, power_of_2
 from grmoe.kernels.runtime import DENSE, FIXED, PER_TOKEN, attempt
 
@@ -71,16 +72,18 @@ def _backward(
     grad_weights: Tensor | None,
     alpha: Tensor,
     probs: Tensor,
+    weights: Tensor | None,
     selected: Tensor,
     posterior: bool,
     renormalize: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(∂scores, ∂prior)."""
+    """(∂scores, ∂prior). weights: read if `renormalize`."""
     (T, N), grad = probs.shape, torch.empty_like(probs)
     if T == 0:
         return grad, probs.new_zeros(N)
     given = [g.contiguous() if g is not None else None for g in (grad_logits, grad_probs, grad_weights)]
-    gates = (probs, selected.view(torch.uint8), *(probs if g is None else g for g in given))
+    marks = selected.view(torch.uint8)
+    gates = (probs, probs if weights is None else weights, marks, *(probs if g is None else g for g in given))
     flags, NP = tuple(g is not None for g in given), power_of_2(N)
     tile = max(2, 2048 // NP)
     constants = (N, renormalize, *flags, tile, NP)
@@ -98,10 +101,7 @@ def choose_reference(
     """The specification, for a selection already made: (logits, probs, weights)."""
     logits_TN = alpha * (scores_TN + prior_N) if posterior else alpha * scores_TN + prior_N
     probs_TN = torch.softmax(logits_TN, -1)
-    weights_TN = torch.where(selected_TN, probs_TN, 0.0)
-    if renormalize:
-        weights_TN = weights_TN / weights_TN.sum(-1, keepdim=True)
-    return logits_TN, probs_TN, weights_TN
+    return logits_TN, probs_TN, combine_weights(logits_TN, probs_TN, selected_TN, renormalize)
 
 
 def _backward_plain(
@@ -138,7 +138,8 @@ class _Choose(torch.autograd.Function):
         ctx.mark_non_differentiable(selected, zero)
         # The choice has no gradient, so only the α of the weights matters.
         alpha = numbers[0] if numbers[1] is None else numbers[1]
-        ctx.save_for_backward(scores, prior, alpha, probs, selected)
+        kept = weights if numbers[10] else None
+        ctx.save_for_backward(scores, prior, alpha, probs, kept, selected)
         ctx.options = (numbers[7], numbers[10])
         return logits, probs, weights, selected, zero
 
@@ -150,10 +151,11 @@ class _Choose(torch.autograd.Function):
             return None, None, *nothing
         run: Any = _backward_op if torch.compiler.is_compiling() else _backward
         # Read once: checkpointing recomputes at the first access and allows no second.
-        scores, prior, alpha, probs, selected = ctx.saved_tensors
+        scores, prior, *saved = ctx.saved_tensors
+        alpha, _, _, selected = saved
         grads = attempt(
             "choice backward",
-            lambda: run(*given, alpha, probs, selected, *ctx.options),
+            lambda: run(*given, *saved, *ctx.options),
             lambda: _backward_plain(given, scores, prior, alpha, selected, ctx.options),
         )
         return *grads, *nothing

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from grmoe.kernels import gate_kernels as kernels
 from grmoe.kernels import thin_gate
+from grmoe.kernels.combine import combine_weights
 from grmoe.kernels.gate_tiles import WIDE, plan
 from grmoe.kernels.launch import ceil_div, dense, launch, tiled
 from grmoe.kernels.runtime import (
@@ -150,6 +151,7 @@ def _backward(
     log_kappa: Tensor | None,
     alpha: Tensor,
     probs: Tensor,
+    weights: Tensor | None,
     selected: Tensor,
     norm: Tensor,
     packed: Tensor,
@@ -160,6 +162,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(∂x, ∂matrix, ∂log_kappa, ∂prior); ∂log_kappa is empty for a linear gate.
 
+    weights: read if `renormalize`.
     scores: the forward's mode was SCORES. Then probs and selected hold nothing, and ∂prior means nothing.
     """
     (T, D), N, K = x.shape, len(matrix), _rank(matrix)
@@ -172,7 +175,8 @@ def _backward(
         grad = grad_logits.to(x.dtype)
         return grad @ packed[:N], _wide_mm(grad.T, x), alpha.new_zeros(0), probs.new_zeros(N)
     given = [g.contiguous() if g is not None else None for g in (grad_logits, grad_probs, grad_weights)]
-    gates = (probs, selected.view(torch.uint8), *(probs if g is None else g for g in given))
+    marks = selected.view(torch.uint8)
+    gates = (probs, probs if weights is None else weights, marks, *(probs if g is None else g for g in given))
     flags = tuple(g is not None for g in given)
     p = plan(x.dtype, N, K, log_kappa is not None, is_hopper(x.device))
     if log_kappa is None:
@@ -245,8 +249,7 @@ def gate_reference(
         scores_TN = scores_TN * energy_scale / norm_T1
     logits_TN = alpha * (scores_TN + prior_N) if posterior else alpha * scores_TN + prior_N
     probs_TN = torch.softmax(logits_TN, -1)
-    weights_TN = torch.where(selected_TN, probs_TN, 0.0)
-    return logits_TN, probs_TN, weights_TN / weights_TN.sum(-1, keepdim=True) if renormalize else weights_TN
+    return logits_TN, probs_TN, combine_weights(logits_TN, probs_TN, selected_TN, renormalize)
 
 
 def _backward_plain(
@@ -302,8 +305,9 @@ class _Gate(torch.autograd.Function):
         ctx.mark_non_differentiable(selected, zero)
         # The choice has no gradient, so only the α of the weights matters.
         alpha = numbers[0] if numbers[1] is None else numbers[1]
-        ctx.save_for_backward(x, matrix, log_kappa, alpha, probs, selected, norm, packed, prior)
         ctx.options = (numbers[7], numbers[8], numbers[11])
+        kept = weights if numbers[11] else None
+        ctx.save_for_backward(x, matrix, log_kappa, alpha, probs, kept, selected, norm, packed, prior)
         return logits, probs, weights, selected, zero
 
     @staticmethod
@@ -315,7 +319,7 @@ class _Gate(torch.autograd.Function):
         run: Any = _backward_op if torch.compiler.is_compiling() else _backward
         # Read once: checkpointing recomputes at the first access and allows no second.
         *saved, prior = ctx.saved_tensors
-        x, matrix, log_kappa, alpha, _, selected, *_ = saved
+        x, matrix, log_kappa, alpha, _, _, selected, *_ = saved
         given = (grad_logits, grad_probs, grad_weights)
         grads = attempt(
             "gate backward",

@@ -139,7 +139,7 @@ def finish_gate(
             alpha_BN = alpha_B1(weight_alpha_ptr, token, num_tokens, length, PER_ROW)
             logits_BN = _dial(scores_BN, prior_N, alpha_BN, POSTERIOR)
             probs_BN = softmax_BN(tl.where(real_N[None, :], logits_BN, float("-inf")))
-        weights_BN = weigh_BN(probs_BN, chosen_BN, RENORMALIZE)
+        weights_BN = weigh_BN(logits_BN, probs_BN, chosen_BN, RENORMALIZE)
         tl.store(logits_ptr + place, logits_BN, mask=inside)
         tl.store(probs_ptr + place, probs_BN, mask=inside)
         tl.store(weights_ptr + place, weights_BN, mask=inside)
@@ -219,7 +219,7 @@ def _load_or_zero(pointer, place, inside, GIVEN: tl.constexpr, BT: tl.constexpr,
 
 @triton.jit
 def _logit_gradient(
-    probs_ptr, selected_ptr, g_logits_ptr, g_probs_ptr, g_weights_ptr, token, num_tokens, num_experts,
+    probs_ptr, weights_ptr, selected_ptr, g_logits_ptr, g_probs_ptr, g_weights_ptr, token, num_tokens, num_experts,
     RENORMALIZE: tl.constexpr, WITH_LOGITS: tl.constexpr, WITH_PROBS: tl.constexpr, WITH_WEIGHTS: tl.constexpr,
     BT: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
@@ -228,13 +228,10 @@ def _logit_gradient(
     place = token[:, None].to(tl.int64) * num_experts + expert[None, :]
     grad_BN = _load_or_zero(g_logits_ptr, place, inside, WITH_LOGITS, BT, NP)
     if WITH_PROBS or WITH_WEIGHTS:
-        probs_BN = tl.load(probs_ptr + place, mask=inside, other=0.0)
-        chosen_BN = tl.load(selected_ptr + place, mask=inside, other=0)
-        # Rows past the end have no mass: keep 0/0 out of them.
-        spare_BN = (token >= num_tokens)[:, None] & (expert == 0)[None, :]
         grad_BN = grad_logits_BN(
-            tl.where(spare_BN, 1.0, probs_BN),
-            tl.where(spare_BN, 1, chosen_BN),
+            tl.load(probs_ptr + place, mask=inside, other=0.0),
+            _load_or_zero(weights_ptr, place, inside, RENORMALIZE, BT, NP),
+            tl.load(selected_ptr + place, mask=inside, other=0),
             grad_BN,
             _load_or_zero(g_probs_ptr, place, inside, WITH_PROBS, BT, NP),
             _load_or_zero(g_weights_ptr, place, inside, WITH_WEIGHTS, BT, NP),
@@ -245,7 +242,7 @@ def _logit_gradient(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def linear_backward_kernel(
-    probs_ptr, selected_ptr, g_logits_ptr, g_probs_ptr, g_weights_ptr, alpha_ptr, out_ptr,
+    probs_ptr, weights_ptr, selected_ptr, g_logits_ptr, g_probs_ptr, g_weights_ptr, alpha_ptr, out_ptr,
     num_tokens, num_experts: tl.constexpr,
     RENORMALIZE: tl.constexpr, WITH_LOGITS: tl.constexpr, WITH_PROBS: tl.constexpr, WITH_WEIGHTS: tl.constexpr,
     BT: tl.constexpr, NP: tl.constexpr,
@@ -253,7 +250,7 @@ def linear_backward_kernel(
     """α·∂loss/∂ℓ of a linear gate: the gradient of x·Wᵀ."""
     token, expert = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, NP)
     grad_BN = _logit_gradient(
-        probs_ptr, selected_ptr, g_logits_ptr, g_probs_ptr, g_weights_ptr, token, num_tokens, num_experts,
+        probs_ptr, weights_ptr, selected_ptr, g_logits_ptr, g_probs_ptr, g_weights_ptr, token, num_tokens, num_experts,
         RENORMALIZE, WITH_LOGITS, WITH_PROBS, WITH_WEIGHTS, BT, NP,
     )  # fmt: skip
     inside = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
@@ -264,7 +261,7 @@ def linear_backward_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])
 def gate_backward_kernel(
     x_desc, packed_desc, scaled_desc, log_kappa_ptr, alpha_ptr, norm_ptr,
-    probs_ptr, selected_ptr, g_logits_ptr, g_probs_ptr, g_weights_ptr, g_norm_ptr,
+    probs_ptr, weights_ptr, selected_ptr, g_logits_ptr, g_probs_ptr, g_weights_ptr, g_norm_ptr,
     along_ptr, column_sums_ptr, prior_sums_ptr,
     num_tokens, energy_scale,
     D: tl.constexpr, K: tl.constexpr, C: tl.constexpr, num_experts: tl.constexpr,
@@ -284,7 +281,7 @@ def gate_backward_kernel(
     first = program * BT
     token, expert = first + tl.arange(0, BT), tl.arange(0, NP)
     grad_BN = _logit_gradient(
-        probs_ptr, selected_ptr, g_logits_ptr, g_probs_ptr, g_weights_ptr, token, num_tokens, num_experts,
+        probs_ptr, weights_ptr, selected_ptr, g_logits_ptr, g_probs_ptr, g_weights_ptr, token, num_tokens, num_experts,
         RENORMALIZE, WITH_LOGITS, WITH_PROBS, WITH_WEIGHTS, BT, NP,
     )  # fmt: skip
     if PLAIN:

@@ -59,7 +59,7 @@ class _Project(torch.autograd.Function):
             ctx.set_materialize_grads(False)
         if log_weight is None:
             ctx.mark_non_differentiable(norm)
-        ctx.save_for_backward(x, matrix, log_weight, unread, probs, selected, norm, packed)
+        ctx.save_for_backward(x, matrix, log_weight, unread, probs, None, selected, norm, packed)
         ctx.scale = scale
         return values, norm
 

@@ -120,25 +120,33 @@ def select_BN(probs_BN, index_N, real_N, tau_B, cap_B, MODE: tl.constexpr, MAX_E
 
 
 @triton.jit
-def weigh_BN(probs_BN, chosen_BN, RENORMALIZE: tl.constexpr):
-    """Combine weights: the probabilities of the chosen experts, scaled to sum one if requested."""
-    weights_BN = tl.where(chosen_BN != 0, probs_BN, 0.0)
+def weigh_BN(logits_BN, probs_BN, chosen_BN, RENORMALIZE: tl.constexpr):
+    """Combine weights: the probabilities of the chosen experts, scaled to sum one if requested. The specification is
+    `grmoe.kernels.combine.combine_weights`. At least one expert is chosen."""
     if RENORMALIZE:
-        weights_BN = weights_BN / tl.sum(weights_BN, axis=1)[:, None]
+        # Their softmax, because their probabilities may all be zero. A row of NaN stays one.
+        among_BN = softmax_BN(tl.where(chosen_BN != 0, logits_BN, float("-inf")))
+        weights_BN = tl.where(probs_BN == probs_BN, among_BN, probs_BN)
+    else:
+        weights_BN = tl.where(chosen_BN != 0, probs_BN, 0.0)
     return weights_BN
 
 
 @triton.jit
 def grad_logits_BN(
-    probs_BN, chosen_BN, grad_logits_BN, grad_probs_BN, grad_weights_BN, RENORMALIZE: tl.constexpr
+    probs_BN,
+    weights_BN,
+    chosen_BN,
+    grad_logits_BN,
+    grad_probs_BN,
+    grad_weights_BN,
+    RENORMALIZE: tl.constexpr,
 ):
-    """∂loss/∂ℓ from the gradients of logits, probabilities and combine weights."""
-    through_BN = tl.where(chosen_BN != 0, grad_weights_BN, 0.0)
-    if RENORMALIZE:
-        kept_BN = tl.where(chosen_BN != 0, probs_BN, 0.0)
-        mass_B = tl.sum(kept_BN, axis=1)
-        mean_B = tl.sum(through_BN * kept_BN, axis=1) / mass_B
-        through_BN = tl.where(chosen_BN != 0, (through_BN - mean_B[:, None]) / mass_B[:, None], 0.0)
-    grad_BN = grad_probs_BN + through_BN
-    inner_B = tl.sum(probs_BN * grad_BN, axis=1)
-    return probs_BN * (grad_BN - inner_B[:, None]) + grad_logits_BN
+    """∂loss/∂ℓ from the gradients of logits, probabilities and combine weights. weights_BN: read if RENORMALIZE."""
+    if RENORMALIZE:  # a softmax over the chosen experts, beside that over all
+        mean_B = tl.sum(weights_BN * grad_weights_BN, axis=1)
+        grad_logits_BN += weights_BN * (grad_weights_BN - mean_B[:, None])
+    else:
+        grad_probs_BN += tl.where(chosen_BN != 0, grad_weights_BN, 0.0)
+    inner_B = tl.sum(probs_BN * grad_probs_BN, axis=1)
+    return probs_BN * (grad_probs_BN - inner_B[:, None]) + grad_logits_BN

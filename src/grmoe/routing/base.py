@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from grmoe import checks
+from grmoe.kernels.combine import combine_weights
 from grmoe.kernels.runtime import INTERPRETED
 from grmoe.routing.budget import Budget
 from grmoe.routing.counting import LoadCounter, read_all
@@ -201,9 +202,7 @@ class Router(nn.Module):
         if self.budget.weighs_apart:
             logits = self._gate_at(self.budget.weight_alpha, x, token_ids)
             probs = torch.softmax(logits, dim=-1)
-        weights = torch.where(selected, probs, 0.0)
-        if self.budget.policy.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights = combine_weights(logits, probs, selected, self.budget.policy.renormalize)
         zero = logits.new_zeros(())
         return Routing(logits=logits, probs=probs, selected=selected, weights=weights, aux_loss=zero)
 
