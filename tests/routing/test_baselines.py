@@ -87,6 +87,30 @@ def test_softmax_noise() -> None:
     assert torch.equal(quiet(x).logits, clean)
 
 
+def test_softmax_noise_is_drawn_once_per_pass() -> None:
+    """With an α of the weights it was drawn twice, and the weights belonged to another draw than the choice."""
+    router, x = SoftmaxRouter(D, N, noise=2.0, alpha=3.0, generator=rng()).double(), tokens(200)
+    clean = router.eval()(x).logits
+    router.train()
+    router.budget.set_weight_alpha(1.0)
+    torch.manual_seed(0)
+    routing = router(x)
+    noise = routing.logits - clean / 3
+    assert float(noise.std()) == pytest.approx(2.0, abs=4 * 2.0 / math.sqrt(2 * 200 * N))
+    wanted = torch.zeros_like(routing.selected).scatter(-1, (clean + noise).topk(2).indices, True)
+    assert torch.equal(routing.selected, wanted)
+    assert not torch.equal(wanted, torch.zeros_like(wanted).scatter(-1, clean.topk(2).indices, True))
+
+
+def test_softmax_noise_has_its_size_with_a_learned_alpha() -> None:
+    router, x = SoftmaxRouter(D, N, noise=0.5, alpha=4.0, generator=rng()).double(), tokens(2000)
+    router.learn_alpha()
+    clean = router.eval()(x).logits
+    torch.manual_seed(0)
+    noise = (router.train()(x).logits - clean).detach()
+    assert float(noise.std()) == pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(2 * 2000 * N))
+
+
 def test_softmax_losses() -> None:
     x = tokens(3, 5)
     plain = SoftmaxRouter(D, N, generator=rng()).double()

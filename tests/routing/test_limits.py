@@ -274,7 +274,7 @@ def test_a_subclass_tells_every_base_of_it() -> None:
     assert [r._fusable for r in (Router, SoftmaxRouter, GrassmannRouter, VMFRouter, HashRouter)] == [
         False, True, True, False, False,
     ]  # fmt: skip
-    for name in ("scores", "energies", "amortized", "kappa", "select"):
+    for name in ("scores", "energies", "amortized", "kappa", "select", "noise_like"):
         own = type("Own", (GrassmannRouter,), {name: getattr(GrassmannRouter, name)})
         assert not own._fusable  # type: ignore[attr-defined]
 

@@ -33,7 +33,7 @@ from grmoe.routing.result import Routing
 from grmoe.routing.selection import Dense, Selection
 
 # Methods of routers that kernels replace.
-_DESCRIBED = ("gate", "select", "route", "scores", "energies", "amortized", "kappa")
+_DESCRIBED = ("gate", "noise_like", "select", "route", "scores", "energies", "amortized", "kappa")
 
 
 def _in_full_precision(init: Callable[..., None]) -> Callable[..., None]:
@@ -130,6 +130,11 @@ class Router(nn.Module):
         """Scaled logits (..., N) for tokens x (..., D): `self.alpha_value * (score + self.log_prior)`."""
         raise NotImplementedError(f"{type(self).__name__} must define gate()")
 
+    def noise_like(self, logits: Tensor) -> Tensor | None:
+        """Noise on logits (..., N), if any. It is drawn once per pass: the weights belong to the choice, also with an α
+        of their own."""
+        return None
+
     def gate_operands(self) -> GateOperands | None:
         """The gate as the fused kernel computes it; None where the kernel cannot."""
         return None
@@ -197,10 +202,13 @@ class Router(nn.Module):
         logits = self.gate(x, token_ids)
         if self.log_alpha is not None:
             logits = self.log_alpha.exp() * logits
+        noise = self.noise_like(logits)
+        logits = logits if noise is None else logits + noise
         probs = torch.softmax(logits, dim=-1)
         selected = self.select(self.budget.rank(logits, probs))
         if self.budget.weighs_apart:
             logits = self._gate_at(self.budget.weight_alpha, x, token_ids)
+            logits = logits if noise is None else logits + noise
             probs = torch.softmax(logits, dim=-1)
         weights = combine_weights(logits, probs, selected, self.budget.policy.renormalize)
         zero = logits.new_zeros(())

@@ -52,11 +52,8 @@ class SoftmaxRouter(LinearRouter):
         self.z_loss = checks.finite("z_loss", z_loss, at_least=0)
         self.load_loss = checks.finite("load_loss", load_loss, at_least=0)
 
-    def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
-        logits = super().gate(x, token_ids)
-        if self.noise and self.training:
-            logits = logits + self.noise * torch.randn_like(logits)
-        return logits
+    def noise_like(self, logits: Tensor) -> Tensor | None:
+        return self.noise * torch.randn_like(logits) if self.noise and self.training else None
 
     def gate_operands(self) -> GateOperands | None:
         return None if self.noise and self.training else super().gate_operands()
