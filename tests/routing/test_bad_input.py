@@ -16,6 +16,7 @@ from grmoe.geometry import haar_frames
 from grmoe.model.choices_grmoe import SLOT_ROUTERS
 from grmoe.routing import (
     ROUTERS,
+    EntropyTerm,
     ExpertChoiceRouter,
     GrassmannRouter,
     HashRouter,
@@ -25,6 +26,7 @@ from grmoe.routing import (
     SwitchRouter,
     build_router,
     set_alpha,
+    update_priors,
 )
 
 D, N = 8, 4
@@ -281,6 +283,49 @@ def test_metrics_and_prior_stay_finite(name: str, spoil: Callable[[Tensor], obje
     only_bad(torch.full((2, D), NAN))
     only_bad.update_prior(0.1)
     assert torch.equal(only_bad.log_prior, torch.zeros(N))
+
+
+@pytest.mark.parametrize("spoil", SPOIL)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("softmax", {"z_loss": 0.1, "balance": True}),
+        ("softmax", {"load_loss": 0.1, "balance": True}),
+        ("switch", {"load_loss": 0.1}),
+        ("grassmann", {}),
+        ("vmf", {"balance": True}),
+    ],
+    ids=str,
+)
+def test_a_bad_token_spoils_the_loss_of_its_batch_and_nothing_after_it(
+    name: str, options: dict[str, Any], spoil: Callable[[Tensor], object]
+) -> None:
+    """The loss says so, and the step is skipped. Then the router is as if that batch had never been."""
+    router, other = make(name, **options), make(name, **options)
+    clean, bad, _ = spoiled(spoil)
+    for each in (router, other):
+        if name in ("grassmann", "vmf"):
+            each.entropy = EntropyTerm(0.1, 0.5)
+            each.use_leading(0.1)
+    for skip in (False, True):
+        loss = router(bad if skip else clean).aux_loss
+        assert bool(torch.isfinite(loss)) != skip
+        loss.backward()
+        update_priors([router], 0.1, torch.tensor(float(skip)))
+    router.zero_grad()
+    router.reset_metrics()
+    other(clean)
+    update_priors([other], 0.1)
+    other.reset_metrics()
+    for each in (router, other):
+        each(clean).aux_loss.backward()
+        update_priors([each], 0.1)
+    assert router.read_metrics() == other.read_metrics()
+    for (key, found), wanted in zip(router.named_buffers(), other.buffers(), strict=True):
+        assert torch.equal(found, wanted), key
+    for p in router.parameters():
+        assert p.grad is not None
+        assert bool(torch.isfinite(p.grad).all())
 
 
 @pytest.mark.parametrize("spoil", SPOIL)

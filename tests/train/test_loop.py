@@ -429,6 +429,39 @@ def test_on_a_gpu_a_bad_step_and_those_queued_behind_it_change_nothing(settings:
         assert all(map(torch.equal, flat, torch.utils._pytree.tree_leaves(now[part])))
 
 
+def test_one_token_with_nan_stops_its_step_and_spoils_no_later_one(settings: Settings) -> None:
+    """Its routers' losses are NaN. Weights, moments, priors and shares stay, and the next good step finds them so."""
+    model = {"router": "softmax", "router_options": {"balance": True, "z_loss": 0.01, "load_loss": 0.01}}
+    routing = {"leading_weight": 0.1, "entropy_weight": 0.01, "entropy_target": 0.5}
+    trainer = build_trainer(settings(model=model, routing=routing), start(ParallelConfig(), "cpu"))
+    batches = trainer.data.batches(trainer.rows, trainer.length)
+    step.train_step(trainer, 0, next(batches))
+    good = copy.deepcopy(gather(trainer.model, trainer.optimizers))
+
+    def spoil(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        output = output.clone()
+        output[0, 3] = math.nan
+        return output
+
+    hook = trainer.model.model.embed_tokens.register_forward_hook(spoil)
+    with pytest.raises(
+        NonFiniteError, match=r"at step 2: the output of model\.embed_tokens holds NaN or Inf"
+    ):
+        step.train_step(trainer, 1, next(batches))
+    hook.remove()
+    now = gather(trainer.model, trainer.optimizers)
+    for part in ("model", "moments", "leading"):
+        flat = torch.utils._pytree.tree_leaves(good[part])
+        assert all(map(torch.equal, flat, torch.utils._pytree.tree_leaves(now[part]))), part
+    for number in (2, 3):
+        in_flight = step.train_step(trainer, number, next(batches))
+        assert math.isfinite(sum(in_flight.numbers_5.tolist()))
+    for router in routers(trainer.model):
+        assert all(bool(torch.isfinite(buffer).all()) for buffer in router.buffers())
+        assert router.log_prior.any()
+    assert all(bool(torch.isfinite(p).all()) for p in trainer.model.parameters())
+
+
 def test_a_lost_process_is_one_message(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was a traceback of hundreds of lines that named no checkpoint."""
     config = settings(steps=2, checkpoint={"every": 1})

@@ -62,7 +62,8 @@ class Router(nn.Module):
         nothing, and the residual stream carries the token past them (mixture of depths). Default: none.
     balance: learn a log-prior b_e without gradients, b ← b + η(1 − N·load_e) (see `update_prior`).
     checked: raise on NaN or Inf in the input. This waits for the device. Without it such a token gets a NaN gate and
-        touches no other token, no metric and no prior.
+        touches no other token, no metric and no prior. Losses that are means over tokens become NaN or Inf: a training
+        loop must see it and skip the step. Nothing of it stays in the router.
     backend: attribute. "auto" and "triton" run gate and selection as one kernel where one exists (see
         `grmoe.routing.fused`; "auto" does not in Triton's interpreter). "reference" never does.
     entropy: attribute. A term of the training loss that keeps the gate's entropy near a target. Default: none.
