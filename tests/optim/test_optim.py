@@ -112,6 +112,56 @@ def test_orthonormal_after_every_step(shape: tuple[int, ...], kind: str, manifol
             assert float(orthonormality_error(p.detach().double())) <= 1e-6, (lr, t)
 
 
+@pytest.mark.parametrize("manifold", MANIFOLDS)
+@pytest.mark.parametrize(
+    ("dtype", "sizes"), [(torch.float32, (1e19, 1e25, 3e38)), (torch.float64, (1e155, 1e308))]
+)
+@pytest.mark.parametrize("shapes", [[(3, 20, 4)], [(20, 4), (2, 20, 4)]], ids=["one", "stacked"])
+def test_gradients_whose_squares_overflow(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, sizes: tuple[float, ...], manifold: Manifold
+) -> None:
+    """They made frames and moments NaN. torch's Adam keeps its weights finite there."""
+    for size in sizes:
+        params = frame_params(*shapes, dtype=dtype)
+        opt = GrassmannAdam(params, lr=0.1, manifold=manifold)
+        frames = [
+            (U, torch.zeros_like(U), U.new_zeros(()))
+            for p in params
+            for U in p.detach().clone().view(-1, 20, 4)
+        ]
+        for t, factor in enumerate((1.0, size, size, 1.0, 1e-3), start=1):
+            for i, p in enumerate(params):
+                p.grad = torch.randn(p.shape, generator=rng(10 * t + i), dtype=dtype).clamp(-1, 1) * factor
+            flat = [G for p in params for G in p.grad.view(-1, 20, 4)]
+            frames = [
+                reference_step(U, G, m, v, t, lr=0.1, manifold=manifold)
+                for (U, m, v), G in zip(frames, flat, strict=True)
+            ]
+            before = [p.detach().clone() for p in params]
+            opt.step()
+            found = [U for p in params for U in p.detach().view(-1, 20, 4)]
+            for U, (wanted, _, _) in zip(found, frames, strict=True):
+                torch.testing.assert_close(U, wanted, rtol=0, atol=1e-5)
+            assert all(float(orthonormality_error(p.detach())) <= 1e-6 for p in params)
+            if factor == size:
+                assert not any(map(torch.equal, before, params))
+        for state in opt.state.values():
+            assert all(bool(torch.isfinite(value).all()) for value in state.values())
+
+
+def test_an_infinite_gradient_is_a_huge_one_and_nan_is_not_hidden() -> None:
+    (p,) = frame_params((2, 20, 4), dtype=torch.float32)
+    opt = GrassmannAdam([p])
+    p.grad = torch.ones_like(p)
+    p.grad[0, 3, 1] = float("inf")
+    opt.step()
+    assert float(orthonormality_error(p.detach())) <= 1e-6
+    p.grad[0, 3, 1] = float("nan")
+    opt.step()
+    assert bool(p[0].isnan().any())
+    assert float(orthonormality_error(p[1:].detach())) <= 1e-6  # frames of one stack are apart
+
+
 def test_no_drift_over_ten_thousand_steps() -> None:
     (p,) = frame_params((4, 64, 8), dtype=torch.float32)
     opt = GrassmannAdam([p], lr=0.05)

@@ -13,6 +13,7 @@ kept broadcastable.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -58,6 +59,10 @@ class GrassmannAdam(Optimizer):
     lr is the Frobenius length of a step of a whole frame: √(dk) times shorter than a step of elementwise Adam with the
     same lr. Give frames their own lr, √(dk) times that of the weights: 0.058 for 3e-4, d = 768 and k = 48. The default
     0.02 is on the careful side.
+
+    **Huge gradients.** Entries of G beyond L = √max/(2√(dk)), max the dtype's largest number, count as ±L, infinite
+    ones too. L is 5e16 for a 768×48 frame in fp32. Then no square overflows, and frames stay orthonormal. NaN reaches
+    the frames, as it reaches the weights in torch's Adam, unless `found_inf` says to skip the step.
 
     **Damaged frames.** Frames far from orthonormal (‖UᵀU − I‖_F > 0.01) are re-orthonormalised by QR. The optimiser
     checks this when it first sees a parameter, after `load_state_dict`, and whenever other code has written to the
@@ -200,8 +205,10 @@ class GrassmannAdam(Optimizer):
     ) -> None:
         """One step of all frames of a stack. Its cost is four products of frames."""
         U_NDK = stack(params)
-        G_NDK = stack([p.grad for p in params if p.grad is not None])
         Y_NDK = self._workspace(U_NDK)
+        # Nothing needs the gradient any more when Y is written.
+        bound = _largest_entry(U_NDK)
+        G_NDK = torch.clamp(stack([p.grad for p in params if p.grad is not None]), -bound, bound, out=Y_NDK)
         m_NDK, v_N11 = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
         UtM_NKK = self._moments(params, "inner")
         changed = (U_NDK, m_NDK, v_N11, UtM_NKK)
@@ -246,6 +253,12 @@ class GrassmannAdam(Optimizer):
             torch._foreach_copy_(params, slices(U_NDK, params))
         self._last_seen.update((p, (p._version, p.data_ptr())) for p in params)
         note_orthonormal(params)
+
+
+def _largest_entry(like_DK: Tensor) -> float:
+    """L: the squared norm of a d×k matrix with entries up to ±L is at most a quarter of the dtype's largest number."""
+    D, K = like_DK.shape[-2:]
+    return math.sqrt(torch.finfo(like_DK.dtype).max / (4 * D * K))
 
 
 def _norm(X_N: Tensor) -> Tensor:

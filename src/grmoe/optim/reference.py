@@ -24,13 +24,17 @@ def reference_step(
     manifold: Literal["grassmann", "stiefel"] = "grassmann",
     max_step: float = 0.5,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(U, m, v) of one frame after step number `count` (from 1), with the polar factor by SVD."""
+    """(U, m, v) of one frame after step number `count` (from 1), with the polar factor by SVD.
+
+    Entries of G beyond √(largest number)/(2√(dk)) count as that, so that ‖G‖² is a number.
+    """
 
     def project(X_DK: Tensor) -> Tensor:
         A_KK = U_DK.mT @ X_DK
         return X_DK - U_DK @ (A_KK if manifold == "grassmann" else (A_KK + A_KK.mT) / 2)
 
-    H_DK = project(G_DK)
+    bound = (torch.finfo(G_DK.dtype).max / (4 * G_DK.numel())) ** 0.5
+    H_DK = project(G_DK.clamp(-bound, bound))
     m_DK = project(betas[0] * m_DK) + (1 - betas[0]) * H_DK
     v = betas[1] * v + (1 - betas[1]) * H_DK.square().sum()
     xi_DK = -lr * m_DK / (1 - betas[0] ** count) / ((v / (1 - betas[1] ** count)).sqrt() + eps)
