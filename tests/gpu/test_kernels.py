@@ -58,6 +58,7 @@ LARGE = Shape(4096, 2048, 64, 1024, 8)
 SELECTIONS: list[Selection] = [
     Dense(),
     TopK(1, renormalize=False),
+    TopK(2, renormalize=True),
     Mass(0.7),
     Mass(0.9, cap=3),
     AtLeast(0.2, cap=3),
@@ -175,6 +176,22 @@ def test_every_selection(selection: Selection) -> None:
     # Torch's policy on the kernel's gate; a mass within rounding of its limit may fall either way.
     other = selection(routing.probs) != routing.selected
     assert float(other.any(-1).float().mean()) < 2e-3
+
+
+@pytest.mark.parametrize("router", ["grassmann", "softmax"])
+def test_renormalised_weights_where_a_bias_picks_vanished_gates(router: str) -> None:
+    """Gates of e^-130 are zero in fp32, and none is in fp64."""
+    moe, x = make(router=router, selection=TopK(2, renormalize=True)), tokens()
+    moe.router.log_prior[-2:] = -130.0
+    moe.router.budget.biased = True
+    moe.router.budget.set_bias([0.0] * (SMALL.N - 2) + [500.0] * 2)
+    with torch.no_grad():
+        routing = moe.router(x)
+    assert not routing.probs[:, -2:].any()
+    assert int(routing.selected[:, -2:].sum()) == int(routing.selected.sum()) == 2 * len(x)
+    ours, exact = run(moe, x), reference(moe, x, routing.selected)
+    errors = {n: float((ours[n].double() - exact[n]).norm() / exact[n].norm()) for n in exact}
+    assert max(errors.values()) <= TOLERANCE[x.dtype], errors  # also fails for NaN
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
