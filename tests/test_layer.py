@@ -213,6 +213,16 @@ def test_compiles_whole_and_takes_a_new_alpha_without_recompiling() -> None:
     assert not torch.allclose(outputs[0], outputs[1])
 
 
+def test_exported_for_any_number_of_tokens() -> None:
+    moe = layer(make_router(selection=Mass(0.9, cap=3)), backend="grouped").eval()
+    length = torch.export.Dim("length", min=2, max=64)
+    exported = torch.export.export(moe, (tokens(2, 16),), dynamic_shapes=({1: length},)).module()
+    for alpha, count in ((1.0, 3), (3.0, 33)):
+        moe.router.alpha = alpha  # the exported program shares it
+        x = tokens(2, count)
+        torch.testing.assert_close(exported(x), moe(x), rtol=1e-5, atol=1e-6)
+
+
 def test_default_router_and_mistakes() -> None:
     moe = MoE(DIM, HIDDEN, 4)
     assert isinstance(moe.router, GrassmannRouter)

@@ -143,7 +143,7 @@ class MoE(nn.Module):
     def compute(self, x: Tensor, routing: Routing) -> Tensor:
         """The routed experts for a given routing. Activation checkpointing replays one this way."""
         x_TD = x.reshape(-1, x.shape[-1])
-        shape = (len(x_TD), self.router.num_experts)
+        shape = (x_TD.shape[0], self.router.num_experts)
         weights_TN, selected_TN = routing.weights.reshape(shape), routing.selected.reshape(shape)
         if self.router.identity_experts:  # they have no weights, and nothing is sent to them
             computed = self.router.num_experts - self.router.identity_experts
@@ -165,8 +165,8 @@ class MoE(nn.Module):
         inputs = torch.einsum("...tnp,...td->...npd", slots.to_slots.to(x.dtype), clean)
         N, P, D = inputs.shape[-3:]
         rows_AD = inputs.reshape(-1, N, P, D).transpose(0, 1).reshape(-1, D)
-        each = len(rows_AD) // N
-        expert = torch.arange(len(rows_AD), device=x.device) // max(1, each)
+        each = rows_AD.shape[0] // N
+        expert = torch.arange(rows_AD.shape[0], device=x.device) // max(1, each)
         selected = expert.unsqueeze(-1) == torch.arange(N, device=x.device)
         out_AD = self._run_experts(rows_AD, selected.to(torch.float32), selected, 1)
         outputs = out_AD.view(N, -1, P, D).transpose(0, 1).view(inputs.shape)

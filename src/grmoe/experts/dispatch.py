@@ -37,7 +37,7 @@ class Dispatch:
     @property
     def num_rows(self) -> int:
         """A, the static length of the list."""
-        return len(self.token_A)
+        return self.token_A.shape[0]
 
     @classmethod
     def build(
@@ -94,7 +94,7 @@ def _slots(y_AD: Tensor, slot_TM: Tensor) -> Iterator[Tensor]:
 
     One slot at a time, so that (T, M, D) never exists. Unused rows may hold anything, also NaN.
     """
-    A, wide = len(y_AD), _wide(y_AD.dtype)
+    A, wide = y_AD.shape[0], _wide(y_AD.dtype)
     if A == 0:
         return
     empty_TM = slot_TM == A
@@ -163,7 +163,7 @@ class _Combine(torch.autograd.Function):
 def _as_tokens(total: Tensor | float, rows_AD: Tensor, slot_TM: Tensor) -> Tensor:
     """The sum in the rows' precision; zeros if there were no rows."""
     if isinstance(total, float):
-        return rows_AD.new_zeros(len(slot_TM), rows_AD.shape[1])
+        return rows_AD.new_zeros(slot_TM.shape[0], rows_AD.shape[1])
     # Not `to` the same dtype: an alias, and the compiler of PyTorch 2.11 loses the gradient of such an output.
     return total if total.dtype == rows_AD.dtype else total.to(rows_AD.dtype)
 
