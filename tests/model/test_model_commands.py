@@ -37,10 +37,12 @@ def test_info_of_nothing() -> None:
 
 def test_another_kind_of_model_is_refused(saved: tuple[Path, GrmoeForCausalLM]) -> None:
     LlamaConfig().save_pretrained(saved[0])
+    (saved[0] / "tokenizer.json").unlink()  # not what is wrong
     for arguments in (["info", str(saved[0])], ["generate", str(saved[0]), "--prompt", "x"]):
         code, text = run(*arguments)
         assert code == 2
         assert "must hold a GrMoE model, got 'llama'" in text
+        assert "docs/howto/own-model.md" in text
 
 
 def test_generate_continues_the_prompt(saved: tuple[Path, GrmoeForCausalLM]) -> None:

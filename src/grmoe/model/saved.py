@@ -73,7 +73,11 @@ def read_config(folder: Path) -> GrmoeConfig:
     path = folder / CONFIG
     values = read_json(path)
     kind = values.get("model_type")
-    checks.require(kind == "grmoe", f"{folder} must hold a GrMoE model, got {kind!r:.60}")
+    checks.require(
+        kind == "grmoe",
+        f"{folder} must hold a GrMoE model, got {kind!r:.60}. To put the router into another model: "
+        "docs/howto/own-model.md",
+    )
     unwanted = [key for key in _NOT_FROM_FILES if values.get(key) is not None]
     checks.require(not unwanted, f"{path} must not set {', '.join(unwanted)}")
     with reading(path):

@@ -16,7 +16,7 @@ from grmoe.data import TokenDataset
 from grmoe.files import read_json, reading
 from grmoe.hardware import find_device
 from grmoe.model import GrmoeForCausalLM
-from grmoe.model.saved import Shapes, check_shapes, check_tensor, load_saved
+from grmoe.model.saved import Shapes, check_shapes, check_tensor, load_saved, read_config
 from grmoe.routing import routers
 from grmoe.runs.checkpoint import Checkpoint
 from grmoe.runs.config import TrainConfig
@@ -168,6 +168,7 @@ def _add_budgets(run: Path, model: GrmoeForCausalLM, step: int) -> None:
 
 
 def _open_export(folder: Path) -> LoadedModel:
+    read_config(folder)  # first: a tokenizer would not help another kind of model
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{folder} must hold a saved model with its tokenizer: tokenizer.json is missing")
     model = load_saved(folder)
