@@ -173,6 +173,7 @@ def test_analyze_shows_the_bounds(make: Any, texts: list[Path]) -> None:
         assert layer.separation.load_cv == pytest.approx(pstdev(loads) / fmean(loads), rel=1e-4)
     shown = [part for part in show(result) if isinstance(part, Table)][-1]
     assert shown.title.startswith("Bounds of the paper")
+    assert "CV of mean gate" in shown.headings  # "load" is what is computed, in the table above it
     assert [len(section) for section in shown.sections] == [2]
     assert "## Bounds of the paper" in markdown(result, {})
     assert any("no" in row for row in shown.sections[0])

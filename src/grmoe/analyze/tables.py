@@ -28,9 +28,10 @@ _NOTE = (
     "the second is specialisation on types. p: share of the draws that reach the value."
 )
 _BOUNDS_NOTE = (
-    "The paper bounds the load CV by (N−1) e^{−αΔ}, Δ = γ(κ_min − ρ κ_max) > 0. γ is the least affinity of a token "
-    "to its own expert, ργ the largest to another. A prior takes its range off Δ. Δ needed: where the "
-    "bound would equal the load CV (of the mean gate). G_k: mean gate mass of the k largest experts, with its bounds."
+    "The paper's load is the mean gate, not the share of tokens computed. It bounds its CV by (N−1) e^{−αΔ}, "
+    "Δ = γ(κ_min − ρ κ_max) > 0. γ is the least affinity of a token to its own expert, ργ the largest to another. "
+    "A prior takes its range off Δ. Δ needed: where the bound would equal the CV. "
+    "G_k: mean gate mass of the k largest experts, with its bounds."
 )
 
 
@@ -95,7 +96,7 @@ def _type_table(analysis: Analysis, layers: Sequence[Layer]) -> Table:
 
 def _bounds_table(analysis: Analysis) -> Table:
     """One row per layer: Theorem "Collapse Resistance" where the router has subspaces, and the top-k mass."""
-    theorem = ["γ", "ρ", "Δ", "Δ > 0", "tokens with Δ > 0", "load CV", "bound", "Δ needed"]
+    theorem = ["γ", "ρ", "Δ", "Δ > 0", "tokens with Δ > 0", "CV of mean gate", "bound", "Δ needed"]
     layers = analysis.layers
     theorem = theorem if any(layer.separation for layer in layers) else []
     ks = [found.k for found in layers[0].top_mass]
