@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+from grmoe.files import write_file
 
 INK = "#22303c"
 GREY = "#9aa5b1"
@@ -43,8 +46,10 @@ def picture(path: Path, width: float, height: float, font_size: float = 9) -> It
         figure = plt.figure(figsize=(width, height), layout="constrained")
         try:
             yield figure
+            content = BytesIO()
+            figure.savefig(content, dpi=130, format="png")
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=130)
+            write_file(path, content.getbuffer())
         finally:
             plt.close(figure)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_disk import MESSAGE, largest_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grmoe.routing import routers
@@ -173,6 +174,14 @@ def test_an_export_that_was_cut_off_does_not_open_and_is_completed(
     assert open_model(out).model.dtype == torch.bfloat16
     assert {name: (out / name).read_text() for name in kept} == kept
     assert [p.name for p in tmp_path.glob("model*")] == ["model"]
+
+
+@pytest.mark.parametrize("size", [0, 2**14], ids=["nothing fits", "the weights do not fit"])
+def test_a_full_disk_is_named_with_the_folder(size: int, run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    with largest_file(size), pytest.raises(OSError, match=f"cannot write {out}: .*{MESSAGE}"):
+        export(run, out)
+    assert not list(tmp_path.iterdir())
 
 
 def test_saving_again_elsewhere_needs_no_checksums(run: Path, tmp_path: Path) -> None:

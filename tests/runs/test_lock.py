@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from comparing import assert_same
+from full_disk import largest_file
 from processes import Command, Processes
 from typer.testing import CliRunner
 
@@ -87,3 +88,8 @@ def test_it_is_free_after_an_error(settings: Settings) -> None:
     with pytest.raises(KeyError), lock_folder(Path(config.out), ALONE):
         raise KeyError
     train(config)
+
+
+def test_a_full_disk_does_not_hide_what_went_wrong(tmp_path: Path) -> None:
+    with largest_file(0), pytest.raises(KeyError), lock_folder(tmp_path / "run", ALONE):
+        raise KeyError

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from grmoe import checks
-from grmoe.files import read_json, replace_files, was_interrupted
+from grmoe.files import read_json, reason, replace_files, was_interrupted
 from grmoe.model import export_remote_code
 from grmoe.model.saved import CONFIG, is_saved, seal
 from grmoe.runs.card import MODEL_CARD, card_name, model_card
@@ -54,18 +55,27 @@ def write_model(loaded: LoadedModel, out: Path, card: str) -> Path:
     """
     check_place(loaded.path, out)
     with replace_files(out, last=CONFIG, stale=_STALE) as writing:
-        loaded.model.save_pretrained(writing)
-        seal(writing)
-        if loaded.is_run:
-            for file in sorted(loaded.tokenizer_folder.iterdir()):
-                shutil.copyfile(file, writing / file.name)
-        else:
-            # Copies the content, because the folder may hold links into a download cache.
-            skipped = shutil.ignore_patterns(*_WEIGHTS, *_NOT_COPIED, *(p.name for p in writing.iterdir()))
-            shutil.copytree(loaded.path, writing, ignore=skipped, dirs_exist_ok=True)
-        export_remote_code(writing)
-        (writing / MODEL_CARD).write_text(card, encoding="utf-8")
+        try:
+            _fill(writing, loaded, card)
+        except (OSError, SafetensorError) as error:
+            if getattr(error, "filename", None):
+                raise
+            raise OSError(f"cannot write {out}: {reason(error)}") from error  # a full disk names nothing
     return out
+
+
+def _fill(folder: Path, loaded: LoadedModel, card: str) -> None:
+    loaded.model.save_pretrained(folder)
+    seal(folder)
+    if loaded.is_run:
+        for file in sorted(loaded.tokenizer_folder.iterdir()):
+            shutil.copyfile(file, folder / file.name)
+    else:
+        # Copies the content, because the folder may hold links into a download cache.
+        skipped = shutil.ignore_patterns(*_WEIGHTS, *_NOT_COPIED, *(p.name for p in folder.iterdir()))
+        shutil.copytree(loaded.path, folder, ignore=skipped, dirs_exist_ok=True)
+    export_remote_code(folder)
+    (folder / MODEL_CARD).write_text(card, encoding="utf-8")
 
 
 def set_aside(loaded: LoadedModel, folder: Path, command: str, advice: str) -> None:

@@ -53,9 +53,9 @@ def _locked(path: Path) -> Iterator[bool]:
         if os.fstat(file.fileno()).st_nlink == 0:  # by `_remove_if_alone`, after we had opened it
             raise OSError(f"{path.parent} was just removed by a start that failed: start again")
         with contextlib.suppress(OSError):  # on a full disk the lock works without a name
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
+            # Not by the file's buffer: what it could not write would fail again when the file is closed.
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
         try:
             yield True
         except BaseException:
