@@ -155,6 +155,8 @@ class MoE(nn.Module):
         dispatch = Dispatch.build(weights_TN, selected_TN, max_experts, kernels=backend == "triton")
         if self.transport is not None:
             return self.transport(x_TD, dispatch, self.experts, backend)
+        if not isinstance(self.experts, ExpertWeights):  # wrapped by an adapter
+            return self.experts(x_TD, dispatch, BACKENDS[backend])
         return with_weights_at_hand(self.experts, lambda: BACKENDS[backend](x_TD, dispatch, self.experts))
 
     def mix(self, x: Tensor, slots: SlotMixing) -> Tensor:

@@ -77,6 +77,12 @@ class ExpertWeights(nn.Module):
         """Run tokens through a backend. It is a method, because FSDP must see when the module is used."""
         return backend(x_TD, dispatch, self)
 
+    def forward(
+        self, x_TD: Tensor, dispatch: Dispatch, backend: Callable[[Tensor, Dispatch, ExpertWeights], Tensor]
+    ) -> Tensor:
+        """`run` for an adapter that wraps this module. LoRA of PEFT changes the weights while its `forward` runs."""
+        return self.run(backend, x_TD, dispatch)
+
     def extra_repr(self) -> str:
         return f"{self.up_name}={tuple(self.up.shape)}, down_proj={tuple(self.down_proj.shape)}"
 

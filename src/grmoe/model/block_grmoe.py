@@ -12,21 +12,35 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.integrations.moe import use_experts_implementation
+from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 
 from .attention_grmoe import GrmoeAttention
 from .configuration_grmoe import GrmoeConfig
-from .parts_grmoe import BACKENDS, Dispatch, ExpertWeights, MoE
+from .parts_grmoe import BACKENDS, Dispatch, ExpertWeights, MoE, pick_backend
 from .router_grmoe import config_router
 
 OWN_EXPERTS = ("auto", *BACKENDS)
 
 
-@use_experts_implementation
+class _Implementations(ExpertsInterface):
+    """Hugging Face's experts implementations and ours. All of ours are `GrmoeExperts.forward`."""
+
+    def get_interface(self, experts_implementation: str, default: Any) -> Any:
+        if experts_implementation in OWN_EXPERTS:
+            return default
+        return super().get_interface(experts_implementation, default)
+
+
+_IMPLEMENTATIONS = _Implementations()
+
+
+@use_experts_implementation(experts_interface=_IMPLEMENTATIONS)
 class GrmoeExperts(ExpertWeights):
     """`ExpertWeights` that Hugging Face's experts implementations ("eager", "grouped_mm", …) can also run."""
+
+    config: GrmoeConfig  # set by the decorator
 
     def __init__(self, config: GrmoeConfig) -> None:
         assert config.moe_intermediate_size is not None
@@ -36,14 +50,20 @@ class GrmoeExperts(ExpertWeights):
         self.num_experts = config.num_experts
         self.act_fn = ACT2FN[config.hidden_act]
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The implementation "eager": a loop over experts, from Hugging Face's (T, K) format."""
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        """From Hugging Face's (T, K) format: "eager", a loop over experts, and our backends if an adapter wraps this
+        module, such as LoRA of PEFT."""
         T, K = top_k_index.shape
+        name = self.config._experts_implementation
+        backend = pick_backend(name if name in OWN_EXPERTS else "reference", hidden_states)
         weights_TN = top_k_weights.new_zeros(T, self.num_experts).scatter_add(1, top_k_index, top_k_weights)
-        return BACKENDS["reference"](hidden_states, Dispatch.build(weights_TN, weights_TN != 0, K), self)
+        dispatch = Dispatch.build(weights_TN, weights_TN != 0, K, kernels=backend == "triton")
+        return BACKENDS[backend](hidden_states, dispatch, self)
 
 
-@use_experts_implementation(has_gate=False)
+@use_experts_implementation(experts_interface=_IMPLEMENTATIONS, has_gate=False)
 class GrmoePlainExperts(GrmoeExperts):
     """The same without a gate: `up_proj` in place of `gate_up_proj`."""
 

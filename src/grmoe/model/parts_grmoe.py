@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 try:
     from grmoe import checks
     from grmoe.compiling import realize
-    from grmoe.experts import BACKENDS, Dispatch, ExpertWeights
+    from grmoe.experts import BACKENDS, Dispatch, ExpertWeights, pick_backend
     from grmoe.head import IGNORED, divergence, next_token_loss
     from grmoe.layer import MoE, as_autocast
     from grmoe.regularizers import overlap_penalty
