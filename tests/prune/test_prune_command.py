@@ -74,6 +74,8 @@ def test_the_written_model_is_the_measured_one(
     assert "## Pruned" in card
     assert f"{found['texts'][1]['perplexity']:.3f} | {found['chosen']['texts'][1]['perplexity']:.3f}" in card
     assert str(data.parent) not in card  # names of texts, not their place on this disk
+    told = CliRunner().invoke(app, ["info", str(folder / "model")], env={"COLUMNS": "200"}).output
+    assert "of its training, before experts were pruned" in told
 
 
 def test_writing_opens_the_checkpoint_once(

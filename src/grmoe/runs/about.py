@@ -11,7 +11,7 @@ from grmoe.data.shards import INDEX
 from grmoe.model import GrmoeConfig
 from grmoe.model.choices_grmoe import OWN_CHOICE
 from grmoe.model.presets import find_config
-from grmoe.runs.card import MODEL_CARD, describe_setting
+from grmoe.runs.card import MODEL_CARD, describe_setting, has_section
 from grmoe.runs.folder import (
     CONFIG,
     ENVIRONMENT,
@@ -85,10 +85,12 @@ def _about_export(folder: Path) -> tuple[GrmoeConfig, Table, str]:
     sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
     dtype = str(config.dtype).removeprefix("torch.")
     table.add("weights", f"{sum(sizes) / 1e6:,.1f} MB, {dtype}" if sizes else "none: no .safetensors file")
-    card = folder / MODEL_CARD
-    found = _VALIDATION.search(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else None
+    path = folder / MODEL_CARD
+    card = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    found = _VALIDATION.search(card)
     if found is not None:
-        table.add("validation perplexity", f"{found[1]}, of its training")
+        before = ", before experts were pruned" if has_section(card, "prune") else ""
+        table.add("validation perplexity", f"{found[1]}, of its training{before}")
     table.add("routing", describe_setting(config))
     turned = config.budget_curve is not None or config.router in OWN_CHOICE
     if not turned:

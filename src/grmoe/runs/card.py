@@ -118,6 +118,10 @@ def put_section(card: str, kind: str, section: str) -> str:
     return f"{card.rstrip()}\n\n{block}".strip() + "\n"
 
 
+def has_section(card: str, kind: str) -> bool:
+    return f"<!-- grmoe:{kind} -->\n" in card
+
+
 def describe_setting(config: GrmoeConfig) -> str:
     """Router, α and selection of a configuration, or its budget, as text."""
     if config.budget is not None:
