@@ -64,6 +64,6 @@ __all__ = [
     "BACKENDS", "IGNORED", "ROUTERS", "AtLeast", "Dense", "Dispatch", "ExpertWeights", "FrameRouter", "HashRouter",
     "HeadRouter", "LayerNumbers", "Mass", "MoE", "Router", "RoutingMetrics", "Selection", "SlotRouter", "Threshold",
     "TopK", "all_routers", "as_autocast", "build_router", "check_curve", "checks", "curve_numbers", "curve_room",
-    "divergence", "next_token_loss", "numbers", "overlap_penalty", "read_metrics_of", "realize", "routers", "set_alpha",
-    "set_layer_numbers", "update_priors",
+    "divergence", "next_token_loss", "numbers", "overlap_penalty", "pick_backend", "read_metrics_of", "realize",
+    "routers", "set_alpha", "set_layer_numbers", "update_priors",
 ]  # fmt: skip
