@@ -194,6 +194,8 @@ def test_a_matrix_does_not_improve_if_it_is_not_better(tmp_path: Path) -> None:
     put(tmp_path, "grmoe-amortised")
     put(tmp_path, "amortiser-matrix", loss=3.1)
     assert verdict(tmp_path, start) is CHANGED
+    put(tmp_path, "amortiser-matrix", loss=2.995)  # lower by .005 nats in every seed: .0055 are allowed
+    assert verdict(tmp_path, start) is CHANGED
     put(tmp_path, "amortiser-matrix", loss=2.99)
     assert verdict(tmp_path, start) is FAILS
 
