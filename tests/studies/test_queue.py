@@ -155,6 +155,20 @@ def test_a_model_that_a_study_opens_later_is_there(place: Place, started: list[s
     assert [has_model(place.work, job) for job in jobs()] == [True, False]
 
 
+def test_a_model_that_a_study_has_opened_is_removed(place: Place, started: list[str]) -> None:
+    """Before, it stayed for good."""
+
+    class Times(Asks):
+        def needs(self, place: Place) -> Needs:
+            return self.asked if not self.finished else Needs(jobs=self.asked.jobs)
+
+    asked = Needs(jobs=jobs(), models=jobs()[:1])
+    run_queue([Times(asked)], place, silent)
+    assert all(has_model(place.work, job) for job in jobs())  # all models are kept
+    run_queue([Times(asked)], replace(place, keep=()), silent)
+    assert [has_model(place.work, job) for job in jobs()] == [False, True]
+
+
 def test_a_model_that_was_stopped_is_not_measured(place: Place, started: list[str]) -> None:
     """Its folder is there, and results of an earlier training too."""
     run_queue([Asks(Needs(jobs=jobs(seeds=1)))], place, silent)

@@ -76,6 +76,10 @@ def run_queue(studies: Sequence[QueueStudy], place: Place, progress: Progress) -
     for study in studies:
         if place.time_left > 0:
             study.finish(place, progress)
+    still = {job for study in studies for job in study.needs(place).models}
+    for job in opened - still:
+        if not pending[job]:
+            remove_model(place, job)
     if failed is not None:
         raise failed
 
