@@ -260,14 +260,19 @@ def test_rising_with_depth(layers: list[list[float]], expected: Verdict) -> None
 
 
 def test_the_theorem_is_judged_by_its_hypothesis(body: dict[str, Any]) -> None:
-    def with_gap(holds: bool, paper: float | None, load_cv: float) -> dict[str, Any]:
+    def with_gap(holds: bool, paper: float | None, load_cv: float, mixture: float = 0.0) -> dict[str, Any]:
         found = copy.deepcopy(body)
         for layer in found["layers"]:
-            layer["separation"] |= {"holds": holds, "paper": paper, "load_cv": load_cv}
+            layer["separation"] |= {
+                "holds": holds, "paper": paper, "load_cv": load_cv, "mixture_cv": mixture,
+            }  # fmt: skip
         return measured(found)
 
     assert verdicts(separation.write(with_gap(True, 0.2, 0.1)))[:2] == [Verdict.CHANGED] * 2  # our prior
     assert verdicts(separation.write(with_gap(True, 0.2, 0.3)))[1] is Verdict.FAILS
+    uneven = separation.write(with_gap(True, 0.2, 0.3, mixture=0.4)).claims[1]
+    assert uneven.verdict is Verdict.UNTESTABLE  # the theorem assumes a balanced mixture
+    assert "CV 0.40" in uneven.reason
     nothing = verdicts(separation.write(with_gap(False, None, 0.1)))
     assert nothing[:3] == [Verdict.FAILS, Verdict.UNTESTABLE, Verdict.HOLDS]
 

@@ -67,7 +67,7 @@ def _claims(runs: Sequence[Measured], rows: Sequence[LearnedRow]) -> list[Claim]
             "κ > 10 is never encountered",
             said(f"κ from {_span(kappas)}"),
             changed(judge(max(kappas, default=0.0) <= 10)),
-            f"{CHANGE} The paper speaks of κ; Z is taken at c·κ, see the last row.",
+            f"{CHANGE} The paper speaks of κ; Z is taken at c·κ, which is judged below.",
         ),
         Claim(
             WHERE,

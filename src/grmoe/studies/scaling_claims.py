@@ -216,7 +216,7 @@ def _defaults(of: Of) -> Claim:
         f"With its defaults GrMoE never collapses, has a mean CV of at most {MOST_CV:g} and no higher mean loss than "
         "any baseline of equal experts per token, at every N",
         "; ".join(
-            f"N = {n}: {show_count(lost[n])}, CV {show_mean(cv[n], 3)}, loss {_loss(shown[n])}"
+            f"N = {n}: collapsed {show_count(lost[n])}, CV {show_mean(cv[n], 3)}, loss {_loss(shown[n])}"
             for n in COUNTS
             if lost[n][1]
         ),

@@ -108,9 +108,6 @@ def _theorem(models: Models) -> list[Claim]:
         f"{len(holds)} of {len(found)} layers; with 5 % of the tokens left out, {len(loose)}" if found else ""
     )
     kept = [f for f in holds if f["load_cv"] <= f["paper"]]
-    bound = Verdict.OPEN
-    if decided:
-        bound = _judge(len(kept) == len(holds)) if holds else Verdict.UNTESTABLE
     cvs = [f["load_cv"] for f in found]
     return [
         Claim(
@@ -126,12 +123,34 @@ def _theorem(models: Models) -> list[Claim]:
             THEOREM,
             "CV ≤ (N−1) e^(−αΔ)",
             f"kept in {len(kept)} of {len(holds)} layers with Δ > 0" if found else "",
-            changed(bound),
-            f"{CHANGE} It is proved, and our tests check it on random routers. It applies only where Δ > 0."
-            if holds or not decided
-            else "No trained layer has Δ > 0, so the theorem says nothing about these models.",
+            *(_bound(holds) if decided else (Verdict.OPEN, _PROVED)),
         ),
     ]
+
+
+_PROVED = (
+    f"{CHANGE} It is proved, and our tests check it on random routers. It applies only where Δ > 0 and every expert is "
+    "the own expert of as many tokens."
+)
+
+
+def _bound(holds: Sequence[dict[str, Any]]) -> tuple[Verdict, str]:
+    """(verdict, reason) of the theorem's bound, from the layers with Δ > 0."""
+    if not holds:
+        return (
+            Verdict.UNTESTABLE,
+            "No trained layer has Δ > 0, so the theorem says nothing about these models.",
+        )
+    broken = [f for f in holds if f["load_cv"] > f["paper"]]
+    if not broken:
+        return Verdict.CHANGED, _PROVED
+    if not all(f["mixture_cv"] for f in broken):
+        return Verdict.FAILS, _PROVED
+    uneven = mean(f["mixture_cv"] for f in broken)
+    return (
+        Verdict.UNTESTABLE,
+        f"{_PROVED} Where it is broken, own experts have unequal shares: CV {show_mean(uneven, 2)}.",
+    )
 
 
 def _judge(holds: bool) -> Verdict:
