@@ -136,6 +136,13 @@ def test_one_setting_is_named_once(tmp_path: Path) -> None:
     assert names == ["Softmax + bias, top-2", "Softmax + bias, top-1"]
 
 
+def test_the_model_with_random_budgets_is_named_so(tmp_path: Path) -> None:
+    """Before, "per token, mass (default)", which says nothing beside models of other methods."""
+    _, frontier, matched = STUDY.page(tmp_path).tables
+    assert [row[0] for row in frontier.rows][:6:5] == ["GrMoE, random budgets", "Softmax + bias"]
+    assert list(matched.headings[-2:]) == ["GrMoE, trained dense", "GrMoE, random budgets"]
+
+
 def test_first_seeds_are_timed_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

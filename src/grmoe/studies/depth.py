@@ -239,6 +239,8 @@ def _draw(models: Models, path: Path) -> None:
                         places, [fmean(v) for v in found], color=color, marker="o", label=labels(GROUP)[name]
                     )
                 ax.set(title=title, xlabel="layer")
+                if places:
+                    ax.set_xticks(places)
         left.legend(frameon=False)
 
 

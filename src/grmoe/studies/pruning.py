@@ -128,7 +128,7 @@ def _preserves(rows: Sequence[Pruned]) -> Claim:
         WHERE,
         "Subspace-aware criteria, Fisher information among them, can preserve quality in pruning",
         "; ".join(
-            f"{method}: {show_mean(cost, 4, '+')} ({100 * math.expm1(cost.value):.0f} % of perplexity)"
+            f"{method}: {show_mean(cost, 4, '+')} ({round(100 * math.expm1(cost.value))} % of perplexity)"
             for method, cost in costs.items()
         ),
         changed(any_of(at_most(costs.get(method), NEAR) for method in CRITERIA)),

@@ -6,7 +6,16 @@ from grmoe.studies.judging import all_of, below, changed, with_change
 from grmoe.studies.models.recipes import Recipe
 from grmoe.studies.models.summary import Mean, mean, mean_of, rows_by_seed, show_mean
 from grmoe.studies.page import Claim, Verdict
-from grmoe.studies.post_hoc.models import DENSE, ELASTIC, RETRAINED, Models, Speeds, relative, times
+from grmoe.studies.post_hoc.models import (
+    DENSE,
+    ELASTIC,
+    RETRAINED,
+    Models,
+    Speeds,
+    name_of,
+    relative,
+    times,
+)
 from grmoe.studies.throughput import loss_at
 from grmoe.tables import Table
 
@@ -27,7 +36,7 @@ def matched(models: Models, speeds: Speeds, recipe: Recipe, setting: str) -> tup
 def matched_table(models: Models, speeds: Speeds) -> Table:
     table = Table(
         "At the measured throughput of a softmax model: loss minus that model's, by seed",
-        ["softmax model", "its throughput", "its loss", *(recipe.label for recipe in (DENSE, ELASTIC))],
+        ["softmax model", "its throughput", "its loss", *map(name_of, (DENSE, ELASTIC))],
     )
     for setting, other in RETRAINED.items():
         cells = []
@@ -51,9 +60,8 @@ def dominates(models: Models, speeds: Speeds) -> Claim:
             gap, reached = matched(models, speeds, recipe, setting)
             parts.append(below(gap) if reached else Verdict.FAILS)
             if gap is not None or not reached:
-                shown.append(
-                    f"{recipe.label}, {setting}: {show_mean(gap, 4, '+') if reached else 'not as fast'}"
-                )
+                found = show_mean(gap, 4, "+") if reached else "not as fast"
+                shown.append(f"{name_of(recipe)}, {setting}: {found}")
         verdicts.append(all_of(parts))
     return Claim(
         "Figure 4, Appendix, Pareto Frontier",

@@ -33,6 +33,7 @@ from grmoe.studies.post_hoc.models import (
     cut,
     dense,
     effective_experts,
+    name_of,
     relative,
     times,
 )
@@ -162,7 +163,7 @@ def _frontier(models: Models, speeds: Speeds) -> Table:
             )
             same = other is not None and other.name == recipe.name
             table.add(
-                recipe.label,
+                name_of(recipe),
                 setting,
                 show_mean(mean_of(runs, lambda row: row.experts_per_token, setting=setting), 2),
                 show_mean(mean_of(runs, lambda row: row.loss, setting=setting), 4),
@@ -184,7 +185,9 @@ def _draw(models: Models, speeds: Speeds, path: Path) -> None:
             points.sort()
             if points:
                 x, y, error = zip(*points, strict=True)
-                ax.errorbar(x, y, error, color=color, marker="o", ms=4, lw=1, capsize=3, label=recipe.label)
+                ax.errorbar(
+                    x, y, error, color=color, marker="o", ms=4, lw=1, capsize=3, label=name_of(recipe)
+                )
         ax.set(xlabel="prefill, million tokens per second", ylabel="perplexity")
         ax.legend(frameon=False)
 
