@@ -25,6 +25,7 @@ from grmoe.evaluate.scoring import (
     Score,
     Task,
     encode_pair,
+    encode_pairs,
     last_word,
     multiple_choice,
     read_rows,
@@ -199,6 +200,18 @@ def test_spaces_belong_to_the_word_behind_them(loaded: LoadedModel) -> None:
     assert context == encode("one two")
     assert context + continuation == encode("one two three")
     assert encode_pair(loaded.tokenizer, "", " one") == ([loaded.tokenizer.eos_token_id], encode(" one"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_pairs_at_once_are_the_pairs_one_by_one(name: str, loaded: LoadedModel, tasks: Path) -> None:
+    requests = [
+        *asked(Task.read(name, find_files(tasks)[name]), 2),
+        ("one two ", "three"),
+        ("", " one"),
+        ("  ", "one"),
+    ]
+    assert encode_pairs(loaded.tokenizer, requests) == [encode_pair(loaded.tokenizer, *r) for r in requests]
+    assert encode_pairs(loaded.tokenizer, []) == []
 
 
 def test_the_command_scores_local_files(exported: Path, tasks: Path, tmp_path: Path) -> None:

@@ -153,13 +153,29 @@ def _is_lambada(name: str) -> bool:
 
 def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """Tokens of both. Spaces at the end of the context belong to the continuation, where words keep their space."""
-    spaces = len(context) - len(context.rstrip())
-    if spaces:
-        context, continuation = context[:-spaces], context[-spaces:] + continuation
+    context, continuation = _split(context, continuation)
     if not context:
         return [tokenizer.eos_token_id], list(tokenizer.encode(continuation))
     whole, first = tokenizer.encode(context + continuation), tokenizer.encode(context)
     return list(first), list(whole[len(first) :])
+
+
+def _split(context: str, continuation: str) -> tuple[str, str]:
+    """The context without spaces at its end, and the continuation with them."""
+    kept = context.rstrip()
+    return kept, context[len(kept) :] + continuation
+
+
+def encode_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+    """`encode_pair` of all of them: the choices of a question share its tokens, and texts are encoded side by side."""
+    split = [_split(*pair) for pair in pairs]
+    texts = list(dict.fromkeys(text for context, rest in split for text in (context, context + rest) if text))
+    ids: dict[str, list[int]] = dict(zip(texts, tokenizer(texts)["input_ids"], strict=True)) if texts else {}
+    found = []
+    for context, rest in split:
+        first, whole = ids[context] if context else [], ids[context + rest]
+        found.append((first or [tokenizer.eos_token_id], whole[len(first) :]))
+    return found
 
 
 class Score(NamedTuple):
@@ -286,11 +302,8 @@ class Scorer:
 
     def _ask(self, task: Task, limit: int | None, progress: Progress) -> dict[str, Any]:
         prompts = list(task.questions(self.shots, limit))
-        pairs = [
-            encode_pair(self.tokenizer, prompt.question, continuation)
-            for prompt in prompts
-            for continuation in task.continuations(prompt)
-        ]
+        asked = [(prompt.question, text) for prompt in prompts for text in task.continuations(prompt)]
+        pairs = encode_pairs(self.tokenizer, asked)
         done = partial(progress, task.name)
         found = score_pairs(self.model, pairs, self.batch, lambda n: done(n, len(pairs)), self.longest)
         flat = iter(found)
