@@ -78,6 +78,24 @@ def test_jobs_are_kept_and_not_repeated(
     assert {"device", "versions"} <= set(content)
 
 
+def test_no_job_starts_that_would_take_longer_than_there_is_time(tmp_path: Path) -> None:
+    """As long as the longest one before it. Before, one started in the last second."""
+    calls: list[str] = []
+    study = BenchStudy("speed", tuple(job(name, calls) for name in ("first", "second", "third")))
+    place = Place(results=tmp_path / "results", work=tmp_path / "work", device="cpu")
+
+    class Slow(BenchJob):
+        def run(self, out: Path, device: torch.device, progress: Any) -> dict[str, Any]:
+            time.sleep(0.3)
+            return super().run(out, device, progress)
+
+    study.jobs = (Slow(**vars(study.jobs[0])), *study.jobs[1:])
+    study.run(replace(place, until=time.monotonic() + 0.5), silent)
+    assert calls == ["first"]
+    study.run(place, silent)
+    assert calls == ["first", "second", "third"]
+
+
 def test_limits_and_intervals() -> None:
     assert at_most(None, 1.3) is Verdict.OPEN
     assert at_most(Measured(1.2, 1.1, 1.25), 1.3) is Verdict.HOLDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -165,6 +166,8 @@ def test_first_seeds_are_timed_together(
         folder.mkdir(parents=True)
         (folder / "config.yaml").touch()
         result_file(folder).touch()
+    STUDY.finish(replace(place, until=time.monotonic() + 60), lambda *_: None)
+    assert "60 s are left" in capsys.readouterr().err.replace("\n", " ")  # it would be stopped half way
     assert seen == []
     STUDY.finish(place, lambda *_: None)
     STUDY.finish(place, lambda *_: None)

@@ -76,16 +76,19 @@ class BenchStudy:
 
     def run(self, place: Place, progress: Progress) -> None:
         device = use_device(place.device)
+        longest = 0.0  # seconds of a job of this call: the next one may take as long
         for job in self.jobs:
             path = self.path(place.results, job.name)
-            late = place.until is not None and time.monotonic() > place.until
-            if path.is_file() or late or not place.wants(job.name):
+            if path.is_file() or place.time_left <= longest or not place.wants(job.name):
                 continue
+            started = time.monotonic()
             try:
                 content = job.run(place.work / self.name / job.name, device, progress)
             except RuntimeError as error:  # the others may still run; without results it is tried again
                 note(f"{self.name}, {job.name}: {error}")
                 continue
+            finally:
+                longest = max(longest, time.monotonic() - started)
             content["revision"] = short_revision(environment(), place.revision)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())

@@ -44,6 +44,7 @@ from grmoe.tables import Table
 from grmoe.terminal import Progress, note
 
 SEEDS = 3
+TIMING = 240.0  # seconds that timing all models may take on a GPU: each is compiled
 
 
 class PostHoc(ModelStudy):
@@ -62,6 +63,9 @@ class PostHoc(ModelStudy):
         missing = [job.name for job in todo if not has_model(place.work, job)]
         if missing:
             note(f"speed is not timed yet: {', '.join(missing)} must be trained first")
+            return
+        if todo and place.time_left < TIMING:
+            note(f"speed is not timed yet: it may take {TIMING:.0f} s, and {place.time_left:.0f} s are left")
             return
         rows: list[Speed] = []
         for number, job in enumerate(todo):
