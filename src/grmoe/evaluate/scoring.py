@@ -170,10 +170,12 @@ def encode_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> list[tuple
     """`encode_pair` of all of them: the choices of a question share its tokens, and texts are encoded side by side."""
     split = [_split(*pair) for pair in pairs]
     texts = list(dict.fromkeys(text for context, rest in split for text in (context, context + rest) if text))
-    ids: dict[str, list[int]] = dict(zip(texts, tokenizer(texts)["input_ids"], strict=True)) if texts else {}
+    ids: dict[str, list[int]] = {"": []}
+    if texts:
+        ids.update(zip(texts, tokenizer(texts)["input_ids"], strict=True))
     found = []
     for context, rest in split:
-        first, whole = ids[context] if context else [], ids[context + rest]
+        first, whole = ids[context], ids[context + rest]
         found.append((first or [tokenizer.eos_token_id], whole[len(first) :]))
     return found
 
