@@ -43,6 +43,13 @@ def test_a_ratio_is_of_medians_and_its_interval_of_rounds() -> None:
     assert ratio.interval == (2.0, quantile([2.0, 2.0, 3.0], 0.9))
 
 
+def test_a_ratio_of_one_round_has_the_interval_of_its_calls() -> None:
+    """Before, an interval without width, as if a single round were certain."""
+    over, under = Times([[2.0, 4.0, 6.0]]), Times([[1.0, 2.0, 4.0]])
+    (low, high), (least, most) = over.interval, under.interval
+    assert time_ratio("a / b", over, under) == Ratio("a / b", 2.0, (low / most, high / least))
+
+
 def test_a_ratio_leaves_out_rounds_that_only_one_ran() -> None:
     over, under = Times([[2.0], [4.0]]), Times([[1.0], [2.0], [50.0], [60.0]])
     assert time_ratio("a / b", over, under) == Ratio("a / b", 2.0, (2.0, 2.0))

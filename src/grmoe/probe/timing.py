@@ -108,7 +108,10 @@ class Times:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of medians. The interval is the middle 80 % of the ratios by round."""
+    """A ratio of medians. The interval is the middle 80 % of the ratios by round.
+
+    Of a single round: from the middle 80 % of the calls of both, the widest.
+    """
 
     name: str
     value: float
@@ -130,7 +133,11 @@ def time_ratio(name: str, over: Times, under: Times, style: Style = "times") -> 
     shared = min(len(over.rounds), len(under.rounds))  # a slow contender may have fewer
     over, under = Times(over.rounds[:shared]), Times(under.rounds[:shared])
     each = round_ratios(over, under)
-    return Ratio(name, over.median / under.median, (quantile(each, 0.1), quantile(each, 0.9)), style)
+    interval = quantile(each, 0.1), quantile(each, 0.9)
+    if shared == 1:
+        (low, high), (least, most) = over.interval, under.interval
+        interval = low / most, high / least
+    return Ratio(name, over.median / under.median, interval, style)
 
 
 def round_ratios(over: Times, under: Times) -> list[float]:
