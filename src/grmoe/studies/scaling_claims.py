@@ -150,7 +150,7 @@ def _perplexity(of: Of) -> list[Claim]:
             "On OpenWebText the perplexity is 13.8 at 1.3B with 16 experts and 11.5 at 2.7B with 32",
             "",
             Verdict.UNTESTABLE,
-            "Models of these sizes took [some steps](scale.md) here and were not trained.",
+            "Models of these sizes are not trained here: [a few steps](scale.md) give the price of it.",
         ),
     ]  # fmt: skip
 
