@@ -164,6 +164,8 @@ def test_verdicts_follow_the_numbers(body: dict[str, Any]) -> None:
     assert verdicts(Page(depth._claims(runs)))[:4] == [Verdict.CHANGED] * 4
     found = specialists(paper)
     assert (found.code, found.math, found.nouns) == (0.8, 0.7, 0.75)
+    tokens = paper["type_tokens"]
+    assert found.all == pytest.approx((0.8 * tokens[2] + 0.7 * tokens[3]) / sum(tokens))
     assert (found.kappas, found.others) == ((4.2, 3.5), (0.4, 1.0))
     flat = planted(
         with_types(body, 0.3), kappa=[[2.0, 2.1, 2.1, 2.1], [0.5, 1.0, 1.0, 1.1]], entropy=[1.0, 1.3],

@@ -122,11 +122,12 @@ def _sharp(runs: Runs) -> Claim:
 
 
 def _code(runs: Runs) -> Claim:
-    code, numbers = (mean(getattr(specialists(run.body), name) for run in runs) for name in ("code", "math"))
+    found = [specialists(run.body) for run in runs]
+    code, numbers, every = (mean(getattr(s, name) for s in found) for name in ("code", "math", "all"))
     return Claim(
         WHERE,
         "One expert handles 78 % of code tokens and 65 % of math tokens",
-        f"{_share(code)} of code, {_share(numbers)} of math" if runs else "",
+        f"{_share(code)} of code, {_share(numbers)} of math, {_share(every)} of all tokens" if runs else "",
         changed(all_of((reaches(code, CODE), reaches(numbers, MATH)))),
         f"The layer and the expert with the largest share of code, so that the number is an upper estimate. {OURS}",
     )

@@ -17,6 +17,8 @@ class Specialists(NamedTuple):
     """Share of all code tokens."""
     math: float
     """Share of the numbers and mathematics that the same expert leads."""
+    all: float
+    """Share of all tokens that the same expert leads. A specialist leads far more of its own type."""
     nouns: float
     kappas: tuple[float, float]
     """Of the two experts."""
@@ -37,6 +39,7 @@ def specialists(body: dict[str, Any]) -> Specialists:
         layers[place]["layer"],
         shares[first][code] or 0.0,
         shares[first][numbers] or 0.0,
+        _mean_over(body, _by_type(body, shares[first]), types) or 0.0,
         shares[second][nouns] or 0.0,
         (kappa[first], kappa[second]),
         tuple(value for e, value in enumerate(kappa) if e not in (first, second)),
