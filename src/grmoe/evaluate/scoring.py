@@ -152,7 +152,10 @@ def _is_lambada(name: str) -> bool:
 
 
 def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Tokens of both. Spaces at the end of the context belong to the continuation, where words keep their space."""
+    """Tokens of both. Spaces at the end of the context belong to the continuation, where words keep their space.
+
+    The specification of `encode_pairs`.
+    """
     context, continuation = _split(context, continuation)
     if not context:
         return [tokenizer.eos_token_id], list(tokenizer.encode(continuation))

@@ -25,7 +25,7 @@ BOTH = GRMOE.plus("grmoe-linear-pairs", "GrMoE, linear term and all pairs", _LIN
 FLATTER = GRMOE.plus(
     "grmoe-linear-pairs-kappa-1", f"{BOTH.label}, κ starts at 1", _LINEAR, _PAIRS, "model.router_kappa=1"
 )
-# The penalty is a sum over pairs: 992 here and 56 with eight experts. This weight gives a pair as much in the mean.
+# The penalty is a sum over pairs: 992 here and 56 with eight experts. This weight makes the sum as heavy as there.
 LIGHTER = GRMOE.plus(
     "grmoe-linear-pairs-light", f"{BOTH.label}, a light penalty", _LINEAR, _PAIRS,
     f"routing.overlap_weight={RoutingConfig().overlap_weight * 56 / 992:.2g}",

@@ -18,9 +18,8 @@ _OTHERS = GREY
 
 def draw(result: SettingResult, path: Path) -> Path:
     """One PNG per setting."""
-    height = max(
-        8.6, 3 + 0.44 * len(result.methods)
-    )  # a line of text per method, in each of two rows of panels
+    # A line of text per method, in each of two rows of panels.
+    height = max(8.6, 3 + 0.44 * len(result.methods))
     with picture(path, 14.5, height, font_size=10) as figure:
         grid = figure.add_gridspec(2, 2, width_ratios=[1.25, 1], height_ratios=[1, 1])
         _accuracy(figure.add_subplot(grid[0, 0]), result)
