@@ -163,7 +163,7 @@ def test_narrow_gates_by_budget(tmp_path: Path) -> None:
     assert (found.verdict, found.ours) == (Verdict.HOLDS, "-0.1000 ± 0.0000")
     rows = {row[0]: row[1:] for row in table(tmp_path, "32 narrow experts: loss by").rows}
     assert len(rows) == len(narrow_gates.ROWS)
-    assert rows[narrow_gates.SOFTMAX.label] == ("0", "–", "–", "–", "–")
+    assert rows[narrow_gates.SOFTMAX.label] == ("0", "–", "–", "–", "–", "–")
     assert rows[narrow_gates.ELASTIC_BOTH.label][0] == "3"
 
 

@@ -73,13 +73,14 @@ def tables(models: Models) -> list[Table]:
 
 
 def _by_budget(models: Models) -> Table:
-    """Loss of each model at each number of experts per token, whatever it was trained with."""
+    """Loss at each number of experts per token, whatever the model was trained with; load at the full budget."""
     table = Table(
         "32 narrow experts: loss by experts per token, with full and with random budgets in training",
-        ["gate", "seeds", *(f"top-{count}" for count in COUNTS)],
+        ["gate", "seeds", *(f"top-{count}" for count in COUNTS), f"load CV at top-{COUNTS[0]}"],
     )
     for label, recipe in {**{recipe.label: recipe for recipe in PLAIN}, **RANDOM}.items():
         runs = models[recipe.name]
         losses = (mean_of(runs, lambda row: row.loss, setting=f"top-{count}") for count in COUNTS)
-        table.add(label, str(len(runs)), *(show_mean(loss, 4) for loss in losses))
+        load = mean_of(runs, lambda row: row.load_cv, setting=f"top-{COUNTS[0]}")
+        table.add(label, str(len(runs)), *(show_mean(loss, 4) for loss in losses), show_mean(load, 3))
     return table
