@@ -48,7 +48,7 @@ def rounding(folder: Path, dtype: torch.dtype) -> str:
             for (prompt, alpha), sampler in zip(pairs, samplers, strict=True)
         ]
         for sequence in sequences:
-            generator.start(sequence)
+            generator.start([sequence])
         return sequences, samplers
 
     (rows, seen), (alone, seen_alone) = begin(batch), begin(single)

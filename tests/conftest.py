@@ -34,11 +34,14 @@ settings.load_profile("grmoe")
 def pytest_sessionstart() -> None:
     """Imports and collected tests stay until the end. Looking for garbage among them takes seconds.
 
-    Shells let commands in the background ignore Ctrl-C. Tests of it, and the commands they start, need it.
+    Shells let commands in the background ignore Ctrl-C, and `nohup` the end of a terminal. Tests of both, and the
+    commands they start, need them.
     """
     gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:

@@ -52,6 +52,7 @@ def together(generator: BatchGenerator, asked: list[Asked]) -> list[list[int]]:
     for step in range(100):
         if running:
             generator.step([sequences[i] for i in running])
+        new = []
         for i, ask in enumerate(asked):
             if ask.arrives == step:
                 numbers = config.layer_numbers(ask.budget)
@@ -59,8 +60,10 @@ def together(generator: BatchGenerator, asked: list[Asked]) -> list[list[int]]:
                     numbers = [n._replace(alpha=ask.alpha) for n in numbers]
                 sampler = TokenSampler(ask.sampling)
                 sequences[i] = Sequence(prompt=ask.prompt, numbers=tuple(numbers), sampler=sampler)
-                generator.start(sequences[i])
+                new.append(sequences[i])
                 running.append(i)
+        for group in [new] if new and generator.takes(new) else [[sequence] for sequence in new]:
+            generator.start(group)
         running = [
             i
             for i in running

@@ -120,7 +120,7 @@ def test_code_in_the_folder_is_not_run(folder: Path, tmp_path: Path) -> None:
     (model / "chat_template.jinja").write_text(template)
     service = make_service(options(model))
     sequence = Sequence(prompt=[1, 2], numbers=service.numbers()[0], sampler=TokenSampler(Sampling()))
-    service.engine.generator.start(sequence)
+    service.engine.generator.start([sequence])
     assert sequence.tokens == offline(make_model(), [1, 2], 1.5, 1)
     assert service.template is not None
     with pytest.raises(Invalid, match="unsafe"):

@@ -56,7 +56,7 @@ def test_scores_and_experts_are_those_of_the_batch() -> None:
             for i in range(3)
         ]
         for sequence in sequences:
-            generator.start(sequence)
+            generator.start([sequence])
         for _ in range(5):
             generator.step(sequences)
         found.append(sequences)
@@ -65,6 +65,52 @@ def test_scores_and_experts_are_those_of_the_batch() -> None:
         assert ours.experts == pytest.approx(plain.experts)
         for a, b in zip(ours.scores, plain.scores, strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+def test_prompts_are_read_together() -> None:
+    """Prompts of any lengths, with τ, α and scores of their own: what each gets alone."""
+    model = make_model(budget_curve=CURVE)
+
+    def ask(i: int) -> Sequence:
+        numbers = [n._replace(alpha=1.0 + i) for n in model.config.layer_numbers(None)]
+        return Sequence(
+            prompt=[(7 * i + j) % 50 for j in range(1 + 4 * i)],
+            numbers=tuple(model.config.layer_numbers(1.0 + i / 2) if i % 2 else numbers),
+            sampler=TokenSampler(Sampling()),
+            alternatives=2,
+            score_prompt=True,
+        )
+
+    joint, alone = [ask(i) for i in range(4)], [ask(i) for i in range(4)]
+    generator = GraphGenerator(model, rows=4)
+    assert generator.takes(joint)
+    generator.start(joint)
+    for sequence in alone:
+        BatchGenerator(model, together=False).start([sequence])
+    for ours, plain in zip(joint, alone, strict=True):
+        assert (ours.tokens, ours.experts, ours.length) == (plain.tokens, plain.experts, plain.length)
+        assert len(ours.scores) == len(plain.scores)
+        for a, b in zip(ours.scores, plain.scores, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+        assert ours.cache is not None
+        assert plain.cache is not None
+        for mine, other in zip(ours.cache.layers, plain.cache.layers, strict=True):
+            torch.testing.assert_close(mine.keys, other.keys, atol=1e-5, rtol=1e-4)
+
+
+def test_few_tokens_of_prompts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding counts. A prompt of any length is taken alone."""
+    monkeypatch.setattr("grmoe.serve.graphs.PROMPT_TOKENS", 12)
+    model = make_model()
+    numbers = tuple(model.config.layer_numbers(None))
+    short, long, longer = (
+        Sequence(prompt=[1] * n, numbers=numbers, sampler=TokenSampler(Sampling())) for n in (1, 6, 20)
+    )
+    generator = GraphGenerator(model, rows=3)
+    assert generator.takes([short, long])
+    assert not generator.takes([short, long, short])
+    assert generator.takes([longer])
+    assert not BatchGenerator(model, together=True).takes([short, short])
 
 
 def test_sizes_are_few_and_rows_are_reused() -> None:
@@ -84,7 +130,7 @@ def test_a_row_that_ends_frees_its_place() -> None:
         Sequence(prompt=[7 * i, 5], numbers=numbers, sampler=TokenSampler(Sampling())) for i in range(3)
     )
     for sequence in (one, two, three):
-        generator.start(sequence)
+        generator.start([sequence])
     generator.step([one, two, three])
     generator.step([three, two])
     assert generator.batch == [three, two]

@@ -292,15 +292,16 @@ def test_the_key(folder: Path) -> None:
         assert client.get("/health").status_code == 200
 
 
-def test_what_cannot_be_computed_fails_alone(folder: Path) -> None:
-    """Out of memory while one prompt is read: the others get their answers."""
-    service = make_service(options(folder))
+@pytest.mark.parametrize("graphs", [False, True])
+def test_what_cannot_be_computed_fails_alone(folder: Path, graphs: bool) -> None:
+    """Out of memory while prompts are read: the others get their answers, also those that were read with it."""
+    service = make_service(options(folder, graphs=graphs))
     start = service.engine.generator.start
 
-    def failing(sequence: Any) -> None:
-        if sequence.prompt == [13]:
+    def failing(sequences: Any) -> None:
+        if [13] in [sequence.prompt for sequence in sequences]:
             raise torch_memory_error()
-        start(sequence)
+        start(sequences)
 
     service.engine.generator.start = failing  # type: ignore[method-assign]
     with running(service) as client, ThreadPoolExecutor(4) as pool:

@@ -112,17 +112,26 @@ class BatchGenerator:
         self.pads: list[int] = []  # unused positions on the left of each row
         self.recomputed = 0  # near ties
 
+    def takes(self, sequences: list[Sequence]) -> bool:
+        """Whether `start` reads these prompts at once. One prompt is always taken."""
+        return len(sequences) == 1
+
     @torch.no_grad()
-    def start(self, sequence: Sequence) -> None:
-        """Read the prompt, score it if asked, and choose the first token of the answer."""
-        logits_V, hidden_SD = self._prefill(sequence)
-        sequence.started, sequence.alone = True, not self.together
+    def start(self, sequences: list[Sequence]) -> None:
+        """Read the prompts, score them if asked, and choose the first token of each answer."""
+        for sequence in sequences:
+            logits_V, hidden_SD = self._prefill(sequence)
+            self._begin(sequence, logits_V, hidden_SD)
+            sequence.experts += self._experts()[0]
+
+    def _begin(self, sequence: Sequence, logits_V: Tensor, hidden_SD: Tensor) -> None:
+        sequence.alone = not self.together
         if sequence.score_prompt and sequence.alternatives is not None:
             head = self.model.lm_head
             sequence.scores = score_prompt(hidden_SD, head, sequence.prompt, sequence.alternatives)
         if sequence.answer:
             self._append(sequence, sequence.sampler.choose(logits_V)[0], logits_V)
-        sequence.experts += self._experts()[0]
+        sequence.started = True
 
     @torch.no_grad()
     def step(self, sequences: list[Sequence]) -> None:
@@ -206,8 +215,12 @@ class BatchGenerator:
         cache: DynamicCache,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
+        last: list[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logits (B, V) of the last position, fp32 on the CPU, and hidden states (B, S, D) where they were computed."""
+        """Logits (B, V), fp32 on the CPU, and hidden states (B, S, D) where they were computed.
+
+        last: position of each row that the logits are of; None: the last one.
+        """
         set_numbers(self.routers, [s.numbers for s in sequences])
         with recorded(self.model) as self.routings:
             hidden_BSD: Tensor = self.model.model(
@@ -217,8 +230,12 @@ class BatchGenerator:
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state
-        # As `generate` does, which keeps the logits of the last position alone.
-        logits_BV: Tensor = self.model.lm_head(hidden_BSD[:, -1:])[:, -1].float().cpu()
+        # As `generate` does, which keeps the logits of one position alone.
+        used_B1D = hidden_BSD[:, -1:]
+        if last is not None:
+            rows_B = torch.arange(len(last), device=hidden_BSD.device)
+            used_B1D = hidden_BSD[rows_B, torch.tensor(last, device=hidden_BSD.device)].unsqueeze(1)
+        logits_BV: Tensor = self.model.lm_head(used_B1D)[:, -1].float().cpu()
         return logits_BV, hidden_BSD
 
     def _gather(self, sequences: list[Sequence]) -> None:

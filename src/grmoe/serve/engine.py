@@ -148,37 +148,54 @@ class Engine:
                 if self._stopped:
                     break
                 self.running = [job for job in self.running if not job.cancelled]
-                new = None
-                # One prompt between two steps: many new prompts must not hold up the answers that run.
-                if self.waiting and len(self.running) < self.concurrency:
-                    # A request with many prompts leaves room for others: the one with fewest running is next.
-                    running = Counter(id(job.request) for job in self.running)
-                    new = min(self.waiting, key=lambda job: running[id(job.request)])
-                    self.waiting.remove(new)
-                    self.running.append(new)
+                new = self._next_jobs()
             self._turn(new)
         left = [*self.running, *self.waiting]
         self.running, self.waiting = [], deque()
         for job in left:
             job.deliver(Failed(503, self.closing or "the server is shutting down"))
 
-    def _turn(self, new: Job | None) -> None:
+    def _next_jobs(self) -> list[Job]:
+        """Waiting jobs that start now. They are few: many new prompts must not hold up the answers that run."""
+        new: list[Job] = []
+        running = Counter(id(job.request) for job in self.running)
+        while self.waiting and len(self.running) < self.concurrency:
+            # A request with many prompts leaves room for others: the one with fewest running is next.
+            job = min(self.waiting, key=lambda job: running[id(job.request)])
+            if not self.generator.takes([j.sequence for j in (*new, job)]):
+                break
+            self.waiting.remove(job)
+            self.running.append(job)
+            running[id(job.request)] += 1
+            new.append(job)
+        return new
+
+    def _turn(self, new: list[Job]) -> None:
         """One token for every job. A job that cannot be computed (out of memory) fails, the server goes on."""
-        old = [job for job in self.running if job is not new]
+        old = self.running[: len(self.running) - len(new)]
         try:
             if old:
                 self.generator.step([job.sequence for job in old])
                 for job in old:
                     self._deliver(job)
         except Exception as error:
-            self._fail([job for job in self.running if job is not new], error)
-        if new is None:
+            self._fail([job for job in old if job in self.running], error)
+        self._start(new)
+
+    def _start(self, jobs: list[Job]) -> None:
+        """Read the prompts of these jobs. If they cannot be read together, each gets its own try."""
+        if not jobs:
             return
         try:
-            self.generator.start(new.sequence)
-            self._deliver(new)
+            self.generator.start([job.sequence for job in jobs])
         except Exception as error:
-            self._fail([new], error)
+            if len(jobs) == 1:
+                self._fail(jobs, error)
+        for job in jobs:
+            if job.sequence.started:
+                self._deliver(job)
+            elif len(jobs) > 1:
+                self._start([job])
 
     def _fail(self, jobs: list[Job], error: Exception) -> None:
         for job in jobs:

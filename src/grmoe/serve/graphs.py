@@ -5,6 +5,8 @@ lies in buffers that stay where they are: tokens, positions, τ, α and cap of e
 graph is captured the first time a size is needed: rows and length are rounded up to few sizes. On a CPU the same
 operations run without a graph.
 
+Prompts that wait are read together, padded on the right. A causal model never looks there.
+
 A batch rounds differently from a single sequence, and near ties are not computed again. Answers may therefore differ
 from those of a single request.
 
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.routing import recorded
@@ -26,6 +29,8 @@ from grmoe.routing import BY_RANK
 from grmoe.serve.batching import BatchGenerator, Sequence
 
 SHORTEST = 256  # positions of a step; longer ones are powers of two
+# Tokens of prompts that are read at once, padding included: enough to fill a GPU. Answers that run wait meanwhile.
+PROMPT_TOKENS = 4096
 
 
 class RowCache:
@@ -80,6 +85,34 @@ class GraphGenerator(BatchGenerator):
         self.next_R = zeros(rows, dtype=torch.int64)
         self.experts_R = zeros(rows)
         self.replays: dict[tuple[int, int], Callable[[], object]] = {}
+
+    def takes(self, sequences: list[Sequence]) -> bool:
+        longest = max(len(s.prompt) for s in sequences)
+        return len(sequences) == 1 or longest * len(sequences) <= PROMPT_TOKENS
+
+    @torch.no_grad()
+    def start(self, sequences: list[Sequence]) -> None:
+        if len(sequences) == 1:
+            super().start(sequences)
+            return
+        lengths = [len(s.prompt) for s in sequences]
+        S, device = max(lengths), self.model.device
+        ids = torch.tensor([s.prompt + [0] * (S - len(s.prompt)) for s in sequences], device=device)
+        cache = DynamicCache(config=self.model.config)
+        logits_BV, hidden_BSD = self._forward(sequences, ids, cache, last=[length - 1 for length in lengths])
+        real_BS1 = torch.arange(S, device=device).view(1, S, 1) < torch.tensor(lengths, device=device).view(
+            -1, 1, 1
+        )
+        counts = torch.stack([(r.computed & real_BS1).flatten(1).sum(-1) for r in self.routings])
+        rows = zip(sequences, lengths, counts.float().mean(0).tolist(), strict=True)
+        for row, (sequence, length, experts) in enumerate(rows):
+            sequence.cache = DynamicCache(config=self.model.config)
+            for number, layer in enumerate(cache.layers):
+                held: Any = layer
+                used = (slice(row, row + 1), slice(None), slice(length))
+                sequence.cache.update(held.keys[used], held.values[used], number)
+            self._begin(sequence, logits_BV[row], hidden_BSD[row, :length])
+            sequence.experts += experts
 
     def _step_together(self) -> None:
         count, longest = len(self.batch), max(s.length for s in self.batch) + 1
