@@ -18,13 +18,12 @@ GRMOE, SOFTMAX = (GATES["fine"][name] for name in ("grmoe", "softmax-bias"))
 # The same with random budgets, as the study of budgets has them.
 ELASTIC, ELASTIC_SOFTMAX = on_fine(BUDGETS[0], "grmoe"), on_fine(SOFTMAX_BUDGET, "softmax-bias")
 _LINEAR, _PAIRS = "model.router_options.linear=true", "routing.overlap_pairs=all"
+_FLAT = "model.router_kappa=1"
 LINEAR = GRMOE.plus("grmoe-linear", "GrMoE, linear term", _LINEAR)
 PAIRS = GRMOE.plus("grmoe-pairs", "GrMoE, all pairs", _PAIRS)
 BOTH = GRMOE.plus("grmoe-linear-pairs", "GrMoE, linear term and all pairs", _LINEAR, _PAIRS)
 # Softmax and vMF have flatter gates here. A smaller κ at the start makes this one flatter too.
-FLATTER = GRMOE.plus(
-    "grmoe-linear-pairs-kappa-1", f"{BOTH.label}, κ starts at 1", _LINEAR, _PAIRS, "model.router_kappa=1"
-)
+FLATTER = GRMOE.plus("grmoe-linear-pairs-kappa-1", f"{BOTH.label}, κ starts at 1", _LINEAR, _PAIRS, _FLAT)
 # The penalty is a sum over pairs: 992 here and 56 with eight experts. This weight makes the sum as heavy as there.
 LIGHTER = GRMOE.plus(
     "grmoe-linear-pairs-light", f"{BOTH.label}, a light penalty", _LINEAR, _PAIRS,
@@ -34,13 +33,19 @@ ELASTIC_BOTH = ELASTIC.plus(
     "token-mass-linear-pairs", "GrMoE, random budgets, linear term and all pairs", _LINEAR, _PAIRS
 )
 
+# A flat gate pays where few experts are computed. Random budgets could repair that.
+ELASTIC_FLAT = ELASTIC.plus("token-mass-kappa-1", "GrMoE, random budgets, κ starts at 1", _FLAT)
+ELASTIC_FLATTER = ELASTIC.plus(
+    "token-mass-linear-pairs-kappa-1", f"{ELASTIC_BOTH.label}, κ starts at 1", _LINEAR, _PAIRS, _FLAT
+)
+
 PARTS, SEEDS = (LINEAR, BOTH, ELASTIC_BOTH), 5
-TRIED, TRIED_SEEDS = (PAIRS, FLATTER, LIGHTER), 3
+TRIED, TRIED_SEEDS = (PAIRS, FLATTER, LIGHTER, ELASTIC_FLAT, ELASTIC_FLATTER), 3
 PLAIN = (GRMOE, SOFTMAX, LINEAR, PAIRS, BOTH, FLATTER, LIGHTER)
 RANDOM = {
     "GrMoE, random budgets": ELASTIC,
     "Softmax + bias, random budgets": ELASTIC_SOFTMAX,
-    ELASTIC_BOTH.label: ELASTIC_BOTH,
+    **{recipe.label: recipe for recipe in (ELASTIC_BOTH, ELASTIC_FLAT, ELASTIC_FLATTER)},
 }
 ROWS = (*PLAIN, *RANDOM.values())
 COUNTS = (8, 4, 2, 1)  # experts per token
@@ -52,6 +57,13 @@ def claims(models: Models) -> list[Claim]:
         _below(models, BOTH, GRMOE, "GrMoE without them", "make GrMoE better"),
         _below(
             models, ELASTIC_BOTH, ELASTIC, "the same without them", "make GrMoE with random budgets better"
+        ),
+        _below(
+            models,
+            ELASTIC_FLATTER,
+            ELASTIC,
+            "the same without",
+            "make GrMoE with random budgets better if κ starts at 1",
         ),
     ]
 
