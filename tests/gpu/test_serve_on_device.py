@@ -28,7 +28,7 @@ class Answers:
 
 
 def answers() -> Answers:
-    """Seven sequences with three α: they join one by one, and the early ones leave."""
+    """Eight sequences with three α: they join in groups, and the early ones leave."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         config = ModelShape("small", 1, 64, "gelu").config("grassmann")
@@ -36,13 +36,14 @@ def answers() -> Answers:
         model = ours(config).eval()
         nn.Module.to(model, torch.bfloat16)
     generator, everyone, running = GraphGenerator(model, rows=6), [], []
-    for i in range(7):
+    for i in range(8):
         numbers = tuple(n._replace(alpha=(0.5, 1.0, 20.0)[i % 3]) for n in model.config.layer_numbers(None))
         sampler = TokenSampler(Sampling(temperature=0.5 * (i % 2), seed=i))
-        sequence = Sequence(prompt=list(range(1 + i, 20 + 40 * i)), numbers=numbers, sampler=sampler)
-        generator.start(sequence)
-        everyone.append(sequence)
-        running = [*running, sequence][-5:]
+        everyone.append(Sequence(prompt=list(range(1 + i, 20 + 40 * i)), numbers=numbers, sampler=sampler))
+    for group in (everyone[:1], everyone[1:2], everyone[2:4], everyone[4:7], everyone[7:]):
+        assert generator.takes(group)
+        generator.start(group)
+        running = [*running, *group][-5:]
         for _ in range(4):
             generator.step(running)
     return Answers([s.tokens for s in everyone], [s.experts for s in everyone], len(generator.replays))
