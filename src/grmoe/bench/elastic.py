@@ -33,7 +33,8 @@ from grmoe.model import preset
 from grmoe.parallel.world import World
 from grmoe.probe.timing import WARM_UPS, time_ratio
 from grmoe.routing import routers
-from grmoe.runs.config import DataConfig, ElasticConfig, TrainConfig
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.config_groups import DataConfig, ElasticConfig
 from grmoe.terminal import Progress, Steps, silent
 from grmoe.train.setup import Learner, build_learner
 from grmoe.train.step import InFlightStep, resolve, train_step

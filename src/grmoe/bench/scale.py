@@ -34,7 +34,8 @@ from grmoe.model.count import parameters
 from grmoe.parallel.world import World
 from grmoe.probe.routing import routing_figures
 from grmoe.probe.timing import Times
-from grmoe.runs.config import DataConfig, ElasticConfig, TrainConfig
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.config_groups import DataConfig, ElasticConfig
 from grmoe.tables import Table
 from grmoe.terminal import Progress, Steps, silent
 from grmoe.train.setup import Learner, build_learner

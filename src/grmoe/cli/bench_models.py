@@ -131,7 +131,7 @@ def elastic(
         from grmoe.bench.models import ModelShape
         from grmoe.bench.run import Plan
         from grmoe.config import from_dict
-        from grmoe.runs.config import ElasticConfig
+        from grmoe.runs.config_groups import ElasticConfig
 
         where, precision, peak = machine(device, dtype)
         drawn = from_dict(ElasticConfig, {"unit": unit, "rule": rule})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from grmoe.runs.config import ElasticConfig, OptimConfig, RoutingConfig, TrainConfig
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.config_groups import ElasticConfig, OptimConfig, RoutingConfig
 
 
 def as_old_run(config: TrainConfig) -> TrainConfig:

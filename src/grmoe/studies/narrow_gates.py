@@ -6,7 +6,7 @@ experts the penalty on overlaps reads a sample of the pairs of experts; here it 
 
 from __future__ import annotations
 
-from grmoe.runs.config import RoutingConfig
+from grmoe.runs.config_groups import RoutingConfig
 from grmoe.studies.gate_parts import Models, parts_table
 from grmoe.studies.judging import below, in_doubt
 from grmoe.studies.models.recipes import BUDGETS, GATES, SOFTMAX_BUDGET, Recipe, on_fine

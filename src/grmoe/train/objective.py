@@ -41,7 +41,7 @@ from torch import Tensor
 from grmoe.head import IGNORED
 from grmoe.model import GrmoeForCausalLM
 from grmoe.parallel.world import World, total
-from grmoe.runs.config import RoutingConfig
+from grmoe.runs.config_groups import RoutingConfig
 
 
 class LossParts(NamedTuple):

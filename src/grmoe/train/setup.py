@@ -22,7 +22,8 @@ from grmoe.parallel.world import World
 from grmoe.routing import Elastic, EntropyTerm, routers, set_balances, set_elastic, set_entropy, set_leading
 from grmoe.routing.budget import Balances
 from grmoe.routing.elastic import Unit
-from grmoe.runs.config import OptimConfig, TrainConfig
+from grmoe.runs.config import TrainConfig
+from grmoe.runs.config_groups import OptimConfig
 from grmoe.runs.model_settings import check_size
 from grmoe.runs.start import check_tokenizer, open_source
 from grmoe.runs.state import copy_weights
