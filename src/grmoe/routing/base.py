@@ -1,8 +1,8 @@
 """The contract of a router: tokens in, a `Routing` out.
 
 A router is a gate (logits over experts), a selection policy and optional losses. A new one overrides `gate`. The
-dial α, the balanced prior, selection, metrics and fp32 arithmetic are here. Tensors keep their leading dimensions.
-Nothing in the forward pass reads a value on the host.
+dial α, the balanced prior, selection and metrics are here; `grmoe.routing.precision` has what keeps routers in fp32.
+Tensors keep their leading dimensions. Nothing in the forward pass reads a value on the host.
 
 Legend: N experts, D model width; `...` any leading dimensions of the input.
 """
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import wraps
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,35 +22,17 @@ from grmoe.kernels.runtime import INTERPRETED
 from grmoe.routing.budget import Budget
 from grmoe.routing.counting import LoadCounter, read_all
 from grmoe.routing.entropy import EntropyTerm
-from grmoe.routing.fused import GateOperands, GateParts, try_fused
+from grmoe.routing.fused import GateOperands, GateParts, describes_gate, try_fused
 from grmoe.routing.leading import leading_loss, next_leading_share
 from grmoe.routing.metrics import RoutingMetrics
 from grmoe.routing.packed import PackedCopy
+from grmoe.routing.precision import FullPrecision
 from grmoe.routing.prior import next_log_prior
 from grmoe.routing.result import Routing
 from grmoe.routing.selection import Dense, Selection
 
-# Methods of routers that kernels replace.
-_DESCRIBED = ("gate", "noise_like", "select", "route", "scores", "energies", "amortized", "kappa")
 
-
-def _in_full_precision(init: Callable[..., None]) -> Callable[..., None]:
-    """An __init__ that makes fp32 tensors whatever the default dtype is. In transformers' `from_pretrained(dtype=…)` it
-    has 16 bits. `router.double()` is the way to fp64."""
-
-    @wraps(init)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        try:
-            init(*args, **kwargs)
-        finally:
-            torch.set_default_dtype(before)
-
-    return wrapped
-
-
-class Router(nn.Module):
+class Router(FullPrecision):
     """Base of all routers.
 
     selection: which experts compute a token, given its gate. Default: all of them. Its numbers are in `budget`, on the
@@ -81,7 +61,6 @@ class Router(nn.Module):
     log_alpha: nn.Parameter | None
     leading_share: Tensor | None
 
-    @_in_full_precision
     def __init__(
         self,
         dim: int,
@@ -117,13 +96,8 @@ class Router(nn.Module):
         self._packed = PackedCopy()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # `gate_operands` describes the `gate`, `select` and `route` of its own class, and what these call. A subclass
-        # that overrides only these must not run the kernel of its base class.
         super().__init_subclass__(**kwargs)
-        depth = {name: i for i, c in reversed(list(enumerate(cls.__mro__))) for name in vars(c)}
-        cls._fusable = depth["gate_operands"] <= min(depth[name] for name in _DESCRIBED if name in depth)
-        if "__init__" in vars(cls):
-            cls.__init__ = _in_full_precision(cls.__init__)  # type: ignore[method-assign]
+        cls._fusable = describes_gate(cls)
 
     # -- what a router defines -------------------------------------------------------------------------
 
@@ -224,23 +198,14 @@ class Router(nn.Module):
             self.alpha_value = before
 
     def _scaled_operands(self) -> GateOperands | None:
-        """`gate_operands` times a learned α. The kernel has no gradient by α, so κ or W and the prior carry it."""
+        """`gate_operands` times a learned α."""
         operands = self.gate_operands()
-        if operands is None or self.log_alpha is None:
-            return operands
-        alpha = self.log_alpha.exp()
-        prior_N = alpha * operands.prior_N
-        if operands.log_kappa is None:
-            return replace(operands, matrix=alpha * operands.matrix, prior_N=prior_N)
-        return replace(operands, log_kappa=operands.log_kappa + self.log_alpha, prior_N=prior_N)
+        return operands if operands is None or self.log_alpha is None else operands.scaled(self.log_alpha)
 
     def _scaled_parts(self) -> GateParts | None:
         """`gate_parts` times a learned α."""
         parts = self.gate_parts()
-        if parts is None or self.log_alpha is None:
-            return parts
-        alpha, scores = self.log_alpha.exp(), parts.scores
-        return replace(parts, scores=lambda x: alpha * scores(x), prior_N=alpha * parts.prior_N)
+        return parts if parts is None or self.log_alpha is None else parts.scaled(self.log_alpha)
 
     def learn_alpha(self) -> None:
         """Make α a parameter, `log_alpha`, that starts at the present α. `alpha_value` becomes one, a factor on it."""
@@ -364,15 +329,8 @@ class Router(nn.Module):
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Moves between devices but stays out of half precision: frames in bf16 lose orthonormality and stall
-        training, so `model.bfloat16()` leaves a router in fp32."""
         self._packed.clear()
-
-        def keep_precision(t: Tensor) -> Tensor:
-            out = fn(t)
-            return t.to(out.device, torch.float32) if out.dtype in (torch.bfloat16, torch.float16) else out
-
-        return super()._apply(keep_precision, recurse)
+        return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, num_experts={self.num_experts}, selection={self.selection}, balance={self.balance}"
@@ -380,16 +338,7 @@ class Router(nn.Module):
 
 @torch.no_grad()
 def read_metrics_of(found: Sequence[Router]) -> list[RoutingMetrics]:
-    """`Router.read_metrics` of several. All numbers are on their way before the host waits, once for all routers."""
+    """`Router.read_metrics` of several. The host waits once for all routers."""
     if not found:
         return []
-    figures = [router.geometry_figures() for router in found]
-    device = found[0].counter.sums.device
-    flat = [figure.to(device, torch.float32) for each in figures for figure in each.values()]
-    values = torch.stack(flat) if flat else None
-    counted = read_all([router.counter for router in found])
-    numbers = iter([] if values is None else values.tolist())
-    return [
-        replace(metrics, **{name: next(numbers) for name in each})
-        for metrics, each in zip(counted, figures, strict=True)
-    ]
+    return read_all([router.counter for router in found], [router.geometry_figures() for router in found])

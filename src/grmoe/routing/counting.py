@@ -6,8 +6,9 @@ Legend: N experts, T tokens (all leading dimensions together).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,11 +120,27 @@ class LoadCounter(Restarted):
         return super()._apply(keep_precision, recurse)
 
 
-def read_all(counters: Sequence[LoadCounter]) -> list[RoutingMetrics]:
-    """`LoadCounter.read` of several, with one wait for the device instead of one for each."""
+def read_all(
+    counters: Sequence[LoadCounter], figures: Sequence[Mapping[str, Tensor]] = ()
+) -> list[RoutingMetrics]:
+    """`LoadCounter.read` of several. All numbers are on their way before the host waits, once for all.
+
+    figures: each router's own (`Router.geometry_figures`), to be put into its metrics.
+    """
     device = counters[0].sums.device
+    flat = [figure.to(device, torch.float32) for each in figures for figure in each.values()]
+    values = torch.stack(flat) if flat else None
     sums = torch.cat([c.sums.to(device) for c in counters]).cpu().split([len(c.sums) for c in counters])
-    return [summarize(own, c.num_experts, c.identity_experts) for own, c in zip(sums, counters, strict=True)]
+    counted = [
+        summarize(own, c.num_experts, c.identity_experts) for own, c in zip(sums, counters, strict=True)
+    ]
+    if values is None:
+        return counted
+    numbers = iter(values.tolist())
+    return [
+        replace(metrics, **{name: next(numbers) for name in each})
+        for metrics, each in zip(counted, figures, strict=True)
+    ]
 
 
 def prior_shares(probs: Tensor, selected: Tensor, budget: Budget) -> Tensor:

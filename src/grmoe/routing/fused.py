@@ -10,7 +10,7 @@ Legend: T tokens, D model width, N experts, K rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from grmoe.routing.result import Routing
 from grmoe.routing.selection import AtLeast, Dense, Mass, Selection, Threshold, TopK
 
 MAX_EXPERTS = 256  # a tile of gates is kept in registers
+# Methods of routers that kernels replace.
+_DESCRIBED = ("gate", "noise_like", "select", "route", "scores", "energies", "amortized", "kappa")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,14 @@ class GateOperands:
     posterior: bool = True
     """The dial multiplies the prior too."""
 
+    def scaled(self, log_alpha: Tensor) -> GateOperands:
+        """Times a learned α. The kernel has no gradient by α, so κ or W and the prior carry it."""
+        alpha = log_alpha.exp()
+        prior_N = alpha * self.prior_N
+        if self.log_kappa is None:
+            return replace(self, matrix=alpha * self.matrix, prior_N=prior_N)
+        return replace(self, log_kappa=self.log_kappa + log_alpha, prior_N=prior_N)
+
 
 @dataclass(frozen=True)
 class GateParts:
@@ -52,6 +62,11 @@ class GateParts:
     posterior: bool = True
     """The dial multiplies the prior too."""
 
+    def scaled(self, log_alpha: Tensor) -> GateParts:
+        """Times a learned α."""
+        alpha, scores = log_alpha.exp(), self.scores
+        return replace(self, scores=lambda x: alpha * scores(x), prior_N=alpha * self.prior_N)
+
 
 # Exact types, because a subclass may select differently.
 _MODES: dict[type, int] = {
@@ -60,6 +75,16 @@ _MODES: dict[type, int] = {
 }  # fmt: skip
 _RULES = {"mass": runtime.MASS, "count": runtime.COUNT}
 _UNITS = {"token": runtime.PER_TOKEN, "sequence": runtime.PER_SEQUENCE}
+
+
+def describes_gate(router: type) -> bool:
+    """Whether the `gate_operands` of a class of routers describe the gate that it computes.
+
+    They describe the `gate`, `select` and `route` of their own class, and what these call. A subclass that overrides
+    only these must not run the kernel of its base class.
+    """
+    depth = {name: i for i, c in reversed(list(enumerate(router.__mro__))) for name in vars(c)}
+    return depth["gate_operands"] <= min(depth[name] for name in _DESCRIBED if name in depth)
 
 
 def fuses(x: Tensor, selection: Selection, num_experts: int) -> bool:
