@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,8 +19,9 @@ from typer.testing import CliRunner
 from grmoe.cli import app
 from grmoe.config import to_yaml
 from grmoe.parallel.world import World
+from grmoe.runs.about import about
 from grmoe.runs.config import TrainConfig
-from grmoe.runs.lock import lock_folder
+from grmoe.runs.lock import lock_folder, trained_by
 from grmoe.train.loop import train
 
 Settings = Callable[..., TrainConfig]
@@ -40,6 +43,13 @@ def start() -> Iterator[Callable[[TrainConfig], Command]]:
         command.kill()
 
 
+def told(folder: Path) -> tuple[str, str]:
+    """What `grmoe info` says of the steps, and the next command."""
+    _, table, following = about(str(folder))
+    assert table is not None
+    return dict(table.rows)["trained"], following  # type: ignore[arg-type]
+
+
 def test_a_second_training_is_stopped_and_a_killed_one_goes_on(
     settings: Settings, start: Callable[[TrainConfig], Command]
 ) -> None:
@@ -59,11 +69,30 @@ def test_a_second_training_is_stopped_and_a_killed_one_goes_on(
         assert f"error: {folder} is being trained by process {first.process.pid} on " in said
         assert "another folder (out=…)" in said
         assert "Traceback" not in said
+    steps, following = told(folder)  # not --resume, which was just refused
+    assert f" of 30 steps, being trained by process {first.process.pid} on " in steps
+    assert following == f"grmoe curves {folder}"
     assert {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()} == before
     first.kill()
+    steps, following = told(folder)
+    assert steps.endswith(" of 30 steps, not finished")
+    assert following == f"grmoe train out={folder} --resume"
     resumed = CliRunner().invoke(app, ["train", str(folder.with_suffix(".yaml")), "--resume"])
     assert resumed.exit_code == 0, resumed.output
     assert_same(config, straight, steps=[30])
+    assert told(folder) == ("30 of 30 steps, finished", f"grmoe dial {folder} --write")
+
+
+def test_asking_who_trains_does_not_hold_the_folder(tmp_path: Path) -> None:
+    assert trained_by(tmp_path / "nowhere") is None
+    assert not (tmp_path / "nowhere").exists()
+    with lock_folder(tmp_path, ALONE):
+        assert trained_by(tmp_path) == f"process {os.getpid()} on {socket.gethostname()}"
+    with (tmp_path / ".lock").open() as other:  # of one who asks at the same moment
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert trained_by(tmp_path) is None
+    with lock_folder(tmp_path, ALONE):
+        pass
 
 
 def _refused(config: TrainConfig) -> str:

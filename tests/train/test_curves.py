@@ -152,7 +152,7 @@ def test_the_table_has_the_last_validation_of_each_run(
     assert curves.summary([done]).rows[0][1:5] == ("grassmann", "6", f"{math.exp(2):.2f}", "12.3")
 
 
-def test_more_runs_than_colours_and_a_run_without_a_log(axes: list[Any], tmp_path: Path) -> None:
+def test_more_runs_than_colours_and_runs_without_a_log(axes: list[Any], tmp_path: Path) -> None:
     count = len(COLORS) + 1
     runs = [write_log(tmp_path / f"run{i}", [train_line(1, 3.0)]) for i in range(count)]
     draw_curves(runs, tmp_path / "x.png")
@@ -160,6 +160,9 @@ def test_more_runs_than_colours_and_a_run_without_a_log(axes: list[Any], tmp_pat
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=f"no training log in {tmp_path / 'empty'}$"):
         draw_curves([runs[0], tmp_path / "empty"], tmp_path / "x.png")
+    begun = write_log(tmp_path / "begun", [validation_line(1, 3.0)])  # before the first line of training
+    with pytest.raises(ValueError, match=f"no training log in {begun}$"):
+        draw_curves([runs[0], begun], tmp_path / "x.png")
 
 
 def test_the_screen_shows_a_bar_on_a_terminal_and_lines_elsewhere(

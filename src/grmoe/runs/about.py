@@ -22,6 +22,7 @@ from grmoe.runs.folder import (
     tokenizer_of,
     vocabulary,
 )
+from grmoe.runs.lock import trained_by
 from grmoe.runs.results import COMMANDS, ResultsError, find_results
 from grmoe.tables import Table
 
@@ -51,6 +52,8 @@ def _about_run(folder: Path) -> tuple[GrmoeConfig, Table, str]:
     table = Table(str(folder), ["", ""], left=2)
     table.add("what", "a run of `grmoe train`")
     done = "finished" if step >= config.steps else "not finished"
+    if (process := trained_by(folder)) is not None:
+        done = f"being trained by {process}"
     table.add("trained", f"{step:,} of {config.steps:,} steps, {done}")
     table.add("", f"{config.data.batch_size} sequences per step, learning rate {config.optim.lr:g}")
     table.add("text", config.data.path)
@@ -65,7 +68,9 @@ def _about_run(folder: Path) -> tuple[GrmoeConfig, Table, str]:
         table.add("dial", "not turned yet")
     budget = _add_measurements(table, folder, None if best is None else best.step)
     place = dialled_model(folder)
-    if step < config.steps:
+    if process is not None:
+        following = f"grmoe curves {quote(str(folder))}"
+    elif step < config.steps:
         following = f"grmoe train out={quote(str(folder))} --resume"
     elif place is not None:
         following = f"grmoe serve {quote(str(place))}"

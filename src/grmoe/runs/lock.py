@@ -79,6 +79,19 @@ def _remove_if_alone(path: Path) -> None:
             path.parent.rmdir()
 
 
+def trained_by(folder: Path) -> str | None:
+    """The process that trains in the folder now; None if there is none, or if the file system has no locks."""
+    path = folder / _LOCK
+    # Without a lock file nothing was trained here, or it was copied from elsewhere.
+    with contextlib.suppress(OSError), path.open() as file:
+        try:
+            # Shared, so that two who ask do not take each other for a training. Closing the file ends it.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _holder(path)
+    return None
+
+
 def _holder(path: Path) -> str:
     with contextlib.suppress(OSError):
         return path.read_text() or "another process"

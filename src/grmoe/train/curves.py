@@ -17,7 +17,8 @@ def draw_curves(runs: list[Path], path: Path, unigram: float | None = None) -> P
     """Draw loss with validation, load of the experts, entropy. `unigram`: the perplexity to beat."""
     named = _named(runs)
     logs = {name: read_log(run) for name, run in named.items()}
-    if missing := [str(run) for name, run in named.items() if not logs[name]]:
+    trained = {name for name, lines in logs.items() if any(line["kind"] == "train" for line in lines)}
+    if missing := [str(run) for name, run in named.items() if name not in trained]:
         raise ValueError(f"no training log in {', '.join(missing)}")
     with picture(path, 11, 7) as figure:
         (loss, imbalance), (load, entropy) = figure.subplots(2, 2)
