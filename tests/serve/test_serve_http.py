@@ -216,7 +216,7 @@ def test_other_routes(client: httpx.Client) -> None:
     about = client.get("/v1/models").json()["data"][0]
     assert about["id"] == "small"
     assert about["budget"] == {"default": None, "low": 1.0, "high": 3.0}
-    assert about["alpha"] == {"default": [1.5, 1.5], "low": 0.5, "high": 5.0}
+    assert about["alpha"] == {"default": 1.5, "low": 0.5, "high": 5.0}
     assert client.get("/ready").json() == {"status": "ready"}
     assert client.get("/nothing%0ahere").status_code == 404
     assert client.get("/v1/completions").status_code == 405
@@ -224,6 +224,17 @@ def test_other_routes(client: httpx.Client) -> None:
     metrics = client.get("/metrics").text
     assert 'grmoe_completion_tokens_total{alpha="4.5"} 3' in metrics
     assert "grmoe_running 0" in metrics
+
+
+@pytest.mark.parametrize(("budget", "alpha"), [(1.0, 1.0), (2.0, None)], ids=["one α", "one per layer"])
+def test_the_default_budget_and_its_alpha(folder: Path, budget: float, alpha: float | None) -> None:
+    """At a budget each layer may have its own α. Clients get a number or null; before, they got a list."""
+    with running(make_service(options(folder, alpha=None, budget=budget))) as client:
+        about = client.get("/v1/models").json()["data"][0]
+        assert about["budget"] == {"default": budget, "low": 1.0, "high": 3.0}
+        assert about["alpha"] == {"default": alpha, "low": 0.5, "high": 5.0}
+        usage = client.post("/v1/completions", json=GREEDY | {"prompt": "x"}).json()["usage"]
+        assert (usage["budget"], usage["alpha"]) == (budget, alpha)
 
 
 def test_a_crowd_too_large_waits_or_is_told_to(folder: Path) -> None:

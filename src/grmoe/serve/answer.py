@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,12 @@ class _Choice:
 
 def _error(event: Failed) -> bytes:
     return to_json(error_body(event.message, event.status))
+
+
+def one_alpha(alphas: Iterable[float]) -> float | None:
+    """The α of all layers; None where they differ. A request names one number, so a client never gets a list."""
+    found = set(alphas)
+    return found.pop() if len(found) == 1 else None
 
 
 @dataclass(kw_only=True)
@@ -168,12 +174,11 @@ class Answer:
         # A prompt counts once, however many answers it has.
         prompt = sum(len(s.prompt) for s in sequences[:: self.request.n or 1])
         answer, routed = sum(len(s.tokens) for s in sequences), sum(s.length for s in sequences)
-        alphas = sequences[0].alphas
         return {
             "prompt_tokens": prompt,
             "completion_tokens": answer,
             "total_tokens": prompt + answer,
-            "alpha": alphas[0] if len(set(alphas)) == 1 else alphas,
+            "alpha": one_alpha(sequences[0].alphas),
             "budget": sequences[0].budget,
             "experts_per_token": round(sum(s.experts for s in sequences) / routed, 4) if routed else None,
         }

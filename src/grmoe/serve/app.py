@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
 from grmoe.serve.access import Access
-from grmoe.serve.answer import Answer
+from grmoe.serve.answer import Answer, one_alpha
 from grmoe.serve.engine import Event, Job, Refused
 from grmoe.serve.errors import Invalid, cut, error_body, shorten, to_json
 from grmoe.serve.metrics import Metrics
@@ -117,7 +117,7 @@ class Routes:
             "created": self.service.started,
             "owned_by": "grmoe",
             "max_model_len": self.service.context,
-            "alpha": {"default": [n.alpha for n in config.numbers], "low": low, "high": high},
+            "alpha": {"default": one_alpha(n.alpha for n in config.numbers), "low": low, "high": high},
             "budget": budget,
         }
 
