@@ -161,6 +161,14 @@ def test_dial(tmp_path: Path) -> None:
     assert "R² =" in output
 
 
+def test_no_line_through_one_number_of_experts(tmp_path: Path) -> None:
+    """One token cannot have 1.25 experts. Before, the command ended after all was measured."""
+    options = ("--contender", "1.00", "--contender", "1.25")
+    content, _ = run("dial", "1,32,8,16", tmp_path, *options)
+    assert [row["experts"] for row in rows_of(content).values()] == [1, 1]
+    assert "fits" not in content["shapes"][0]
+
+
 def test_train_step(tmp_path: Path) -> None:
     content, output = run("train-step", "64,32,4,32,2", tmp_path)
     rows, ratios = rows_of(content), ratios_of(content)
@@ -185,6 +193,8 @@ def test_train_step(tmp_path: Path) -> None:
         (["layer", "--dtype", "fp8"], "dtype must be one of 'bf16', 'fp32', got 'fp8'"),
         (["layer", "--device", "abacus"], "device must be auto, cpu, cuda or cuda:N, got 'abacus'"),
         (["layer", "--device", "cuda:99"], "device must exist, got cuda:99"),
+        (["layer", "--shape", "8,16,4,16,2", "--rank", "17"], "rank must be at most dim = 16, got 17"),
+        (["dial", "--shape", "8,16,4,16", "--rank", "17"], "rank must be at most dim = 16, got 17"),
         (
             ["layer", "--contender", "nobody"],
             "--contender must be part of a contender's name (Hugging Face OLMoE block; Liger",

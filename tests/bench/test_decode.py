@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from grmoe.bench import decode as bench
-from grmoe.bench.measure import Row
+from grmoe.bench.measure import Row, measure
 from grmoe.bench.models import ModelShape, olmoe, ours
 from grmoe.cli import app
 from grmoe.model import PRESETS
@@ -84,6 +84,16 @@ def test_contenders_compute_what_their_names_say() -> None:
         asked = float(contender.name.split()[1])
         assert runs.facts["experts"] == pytest.approx(asked, abs=0.04)  # steps of 1/32: 16 tokens, 2 layers
         assert asked <= runs.facts["touched"] <= 4
+
+
+def test_a_configuration_that_cannot_be_built_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "micro", {**MICRO, "router_rank": 33})  # no subspace of 32 dimensions
+    listed = bench.contenders(shape(), CPU, torch.float32, "eager", (1.0,))
+    rows = measure(listed, CPU, 1, lambda stage: None, "")
+    assert [row.failure for row in rows[:2]] == [None] * 2
+    assert "router_rank must be" in str(rows[2].failure)
+    with pytest.raises(ValueError, match=r"--budget must be in \[1, 2\], got 3"):
+        bench.contenders(shape(), CPU, torch.float32, "eager", (3.0,))
 
 
 def test_bytes_of_a_step() -> None:

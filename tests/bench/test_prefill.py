@@ -55,6 +55,9 @@ def test_shares_follow_from_the_times() -> None:
     faster, share = bench.compare(shape(), rows).ratios
     assert faster.value == pytest.approx(4 / 3.4)
     assert share.value == pytest.approx((1 - 3.4 / 4) / (1 - 8 / 10))
+    rows[1].facts["flops"] = 10.0  # of a prompt so short that both compute the same
+    (faster,) = bench.compare(shape(), rows).ratios
+    assert faster.value == pytest.approx(4 / 3.4)
 
 
 def test_command(tmp_path: Path) -> None:

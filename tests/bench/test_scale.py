@@ -53,6 +53,44 @@ def test_command(tmp_path: Path) -> None:
     assert "paper" not in found
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--preset", "9b"], "preset must be one of 'tiny', 'small', '350m'"),
+        (["--data", "nowhere"], "nowhere holds no prepared data"),
+    ],
+)
+def test_mistakes_end_it_before_anything_is_trained(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, another preset was trained first, and missing data was a row of the table."""
+    monkeypatch.setattr(bench, "train", lambda *given: pytest.fail("it trained"))
+    result = CliRunner().invoke(app, [*RUN, *options, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_cannot_be_built_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = bench.build
+
+    def build(shape: ModelShape, *given: Any) -> Any:
+        if shape.preset == "broken":
+            raise ValueError("router_rank must fit")
+        return real(shape, *given)
+
+    monkeypatch.setitem(PRESETS, "broken", MICRO)
+    monkeypatch.setattr(bench, "build", build)
+    result = CliRunner().invoke(
+        app, [*RUN[:2], "--preset", "broken", *RUN[2:], "--steps", "4", "--out", str(tmp_path)]
+    )
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads((tmp_path / "broken" / "results.json").read_text())["shapes"][0]["rows"]
+    assert row["failure"] == "ValueError: router_rank must fit"
+    (row,) = json.loads((tmp_path / "micro" / "results.json").read_text())["shapes"][0]["rows"]
+    assert row["failure"] is None
+
+
 def test_states_in_bf16_train_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "state_bytes", lambda shape, memory: (bench.BF16, True))
     built = []

@@ -131,6 +131,27 @@ def test_a_compile_that_fails_leaves_the_eager_form(monkeypatch: pytest.MonkeyPa
     assert any(ratio.name.endswith("over Hugging Face Olmoe") for ratio in result.ratios)
 
 
+def test_a_configuration_that_cannot_be_built_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = models.ModelShape.config
+
+    def config(shape: models.ModelShape, router: str = "softmax") -> Any:
+        if router == "grassmann":
+            raise ValueError("router_rank must fit")
+        return real(shape, router)
+
+    monkeypatch.setattr(models.ModelShape, "config", config)
+    result = CliRunner().invoke(
+        app, ["bench", "train-model", *RUN, "--preset", "micro", "--out", str(tmp_path)]
+    )
+    assert result.exit_code == 0, result.output
+    (shape,) = json.loads((tmp_path / "results.json").read_text())["shapes"]
+    rows = {row["contender"]: row for row in shape["rows"]}
+    assert rows.pop("ours")["failure"] == "ValueError: router_rank must fit"
+    assert [row["failure"] for row in rows.values()] == [None] * 3
+
+
 @pytest.mark.parametrize(("apart", "expected"), [(False, ["a", "b"]), (True, ["a", "b", "a", "b"])])
 def test_contenders_are_held_together_or_freed(apart: bool, expected: list[str]) -> None:
     built: list[str] = []

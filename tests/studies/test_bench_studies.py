@@ -78,6 +78,22 @@ def test_jobs_are_kept_and_not_repeated(
     assert {"device", "versions"} <= set(content)
 
 
+def test_a_job_that_cannot_be_built_is_noted_and_the_others_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, a ValueError of a configuration ended the study."""
+    calls: list[str] = []
+    unfit = replace(job("unfit", calls), shapes=lambda device: [GateShape(4, 4, 4, 5)])
+    study = BenchStudy("speed", (unfit, job("last", calls)))
+    place = Place(results=tmp_path / "results", work=tmp_path / "work", device="cpu")
+    study.run(place, silent)
+    assert calls == ["last"]
+    assert study.state(place.results) == State(1, 2)
+    assert "speed, unfit: rank must be at most dim = 4, got 5" in capsys.readouterr().err.replace("\n", " ")
+    with pytest.raises(ValueError, match="device must be"):
+        study.run(replace(place, device="abacus"), silent)
+
+
 def test_no_job_starts_that_would_take_longer_than_there_is_time(tmp_path: Path) -> None:
     """As long as the longest one before it. Before, one started in the last second."""
     calls: list[str] = []

@@ -125,16 +125,19 @@ def contenders(
     shape: ModelShape, device: torch.device, dtype: torch.dtype, form: str, budgets: tuple[float, ...]
 ) -> list[Contender]:
     checks.one_of("form", form, FORMS)
-    softmax, grassmann = shape.config(), shape.config("grassmann")
-    most = grassmann.num_experts_per_tok or 2
+    most = shape.config().num_experts_per_tok or 2
     for budget in budgets:
         checks.require(1 <= budget <= most, f"--budget must be in [1, {most}], got {budget}")
-    grassmann.selection, grassmann.selection_tau = "mass", TAU
     decoder = partial(decoder_of, shape, device, dtype, form)
-    shared = cache(lambda: decoder(partial(ours, grassmann)))
+
+    @cache
+    def shared() -> Decoder:
+        config = shape.config("grassmann")
+        config.selection, config.selection_tau = "mass", TAU
+        return decoder(partial(ours, config))
 
     def peer(experts: str) -> Runs:
-        built = decoder(partial(olmoe, softmax, "sdpa", experts))
+        built = decoder(partial(olmoe, shape.config(), "sdpa", experts))
         return Runs({MODE: built.run}, facts={"captured": built.captured})
 
     def own(budget: float) -> Runs:

@@ -146,8 +146,8 @@ def compare(shape: DialShape, rows: list[Row]) -> Result:
     given = _given(rows)
     for mode in (FORWARD, BOTH):
         timed = [row for row in given if mode in row.times]
-        if len(timed) < 2:
-            continue
+        if len({row.facts["experts"] for row in timed}) < 2:
+            continue  # one point makes no line
         fit = fit_line([row.facts["experts"] for row in timed], [row.times[mode].median for row in timed])
         result.extra.setdefault("fits", {})[mode] = asdict(fit)
         result.add_ratio(f"time at 1 expert / at 2, {mode}", "1.00 experts", "2.00 experts", mode)

@@ -94,6 +94,7 @@ def run(
     """
     checks.positive_int("steps", steps, at_least=4)
     checks.one_of("form", form, tuple(FORMS))
+    text = None if data is None else TokenDataset(data)
     plan.out.mkdir(parents=True, exist_ok=True)
     report = Steps(progress, steps * len(plan.shapes))
     results: list[Result] = []
@@ -101,7 +102,7 @@ def run(
         torch.compiler.reset()
         row = Row(NAME, "ours", "grmoe")
         with row.catching():
-            train(row, shape, plan, steps, form, data, checkpointing, report)
+            train(row, shape, plan, steps, form, text, checkpointing, report)
         if row.failure is not None:
             row.times.clear()
         gc.collect()
@@ -119,12 +120,12 @@ def train(
     plan: Plan[ModelShape],
     steps: int,
     form: str,
-    data: Path | None,
+    text: TokenDataset | None,
     checkpointing: bool | None,
     report: Callable[[str], None],
 ) -> None:
     """All steps of one model. The row receives what was measured, and the loss of every step."""
-    device, text = plan.device, None if data is None else TokenDataset(data)
+    device = plan.device
     learner, size = build(shape, device, plan.dtype, steps, form, text, checkpointing)
     batches = (
         zipf(learner.model.config.vocab_size, shape)

@@ -27,7 +27,7 @@ class Shape:
         return ",".join(map(str, astuple(self)))
 
     def at_rank(self, rank: int) -> Self:
-        """The shape with another rank of the Grassmann gate, if the shape has one."""
+        """The shape with another rank of the Grassmann gate, if the shape has one. The rank must fit into it."""
         return self
 
 
@@ -59,6 +59,10 @@ class LayerShape(Shape):
         super().__post_init__()
         _at_least("experts", self.experts, max(2, self.top_k))
 
+    def at_rank(self, rank: int) -> Self:
+        checks.subspace(self.dim, rank)
+        return self
+
 
 @dataclass(frozen=True)
 class DialShape(Shape):
@@ -70,6 +74,10 @@ class DialShape(Shape):
     def __post_init__(self) -> None:
         super().__post_init__()
         _at_least("experts", self.experts, 4)
+
+    def at_rank(self, rank: int) -> Self:
+        checks.subspace(self.dim, rank)
+        return self
 
 
 S = TypeVar("S", bound=Shape)

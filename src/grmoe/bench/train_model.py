@@ -76,16 +76,15 @@ def contenders(
     shape: ModelShape, device: torch.device, dtype: torch.dtype, forms: tuple[str, ...]
 ) -> list[Contender]:
     """Every model in each of the `forms`, names of FORMS."""
-    grassmann, softmax = shape.config("grassmann"), shape.config()
     listed = []
     for form in forms:
         end, mode = FORMS[checks.one_of("form", form, tuple(FORMS))]
         train = partial(_train_runs, shape, device, dtype, mode)
         for name, attention in ((HUGGING_FACE, "sdpa"), (NO_MASK, "sdpa_no_mask")):
-            build = partial(train, softmax, partial(olmoe, softmax, attention))
+            build = partial(train, "softmax", partial(olmoe, attention=attention))
             listed.append(Contender(name + end, build, "peer", "transformers"))
-        for name, config in ((OURS, grassmann), (SOFTMAX, softmax)):
-            listed.append(Contender(name + end, partial(train, config, partial(ours, config))))
+        for name, router in ((OURS, "grassmann"), (SOFTMAX, "softmax")):
+            listed.append(Contender(name + end, partial(train, router, ours)))
     return listed
 
 
@@ -94,14 +93,15 @@ def _train_runs(
     device: torch.device,
     dtype: torch.dtype,
     mode: str | None,
-    config: GrmoeConfig,
-    build: Callable[[], nn.Module],
+    router: str,
+    build: Callable[[GrmoeConfig], nn.Module],
 ) -> Runs:
     """A model that trains on one batch. A step returns its loss, still on the device."""
+    config = shape.config(router)
     torch.manual_seed(SEED)
     ids_BS = torch.randint(config.vocab_size, (shape.batch, shape.length)).to(device)
     with torch.device(device):
-        model = build().train()
+        model = build(config).train()
     # Only one shape is timed: a graph for all shapes would be slower.
     forward = model if mode is None else torch.compile(model, dynamic=False, mode=mode)
     steppers = optimizers(model)
@@ -224,7 +224,7 @@ def _too_large(shape: ModelShape, contenders: int, device: torch.device) -> bool
     """Whether this many models and their optimisers leave too little memory for a step."""
     if device.type != "cuda":
         return False
-    held = _STATE_BYTES * count(shape.config("grassmann")).total * contenders
+    held = _STATE_BYTES * count(shape.config()).total * contenders  # frames are a small part
     return held > _HELD_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 

@@ -282,11 +282,14 @@ def scale(
         from grmoe.bench.run import Plan
 
         where, precision, peak = machine(device, dtype)
-        for name in preset or (bench.DEFAULTS if where.type == "cuda" else ["tiny"]):
-            usual = bench.DEFAULTS.get(name, bench.SMALL)
+        names = preset or (bench.DEFAULTS if where.type == "cuda" else ["tiny"])
+        usual = {name: bench.DEFAULTS.get(name, bench.SMALL) for name in names}
+        # All at first: a wrong name or length must not end the command after the first model.
+        shapes = {name: ModelShape.on(where, name, batch or usual[name].batch, length) for name in usual}
+        for name, shape in shapes.items():
             plan = Plan(
                 benchmark=bench.benchmark(peak),
-                shapes=[ModelShape.on(where, name, batch or usual.batch, length)],
+                shapes=[shape],
                 device=where,
                 dtype=precision,
                 rounds=1,
@@ -294,7 +297,7 @@ def scale(
             )
             measure = partial(
                 bench.run,
-                steps=steps or usual.steps,
+                steps=steps or usual[name].steps,
                 form=usual_form(form, where),
                 data=data,
                 checkpointing=checkpointing,

@@ -84,7 +84,8 @@ class BenchStudy:
             started = time.monotonic()
             try:
                 content = job.run(place.work / self.name / job.name, device, progress)
-            except RuntimeError as error:  # the others may still run; without results it is tried again
+            except (RuntimeError, ValueError) as error:
+                # The others may still run. Without results it is tried again.
                 note(f"{self.name}, {job.name}: {error}")
                 continue
             finally:
