@@ -28,8 +28,26 @@ def routers(module: nn.Module) -> list[Router]:
 
 
 def all_routers(module: nn.Module) -> list[Router]:
-    """`routers`, and those of attention heads."""
-    return [m for m in module.modules() if isinstance(m, Router)]
+    """`routers`, and those of attention heads. Copies that PEFT keeps beside those in use are left out."""
+    found: list[Router] = []
+    idle: set[nn.Module] = set()
+    for part in module.modules():  # a wrapper comes before what it wraps
+        idle.update(inner for copy in _idle_copies(part) for inner in copy.modules())
+        if isinstance(part, Router) and part not in idle:
+            found.append(part)
+    return found
+
+
+def _idle_copies(module: nn.Module) -> list[nn.Module]:
+    """What a wrapper of PEFT's `modules_to_save` holds but does not call. Known by its name: PEFT may be missing."""
+    if type(module).__name__ != "ModulesToSaveWrapper":
+        return []
+    wrapper: Any = module
+    active = wrapper.active_adapter  # a name, or in later versions a list of at most one
+    name = active if isinstance(active, str) else next(iter(active), None)
+    trained, original = dict(wrapper.modules_to_save.items()), wrapper.original_module
+    used = original if wrapper.disable_adapters else trained.get(name, original)
+    return [copy for copy in (original, *trained.values()) if copy is not used]
 
 
 def set_alpha(module: nn.Module, alpha: Any) -> None:
