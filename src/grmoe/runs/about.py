@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 from shlex import quote
 
-from grmoe.data.shards import INDEX
 from grmoe.model import GrmoeConfig
 from grmoe.model.choices_grmoe import OWN_CHOICE
-from grmoe.model.presets import find_config
+from grmoe.model.presets import PRESETS, find_config
 from grmoe.runs.card import MODEL_CARD, describe_setting, has_section
 from grmoe.runs.folder import (
     CONFIG,
@@ -23,6 +22,7 @@ from grmoe.runs.folder import (
     vocabulary,
 )
 from grmoe.runs.lock import trained_by
+from grmoe.runs.missing import not_a_model
 from grmoe.runs.results import COMMANDS, ResultsError, find_results
 from grmoe.tables import Table
 
@@ -36,10 +36,8 @@ def about(name: str) -> tuple[GrmoeConfig, Table | None, str]:
         return _about_run(folder)
     if (folder / "config.json").is_file():
         return _about_export(folder)
-    if (folder / INDEX).is_file():
-        raise ValueError(
-            f"{folder} holds prepared text, not a model; train one: grmoe train data.path={folder}"
-        )
+    if name not in PRESETS and (folder.exists() or len(folder.parts) > 1):  # a path, not a misspelt preset
+        raise ValueError(not_a_model(folder))
     return find_config(name), None, f"grmoe train model.preset={name}"
 
 

@@ -21,6 +21,7 @@ from grmoe.routing import routers
 from grmoe.runs.checkpoint import Checkpoint
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import CONFIG, checkpoints_of, data_checksum, find_checkpoint, tokenizer_of, vocabulary
+from grmoe.runs.missing import not_a_model
 from grmoe.runs.results import RESULTS, ResultsError, find_results, results_folder
 from grmoe.runs.state import gather
 
@@ -84,7 +85,7 @@ def open_model(
     elif (path / "config.json").is_file():
         loaded = _open_export(path)
     else:
-        raise ValueError(f"{path} is neither a run of `grmoe train` nor an exported model")
+        raise ValueError(not_a_model(path))
     if dtype == "served":
         dtype = torch.bfloat16 if loaded.is_run and place.type == "cuda" else None
     torch.nn.Module.to(loaded.model, device=place, dtype=dtype)

@@ -1,0 +1,34 @@
+"""Why a path is no model. A wrong path is the most common mistake, so the message names what is there instead."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from shlex import quote
+
+from grmoe.data.shards import INDEX
+from grmoe.runs.folder import CONFIG
+
+_NAMED = 5  # folders that a message lists
+
+
+def not_a_model(path: Path) -> str:
+    """The message about a path that is neither a run nor an exported model."""
+    if (path / INDEX).is_file():
+        train = f"grmoe train data.path={quote(str(path))}"
+        return f"{path} holds prepared text, not a model; train one: {train}"
+    refused = f"{path} is neither a run of `grmoe train` nor an exported model"
+    if not path.exists():
+        return f"{refused}: there is no such folder"
+    if not path.is_dir():
+        return f"{refused}: it is a file"
+    inside: list[str] = []
+    with contextlib.suppress(OSError):  # what cannot be listed is not named
+        inside = [str(folder) for folder in sorted(path.iterdir()) if _is_model(folder)]
+    more = f" and {len(inside) - _NAMED} more" if len(inside) > _NAMED else ""
+    return f"{refused}; it holds {', '.join(inside[:_NAMED])}{more}" if inside else refused
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether a folder looks like a run or an exported model."""
+    return (folder / CONFIG).is_file() or (folder / "config.json").is_file()
