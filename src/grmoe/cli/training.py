@@ -73,13 +73,15 @@ def train(
             print(to_yaml(config), end="")
             return
         from grmoe.runs.about import about
+        from grmoe.runs.lock import trained_by
         from grmoe.train.loop import TrainingStopped
         from grmoe.train.loop import train as run
         from grmoe.train.summary import save, summarize
         from grmoe.train.summary import show as show_summary
 
         is_first = os.environ.get("RANK", "0") == "0"  # only the first process of torchrun prints
-        if resume and is_first and checkpoints_of(Path(config.out), config).latest() is None:
+        out = Path(config.out)
+        if resume and is_first and checkpoints_of(out, config).latest() is None and trained_by(out) is None:
             note(f"{config.out} has no checkpoint to resume from: this starts a new run.")
         try:
             outcome = run(config, resume)
