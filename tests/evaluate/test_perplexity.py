@@ -94,7 +94,7 @@ def test_texts_in_every_form_are_one_text(
     names = [str(tmp_path / name) for name in ("plain.jsonl", "rows.jsonl.gz", "rows.jsonl.xz")]
     found = read_domains(names, loaded)
     assert [text.text for text in found] == names
-    assert capsys.readouterr().err == f"{names[0]}: skipped 1 rows (1 invalid JSON)\n"
+    assert capsys.readouterr().err == f"{names[0]}: skipped 1 row (1 invalid JSON)\n"
     end = loaded.tokenizer.eos_token_id
     for text in found:
         assert text.tokens.tolist() == found[0].tokens.tolist()

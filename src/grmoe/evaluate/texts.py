@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from grmoe.checks import require
 from grmoe.probe.text import document_encoder, read_documents
 from grmoe.runs.open import LoadedModel
+from grmoe.tables import counted
 from grmoe.terminal import note
 
 
@@ -70,7 +71,7 @@ def _read_text(source: str, loaded: LoadedModel, limit: int | None) -> list[Doma
         domain.bytes += len(text.encode())
     if skipped:
         reasons = ", ".join(f"{skipped.count(reason)} {reason}" for reason in dict.fromkeys(skipped))
-        note(f"{source}: skipped {len(skipped)} rows ({reasons})")
+        note(f"{source}: skipped {counted(len(skipped), 'row')} ({reasons})")
     require(bool(domains), f"text {source} must hold a document, got none")
     start = np.array([encoder.end_of_text], dtype=np.int64)
     found = []
