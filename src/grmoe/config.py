@@ -71,7 +71,7 @@ def from_dict(kind: type[C], tree: Mapping[str, Any], where: str = "") -> C:
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{where or kind.__name__}: {error}") from error
+        raise ConfigError(f"{where}: {error}" if where else str(error)) from error
 
 
 def to_dict(config: Any) -> dict[str, Any]:
