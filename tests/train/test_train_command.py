@@ -107,7 +107,10 @@ def test_a_run_that_loses_its_log_on_the_way_still_says_how_good_it_is(
         (["optim.rate=1"], "unknown key 'optim.rate'"),
         (["data.batch_size=7", "data.micro_batch_size=2"], "micro_batch_size must divide"),
         (["data.sequence_length=64"], "must be at most the model's 32, got 64"),
-        (["data.batch_size=100000"], "less than one batch"),
+        (
+            ["data.batch_size=100000"],
+            "less than one batch of 100000 .*or smaller data.sequence_length or data.batch_size",
+        ),
         (["model.preset=tinny"], "error: model.preset must be one of tiny, .*got 'tinny'"),
         (["parallel.expert=2"], "torchrun --nproc-per-node"),
         (["device=gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),

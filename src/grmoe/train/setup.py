@@ -107,10 +107,18 @@ def build_trainer(config: TrainConfig, world: World) -> Trainer:
         f"data.sequence_length must be at most the model's {model_config.max_position_embeddings}, got {length}",
     )
     rows, _ = _divide_batch(config, world)
-    # Raises now, and not after minutes of building, if the data is too short for one batch.
-    data.batches(rows, length, config.seed, world.rank, world.size)
+    _check_enough(data, rows * world.size, length)
     learner = build_learner(config, world, model_config, length, masked=data.masked)
     return Trainer(**vars(learner), data=data, validation=validation)
+
+
+def _check_enough(data: TokenDataset, sequences: int, length: int) -> None:
+    """Raise now, and not after minutes of building, if the data is too short for one batch."""
+    require(
+        data.num_windows(length) >= sequences,
+        f"{data.folder} holds {data.tokens:,} tokens to train on, less than one batch of {sequences} sequences of "
+        f"{length} tokens: give more text, or smaller data.sequence_length or data.batch_size",
+    )
 
 
 def load_start(trainer: Trainer, path: str) -> None:
