@@ -300,7 +300,7 @@ def test_the_summary_takes_the_last_validation(
     again = outcome()
     assert (again.perplexity, again.domains, again.has_log) == (math.exp(2.0), {"a": 1.5}, True)
     said = list(summary.show(again))
-    assert said[0] == f"{folder} had already reached its last step."
+    assert said[0].startswith(f"{folder} had already reached its last step. To train it further, add steps=N")
     assert said[1].startswith("Validation perplexity 7.39; unigram model ")
     assert len(said) == 2
     fresh = outcome(Validation(1.0, {"b": 0.5}, []))

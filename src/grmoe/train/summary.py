@@ -49,7 +49,7 @@ def summarize(config: TrainConfig, outcome: Outcome) -> Summary:
 def show(summary: Summary) -> Iterator[str]:
     folder = summary.outcome.folder
     if summary.outcome.validation is None:
-        yield f"{folder} had already reached its last step."
+        yield f"{folder} had already reached its last step. To train it further, add steps=N with a larger N."
     if summary.perplexity is not None:
         each = describe_domains(summary.domains)
         yield f"Validation perplexity {summary.perplexity:.2f}{each}; unigram model {summary.unigram:.1f}"
