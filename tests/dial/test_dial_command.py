@@ -294,6 +294,15 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path) -> None:
         ((run, "--max-ppl-increase", "1%", "--margin", 0.5), "margin must be a finite number >= 1, got 0.5"),
         ((run, "--target-experts", 1.5, "--margin", 2), "--margin belongs to --max-ppl-increase"),
         ((tmp_path,), "neither a run"),
+        (
+            (run, "--target-experts", 3),
+            "target-experts must be at most 2, the most experts per token of this search, got 3; "
+            "--cap raises it, up to 4",
+        ),
+        (
+            (run, "--target-experts", 5, "--cap", 4),
+            "must be at most 4, the most experts per token of this search, got 5",
+        ),
         ((run, "--cap", 9), "cap must be from 1 to 4, the number of experts, got 9"),
         ((run, "--tokens", 64), "at least 8 windows of 32 tokens, got 2 from validation: give more --tokens"),
         ((run, "--length", 33), "length must be at most the model's 32, got 33"),

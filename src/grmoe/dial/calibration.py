@@ -88,6 +88,8 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     check_router(model.config)
     use_curve(model, None, None)  # what an earlier calibration left
     cap = _cap(plan.cap, model.config)
+    if target.kind == "experts":
+        _check_reachable(target.value, cap, model.config)
     # All text is read before anything is measured: a wrong file name should not cost minutes.
     text, *others = read_texts((plan.text, *plan.checks), loaded, plan.length, plan.tokens)
     # A target of speed needs speeds to choose by. Otherwise everything is timed together, after the choice.
@@ -178,6 +180,16 @@ def _cap(asked: int | None, config: GrmoeConfig) -> int:
         f"cap must be at least 2, got {asked}: with one expert per token there is nothing to choose. Give --cap 2.",
     )
     return asked
+
+
+def _check_reachable(experts: float, cap: int, config: GrmoeConfig) -> None:
+    """A target above all settings would bound nothing, and who asks for more experts would get no more."""
+    most = max(cap, config.num_experts_per_tok or config.num_experts)
+    raising = f"; --cap raises it, up to {config.num_experts}" if most < config.num_experts else ""
+    checks.require(
+        experts <= most,
+        f"target-experts must be at most {most}, the most experts per token of this search, got {experts:g}{raising}",
+    )
 
 
 def _points_to_time(points: list[Point], trained: Point) -> list[Point]:
