@@ -123,6 +123,9 @@ def test_short_numbers() -> None:
 def test_unknown_preset() -> None:
     with pytest.raises(ValueError, match="preset must be one of 'tiny', 'small'"):
         preset("huge")
+    with pytest.raises(ValueError, match="unknown key 'routr'; did you mean 'router'"):
+        preset("tiny", routr="softmax")
+    assert preset("tiny", attn_implementation="eager")._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ explains it.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from grmoe import checks
+from grmoe.config import unknown
 from grmoe.model.configuration_grmoe import GrmoeConfig
 from grmoe.model.saved import read_config
 
@@ -112,6 +114,10 @@ PRESETS |= {
 def preset(name: str, **changes: Any) -> GrmoeConfig:
     """The configuration of a preset, with fields replaced: `preset("tiny", router="softmax", vocab_size=8192)`."""
     checks.one_of("preset", name, tuple(PRESETS))
+    fields = [field.name for field in dataclasses.fields(GrmoeConfig)]
+    for change in changes:  # transformers would keep a misspelt field, and nothing would read it
+        known = change in fields or hasattr(GrmoeConfig, f"_{change}")  # such as attn_implementation
+        checks.require(known, unknown(change, change, fields))
     return GrmoeConfig(**(PRESETS[name] | changes))
 
 
