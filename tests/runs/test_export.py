@@ -77,6 +77,16 @@ def check_about(run: Path, out: Path) -> None:
         about("nothing")
 
 
+def test_an_exported_model_is_not_exported_again(run: Path, tmp_path: Path) -> None:
+    export(run, tmp_path / "model", "8")
+    for out in (
+        tmp_path / "model" / "model",
+        tmp_path / "again",
+    ):  # the first is where the command would write
+        with pytest.raises(ValueError, match="model is an exported model already; this command takes a run"):
+            export(tmp_path / "model", out)
+
+
 def test_the_folder_is_the_checkpoint(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "model"
     used = export(run, out, "last", alpha=2.0, dtype=torch.float32)

@@ -16,6 +16,7 @@ from grmoe.model import export_remote_code
 from grmoe.model.saved import CONFIG, is_saved, seal
 from grmoe.runs.card import MODEL_CARD, card_name, model_card
 from grmoe.runs.checkpoint import Checkpoint
+from grmoe.runs.folder import CONFIG as RUN_CONFIG
 from grmoe.runs.folder import saved_config
 from grmoe.runs.open import LoadedModel, open_model
 from grmoe.terminal import note
@@ -38,8 +39,12 @@ def export(
     budget: float | None = None,
 ) -> Checkpoint:
     """Export a run's checkpoint ("best", "last" or a step), at this α or this budget. Returns the checkpoint."""
+    checks.require(
+        (run / RUN_CONFIG).is_file() or not (run / CONFIG).is_file(),
+        f"{run} is an exported model already; this command takes a run of `grmoe train`",
+    )
+    saved_config(run)  # raises if there is no run
     check_place(run, out)
-    saved_config(run)  # raises for an exported folder
     loaded = open_model(run, which, alpha, device="cpu", dtype=dtype, budget=budget)
     write_model(loaded, out, model_card(loaded, card_name(out)))
     assert loaded.checkpoint is not None
