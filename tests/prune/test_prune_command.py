@@ -215,6 +215,7 @@ def test_the_fewest_experts_within_a_bound(trained: Trained, data: Path, tmp_pat
     assert status == 0, said
     found = results(out)
     assert found["experts"] == 2  # no fewer: a token gets two
+    assert f"Next: grmoe dial {out / 'model'} --text FILE --write" in said
     assert found["chosen"]["texts"][0]["increase"]["high"] <= 5
     again = open_model(out / "model")
     text = read_windows(str(data), again, 32, 1024)

@@ -10,6 +10,7 @@ import typer
 
 from grmoe.cli import options
 from grmoe.cli.shell import run_plan, shell
+from grmoe.terminal import say
 
 
 def prune(
@@ -42,6 +43,7 @@ def prune(
     """
     with shell("lm", "studies"):
         from grmoe.prune import Plan, run, save, show
+        from grmoe.runs.about import about
         from grmoe.runs.export import check_place
         from grmoe.runs.results import results_folder
 
@@ -61,3 +63,5 @@ def prune(
                 f"no model written: with one expert fewer, no method keeps perplexity within "
                 f"{100 * limit:g} %"
             )
+        if write:
+            say(f"Next: {about(str(out / 'model'))[2]}")
