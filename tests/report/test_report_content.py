@@ -232,6 +232,18 @@ def test_an_exported_model_asks_for_text_and_takes_it(run: Path, tmp_path: Path)
     assert not (model / "analysis").exists()  # an exported folder is passed on
 
 
+def test_the_model_of_a_dial_points_to_its_run(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    model = copy / "dial" / "model"
+    export(copy, model, budget=1.5)
+    (note,) = [n for n in collect(model).notes if n.section == "frontier"]
+    assert (note.text, note.command) == (f"The results of its dial are in {copy}.", f"grmoe report {copy}")
+    (copy / "dial" / "results.json").unlink()
+    (note,) = [n for n in collect(model).notes if n.section == "frontier"]
+    assert note.command == f"grmoe dial {model} --text FILE"
+
+
 def test_what_cannot_be_read_is_one_line(run: Path, tmp_path: Path) -> None:
     status, said = report(tmp_path)
     assert status == 2

@@ -20,6 +20,7 @@ from grmoe.runs.checkpoint import CheckpointError
 from grmoe.runs.folder import CONFIG, dialled_model
 from grmoe.runs.open import LoadedModel, open_model
 from grmoe.runs.results import (
+    RESULTS,
     Results,
     ResultsError,
     find_results,
@@ -134,6 +135,12 @@ def _find(content: Content, kind: str) -> tuple[Results | None, str | None]:
         return None, f"{error.problem}."
 
 
+def _dialled_run(folder: Path) -> Path | None:
+    """The run whose dial saved this folder as its `dial/model`; None for any other folder."""
+    run = folder.parent.parent
+    return run if dialled_model(run) == folder and (folder.parent / RESULTS).is_file() else None
+
+
 def _add_frontier(content: Content, folder: Path, loaded: LoadedModel | None) -> dict[str, Any] | None:
     """What the dial measured. Returns the body of its results, if they are of this checkpoint."""
     router = None if loaded is None else loaded.model.config.router
@@ -150,6 +157,12 @@ def _add_frontier(content: Content, folder: Path, loaded: LoadedModel | None) ->
             if curve
             else "Not measured yet."
         )
+        run = _dialled_run(folder) if curve else None
+        if run is not None:  # measured already, for the page of the run
+            missing, command = (
+                f"The results of its dial are in {run}.",
+                f"grmoe report {shlex.quote(str(run))}",
+            )
         content.notes.append(Note("frontier", problem or missing, command))
         return None
     if loaded is not None and found.step != loaded.step:
