@@ -89,6 +89,32 @@ def test_a_narrow_terminal_breaks_headings_between_words_and_not_the_title() -> 
     assert max(map(len, shown.splitlines())) <= 58
 
 
+def test_a_table_that_is_wider_than_the_terminal_is_turned() -> None:
+    numbers = [f"{n}.{n}98765" for n in range(1, 9)]
+    table = Table("Bounds", ["block", *"abcdefgh"])
+    table.add("1", *numbers)
+    table.add("3", *reversed(numbers))
+    wide, narrow = printed(table, 100).splitlines(), printed(table, 60).splitlines()
+    assert wide[2].split()[1:-1:2] == ["block", *"abcdefgh"]
+    assert narrow[0] == "Bounds"
+    assert narrow[2].split()[1:-1:2] == ["block", "1", "3"]
+    assert [line.split()[1:-1:2] for line in narrow if line[:1] == "│"] == [
+        list(row) for row in zip("abcdefgh", numbers, reversed(numbers), strict=True)
+    ]
+    many = Table("", ["a", "b"])  # turned, it would be wider still
+    for number in numbers:
+        many.add(number, number)
+    assert sum(line[:1] == "│" for line in printed(many, 20).splitlines()) >= len(numbers)
+
+
+def test_no_width_loses_a_digit() -> None:
+    table = Table("", ["a", "b"])
+    table.add("1.23456789", "9.87654321")
+    shown = printed(table, 18)
+    assert "…" not in shown
+    assert sum(character.isdigit() for character in shown) == 18
+
+
 def test_sections_are_lines_in_the_terminal() -> None:
     table = Table("", ["", ""])
     table.end_section()  # before any row there is nothing to end

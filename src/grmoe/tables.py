@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -41,25 +41,49 @@ class Table:
         if self.sections[-1]:
             self.sections.append([])
 
-    def __rich__(self) -> Group:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.title:  # not the title of rich's table, which is as narrow as the table
+            yield Text(self.title, style="table.title")
+        turned = self._turned()
+        fits = self._least_width() <= options.max_width or turned._least_width() >= self._least_width()
+        yield (self if fits else turned)._rich()
+
+    def _rich(self) -> RichTable:
         table = RichTable(show_header=any(self.headings))
         for place, heading in enumerate(self.headings, 1):
             left = place <= self.left or (self.notes and place == len(self.headings))
-            longest = max(
-                map(len, heading.split()), default=0
-            )  # a narrow terminal breaks between words, not in one
-            table.add_column(escape(heading), justify="left" if left else "right", min_width=longest)
+            # A narrow terminal breaks between words, not in one. What is narrower still folds them: an ellipsis would
+            # replace the digits of a number.
+            least = _longest_word([heading])
+            table.add_column(
+                escape(heading), justify="left" if left else "right", min_width=least, overflow="fold"
+            )
         for section in self.sections:
             for row in section:
                 table.add_row(*map(escape, row))
             table.add_section()
-        # Not the title of rich's table, which is as narrow as the table.
-        return Group(Text(self.title, style="table.title"), table) if self.title else Group(table)
+        return table
+
+    def _least_width(self) -> int:
+        """Columns of a terminal below which a word would be broken or a column cut off."""
+        return sum(_longest_word(column) + 3 for column in zip(self.headings, *self.rows, strict=True)) + 1
+
+    def _turned(self) -> Table:
+        """Rows as columns, for tables that are wider than the terminal."""
+        first, *others = zip(self.headings, *self.rows, strict=True)
+        turned = Table("", first)
+        for column in others:
+            turned.add(*column)
+        return turned
 
     def markdown(self) -> str:
         """A GitHub table without the title. Cells keep their text: `|` is escaped."""
         lines = [_line(self.headings), f"|{'---|' * len(self.headings)}"]
         return "\n".join([*lines, *map(_line, self.rows)])
+
+
+def _longest_word(cells: Sequence[str]) -> int:
+    return max((len(word) for cell in cells for word in cell.split()), default=0)
 
 
 def _line(cells: Sequence[str]) -> str:
