@@ -88,10 +88,10 @@ def test_an_exported_model_on_a_text(exported: Path, tmp_path: Path) -> None:
     arguments = ["eval", str(exported), "--text", str(tmp_path / "held [out].txt"), "--stride", "16"]
     result = runner.invoke(app, [*arguments, "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
-    assert "48 tokens of overlap" in result.output
+    assert "windows of 32 tokens, 16 tokens of overlap" in result.output  # as in training; the context is 64
     assert "held [out].txt" in result.output
     content = load_results(tmp_path / "out" / "results.json", "eval").body
-    assert (content["length"], content["stride"]) == (64, 16)
+    assert (content["length"], content["stride"]) == (32, 16)
     assert content["points"][0]["alpha"] == 1.0
 
 

@@ -16,7 +16,7 @@ from grmoe.train.loop import train
 
 
 def test_a_run_and_its_export_are_one_model(settings: Callable[..., TrainConfig], tmp_path: Path) -> None:
-    config = settings(steps=4, checkpoint={"every": 2})
+    config = settings(steps=4, checkpoint={"every": 2}, data={"sequence_length": 16})
     train(config)
     export(Path(config.out), tmp_path / "model", "last", dtype=torch.float32)
     run, folder = open_model(config.out, "last", alpha=2.0), open_model(tmp_path / "model", alpha=2.0)
@@ -24,6 +24,11 @@ def test_a_run_and_its_export_are_one_model(settings: Callable[..., TrainConfig]
     assert run.data is not None
     assert run.data.split == "validation"
     assert folder.data is None
+    assert run.length == folder.length == 16
+    folder.model.config.max_position_embeddings = 8  # a context that is cut is the longest window
+    folder.model.save_pretrained(tmp_path / "cut")
+    run.tokenizer.save_pretrained(tmp_path / "cut")
+    assert open_model(tmp_path / "cut").length == 8
     ids = run.tokenizer("one two three", return_tensors="pt").input_ids
     assert torch.equal(ids, folder.tokenizer("one two three", return_tensors="pt").input_ids)
     with torch.no_grad():

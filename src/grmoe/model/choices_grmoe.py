@@ -128,6 +128,8 @@ def _check_numbers(config: GrmoeConfig) -> None:
     checks.finite("residual_loss_coef", config.residual_loss_coef, at_least=0)
     if config.router_kappa is not None:
         checks.finite("router_kappa", config.router_kappa, above=0)
+    if config.trained_length is not None:
+        checks.positive_int("trained_length", config.trained_length)
     checks.finite("attention_dropout", config.attention_dropout, at_least=0)
     checks.require(
         config.attention_dropout < 1, f"attention_dropout must be below 1, got {config.attention_dropout!r}"

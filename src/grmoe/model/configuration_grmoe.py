@@ -123,6 +123,9 @@ class GrmoeConfig(PreTrainedConfig):
     """What `grmoe dial` calibrated: points with `experts_per_token`, `weight` or `tau`, `alpha`, `cap` and `loss`, with
     the fewest experts first. Weight, τ, α and cap are one number, or a list with one per MoE layer. A point may have a
     `bias` too: for each MoE layer a list with one number per expert, added to the logits for the choice alone."""
+    trained_length: int | None = None
+    """Tokens per sequence in training. `grmoe eval`, `dial` and `prune` measure in windows of this length. Default:
+    max_position_embeddings."""
     shared_experts: int = 0
     """Experts of the same width that compute every token."""
     identity_experts: int = 0

@@ -119,6 +119,7 @@ def _open_run(run: Path, which: str) -> LoadedModel:
     if learned:
         model.set_alpha(model.alpha)
     _add_budgets(run, model, checkpoint.step)
+    model.config.trained_length = config.data.sequence_length
     try:
         data, why = _held_out(config, checkpoint), ""
     except (ValueError, OSError) as error:
@@ -128,7 +129,7 @@ def _open_run(run: Path, which: str) -> LoadedModel:
         model=model.eval(),
         tokenizer=_open_tokenizer(tokenizer_folder, model_config.vocab_size),
         tokenizer_folder=tokenizer_folder,
-        length=config.data.sequence_length or model.config.max_position_embeddings,
+        length=_length(model),
         checkpoint=checkpoint,
         data=data,
         no_data=why,
@@ -178,8 +179,14 @@ def _open_export(folder: Path) -> LoadedModel:
         model=model.eval(),
         tokenizer=_open_tokenizer(folder, model.config.vocab_size),
         tokenizer_folder=folder,
-        length=model.config.max_position_embeddings,
+        length=_length(model),
     )
+
+
+def _length(model: GrmoeForCausalLM) -> int:
+    """Of the sequences in training. A context that was cut afterwards is shorter."""
+    longest: int = model.config.max_position_embeddings
+    return min(model.config.trained_length or longest, longest)
 
 
 def _held_out(config: TrainConfig, checkpoint: Checkpoint) -> TokenDataset:

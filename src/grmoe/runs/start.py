@@ -34,8 +34,8 @@ FREE_FIELDS = (
     "attention_dropout", "max_position_embeddings", "router_aux_loss_coef", "residual_loss_coef", "use_cache",
     "output_router_logits",
 )  # fmt: skip
-# A budget is calibrated for certain weights, and training changes them.
-_NOT_TAKEN = ("budget", "budget_curve")
+# A budget is calibrated for certain weights, and training changes them. It has its own length too.
+_NOT_TAKEN = ("budget", "budget_curve", "trained_length")
 # What the data gives.
 _OF_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id")
 
@@ -90,7 +90,8 @@ def _from_source(tree: Mapping[str, Any], source: LoadedModel, given: TrainConfi
     if find_device(given.device).type == "cpu":
         longest = model.get("max_position_embeddings", GrmoeConfig.max_position_embeddings)
         defaults = {"data": {"batch_size": CPU_BATCH, "sequence_length": min(CPU_LENGTH, longest)}}
-    if source.is_run and "max_position_embeddings" not in asked:
+    known = source.is_run or source.model.config.trained_length is not None
+    if known and "max_position_embeddings" not in asked:
         defaults = merge(defaults, {"data": {"sequence_length": source.length}})
     return merge(defaults, tree) | {"model": {"preset": None, **model}}
 
