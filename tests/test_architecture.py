@@ -36,7 +36,7 @@ ONE_HOME = {
             "runs/start.py",
         ),
     },
-    r"\.data\.sequence_length or": {"runs/open.py", "train/setup.py"},
+    r"\.data\.sequence_length or": {"train/setup.py"},
 }
 
 

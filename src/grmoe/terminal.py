@@ -49,7 +49,7 @@ def show_progress() -> Iterator[Progress]:
             nonlocal current
             bar.update(task, description=escape(stage), completed=done, total=total or None)
             if stage != current and not stderr.is_terminal:
-                share = f" ({done / total:.0%} done)" if total else ""
+                share = f" ({done / total:.0%} done)" if total > 1 else ""  # one step is done or not
                 print(f"{stage}{share}", file=sys.stderr, flush=True)
             current = stage
 

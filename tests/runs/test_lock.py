@@ -122,3 +122,12 @@ def test_it_is_free_after_an_error(settings: Settings) -> None:
 def test_a_full_disk_does_not_hide_what_went_wrong(tmp_path: Path) -> None:
     with largest_file(0), pytest.raises(KeyError), lock_folder(tmp_path / "run", ALONE):
         raise KeyError
+
+
+def test_a_file_is_no_folder_for_a_run(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("")
+    with (
+        pytest.raises(ValueError, match=r"out must be a folder for the run, but .*text\.txt is a file"),
+        lock_folder(tmp_path / "text.txt", ALONE),
+    ):
+        pass

@@ -130,6 +130,14 @@ def test_a_resumed_run_keeps_what_is_left_out(settings: Settings, tmp_path: Path
     assert train(again, resume=True).validation is None  # it had ended
 
 
+def test_a_folder_alone_is_not_resumed_as_a_new_run(tmp_path: Path) -> None:
+    """A misspelt folder would start a run of defaults. The whole command of a job script starts one."""
+    given = [f"out={tmp_path / 'nothing'}", "steps=9"]
+    with pytest.raises(ValueError, match=r"nothing holds no run to resume; .*leave out --resume"):
+        starting_config(read_tree(None, given), resume=True)
+    assert starting_config(read_tree(None, [*given, "device=cpu"]), resume=True).steps == 9
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_failed_start_leaves_nothing_behind(resume: bool, settings: Settings) -> None:
     config = settings(steps=1)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from grmoe.checks import require
 from grmoe.parallel.world import World, any_process
 
 _LOCK = ".lock"
@@ -28,6 +29,7 @@ def lock_folder(folder: Path, world: World) -> Iterator[None]:
     A start that fails before anything was written leaves no folder behind.
     """
     path = folder / _LOCK
+    require(not folder.is_file(), f"out must be a folder for the run, but {folder} is a file")
     with contextlib.ExitStack() as held:
         taken = held.enter_context(_locked(path)) if world.first else True
         if any_process(world, not taken):

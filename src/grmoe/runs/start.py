@@ -47,6 +47,11 @@ def starting_config(tree: Mapping[str, Any], resume: bool = False) -> TrainConfi
     if resume and saved.is_file():
         saved_config(saved.parent)  # raises, with the file's name, if the file is damaged
         return from_dict(TrainConfig, merge(read_tree(saved), tree))
+    # Job scripts have `--resume` in their whole command, the first time too. A folder alone is more likely misspelt.
+    require(
+        not resume or not set(tree) <= {"out", "steps"},
+        f"{given.out} holds no run to resume; to start a new one there, leave out --resume",
+    )
     if given.start_from is not None:
         return from_dict(TrainConfig, _from_source(tree, open_source(given.start_from), given))
     return from_dict(TrainConfig, merge(_device_defaults(tree, given), tree))

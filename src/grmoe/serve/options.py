@@ -70,7 +70,7 @@ class Options:
 
         if not 0 <= low <= high <= LARGEST_ALPHA:
             raise ValueError(
-                f"alpha_range must have 0 <= low <= high <= {LARGEST_ALPHA:g}, got {low:g}, {high:g}"
+                f"alpha-range must be LOW:HIGH, such as 0.5:5, from 0 to {LARGEST_ALPHA:g}, got {low:g}:{high:g}"
             )
         if self.graphs and self.together is False:
             raise ValueError("graphs compute requests in one batch: leave out --alone")
@@ -78,8 +78,10 @@ class Options:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.alpha is not None and self.budget is not None:
             raise ValueError("give alpha or budget, not both: a budget sets α too")
-        if self.alpha is not None:
-            self.check_alpha(self.alpha)
+        if self.alpha is not None and not low <= self.alpha <= high:
+            raise ValueError(
+                f"alpha must be within --alpha-range {low:g}:{high:g}, which requests have too, got {self.alpha:g}"
+            )
         if self.name is not None and not (self.name.isprintable() and 0 < len(self.name.strip()) <= MAX_NAME):
             raise ValueError(f"name must have 1 to {MAX_NAME} printable characters, got {self.name!r:.80}")
         for origin in self.allowed_origins:

@@ -17,6 +17,7 @@ import uvicorn
 
 from grmoe.checks import require
 from grmoe.runs.folder import CONFIG, dialled_model
+from grmoe.runs.missing import not_a_model
 from grmoe.runs.open import open_model
 from grmoe.serve.app import build, log, show_alphas
 from grmoe.serve.batching import BatchGenerator, why_not_batch
@@ -46,6 +47,7 @@ def make_service(options: Options) -> Service:
         export = f"export it first: grmoe export {folder} --out MODEL && grmoe serve MODEL"
         serve = f"serve the model that was dialled: grmoe serve {written}"
         raise ValueError(f"{folder} is a run; {serve if written else export}")
+    require((folder / "config.json").is_file(), not_a_model(folder))
     # Only safetensors: a pickled file can run code.
     require(
         any(folder.glob("*.safetensors")),
