@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,19 @@ def test_one_number_sets_every_layer_and_none_puts_it_back(build: Build, ids: to
     model.set_budget(None)
     assert (model.budget, in_use(model)) == (None, TRAINED)
     assert torch.equal(model(ids).logits, before)
+
+
+def test_training_at_a_budget_warns(build: Build) -> None:
+    """A dialled model that someone trains on would otherwise train few of its experts, without a word."""
+    model = build(budget_curve=CURVE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.train()
+        model.set_budget(1.5)
+        model.eval()
+    with pytest.warns(UserWarning, match=r"trains at its budget.*set_budget\(None\)"):
+        assert model.train() is model
+    assert model.training
 
 
 @pytest.mark.parametrize(

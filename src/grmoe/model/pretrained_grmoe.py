@@ -6,7 +6,8 @@ This file is copied beside every exported model.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+import warnings
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,11 @@ from .parts_grmoe import set_layer_numbers as set_router_numbers
 from .parts_grmoe import update_priors as update_router_priors
 from .router_grmoe import config_policy, config_router
 
+_TRAINS_AT_BUDGET = (
+    "this model trains at its budget, with as few experts as in use. To train all of it, first call "
+    "model.set_budget(None) and set model.config.budget_curve = None: the curve belongs to the old weights"
+)
+
 
 class GrmoePreTrainedModel(PreTrainedModel):
     config: GrmoeConfig
@@ -61,6 +67,12 @@ class GrmoePreTrainedModel(PreTrainedModel):
     def __init__(self, config: GrmoeConfig, *args: Any, **kwargs: Any) -> None:
         config.check()
         super().__init__(config, *args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """As in PyTorch. Warns once if a budget is set."""
+        if mode and self.config.budget is not None:
+            warnings.warn(_TRAINS_AT_BUDGET, stacklevel=1)  # one place, so it is shown once
+        return super().train(mode)
 
     # -- dial, metrics, priors, overlap ------------------------------------------------------------------------
 
