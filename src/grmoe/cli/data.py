@@ -16,6 +16,7 @@ def prepare(
     source: Annotated[
         list[str] | None,
         typer.Argument(
+            metavar="SOURCE",
             help="A folder, a file or a quoted pattern of .txt, .jsonl, .parquet or .arrow files (.txt and .jsonl also "
             "as .gz, .xz, .zst). hf:OWNER/NAME or hf:OWNER/NAME:CONFIG streams from the Hugging Face hub. "
             "python-stdlib is the source code of Python's standard library and needs no download.",

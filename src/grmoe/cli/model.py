@@ -14,7 +14,7 @@ from grmoe.terminal import note, say, say_all, say_written
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Folder of `grmoe train`.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of `grmoe train`.")],
     out: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder for the model.", show_default="RUN/model")
     ] = None,
@@ -92,7 +92,8 @@ def info(
     model: Annotated[
         str,
         typer.Argument(
-            help="A preset (tiny, small, 350m, 1.3b, 2.7b, small-fine, …), or the folder of a run or an exported model."
+            metavar="MODEL",
+            help="A preset (tiny, small, 350m, 1.3b, 2.7b, small-fine, …), or the folder of a run or exported model.",
         ),
     ],
     context: Annotated[

@@ -14,7 +14,7 @@ from grmoe.cli.shell import run_plan, shell
 
 def report(
     models: Annotated[
-        list[Path], typer.Argument(metavar="MODEL...", help="Folders of `grmoe train` or `grmoe export`.")
+        list[Path], typer.Argument(metavar="MODEL", help="Folders of `grmoe train` or `grmoe export`.")
     ],
     out: Annotated[
         Path | None,

@@ -98,7 +98,9 @@ def train(
 
 
 def curves(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of `grmoe train`, drawn in one figure.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN", help="Folders of `grmoe train`, drawn in one figure.")
+    ],
     out: Annotated[Path, typer.Option(dir_okay=False, help="The figure, a PNG file.")] = Path(
         "runs/curves.png"
     ),
