@@ -103,7 +103,7 @@ def test_the_range_of_alpha() -> None:
     for alpha in (0.49, 5.01, float("nan")):
         with pytest.raises(ValueError, match=r"between 0\.5 and 5"):
             options.check_alpha(alpha)
-    with pytest.raises(ValueError, match=r"--alpha-range 2:5, .* got 1\.5"):
+    with pytest.raises(ValueError, match=r"--alpha-range 2:5, got 1\.5"):
         replace(options, alpha_range=(2.0, 5.0))
     for text in ("5", "a:b", "", "1:2:3"):
         with pytest.raises(ValueError, match="alpha-range"):

@@ -79,9 +79,7 @@ class Options:
         if self.alpha is not None and self.budget is not None:
             raise ValueError("give alpha or budget, not both: a budget sets α too")
         if self.alpha is not None and not low <= self.alpha <= high:
-            raise ValueError(
-                f"alpha must be within --alpha-range {low:g}:{high:g}, which requests have too, got {self.alpha:g}"
-            )
+            raise ValueError(f"alpha must be within --alpha-range {low:g}:{high:g}, got {self.alpha:g}")
         if self.name is not None and not (self.name.isprintable() and 0 < len(self.name.strip()) <= MAX_NAME):
             raise ValueError(f"name must have 1 to {MAX_NAME} printable characters, got {self.name!r:.80}")
         for origin in self.allowed_origins:

@@ -57,44 +57,24 @@ COUNTS = (8, 4, 2, 1)  # experts per token
 
 
 def claims(models: Models) -> list[Claim]:
+    both = "With narrow experts a linear term and all pairs in the penalty"
+    random = "make GrMoE with random budgets better"
+    flat = "With narrow experts a flatter gate (κ from 1, not from 2)"
     return [
-        _below(models, BOTH, SOFTMAX, SOFTMAX.label, "bring GrMoE below softmax"),
-        _below(models, BOTH, GRMOE, "GrMoE without them", "make GrMoE better"),
-        _below(
-            models, ELASTIC_BOTH, ELASTIC, "the same without them", "make GrMoE with random budgets better"
-        ),
-        _flatness(models, FLATTER, BOTH, "A flatter gate (κ from 1, not from 2)"),
-        _flatness(models, FLAT, GRMOE, "A flatter gate (κ from 1, not from 2) and nothing else"),
-        _below(
-            models,
-            ELASTIC_FLATTER,
-            ELASTIC,
-            "the same without",
-            "make GrMoE with random budgets better if κ starts at 1",
-        ),
+        _below(models, BOTH, SOFTMAX, f"{both} bring GrMoE below softmax"),
+        _below(models, BOTH, GRMOE, f"{both} make GrMoE better"),
+        _below(models, ELASTIC_BOTH, ELASTIC, f"{both} {random}"),
+        _below(models, FLATTER, BOTH, f"{flat} is better"),
+        _below(models, FLAT, GRMOE, f"{flat} and nothing else is better"),
+        _below(models, BOTH, SHARPER, "With narrow experts a sharper gate (κ from 4, not from 2) is worse"),
+        _below(models, ELASTIC_FLATTER, ELASTIC, f"{both} {random} if κ starts at 1"),
     ]
 
 
-def _flatness(models: Models, recipe: Recipe, other: Recipe, what: str) -> Claim:
+def _below(models: Models, recipe: Recipe, other: Recipe, text: str) -> Claim:
     gap = difference(models[recipe.name], models[other.name])
-    return Claim(
-        OWN,
-        f"{what} is better with narrow experts",
-        show_mean(gap, 4, "+"),
-        below(gap),
-        f"Loss minus that of {other.label}, by seed. {in_doubt(gap)}",
-    )
-
-
-def _below(models: Models, recipe: Recipe, other: Recipe, whose: str, what: str) -> Claim:
-    gap = difference(models[recipe.name], models[other.name])
-    return Claim(
-        OWN,
-        f"With narrow experts a linear term and all pairs in the penalty {what}",
-        show_mean(gap, 4, "+"),
-        below(gap),
-        f"Loss minus that of {whose}, by seed. {in_doubt(gap)}",
-    )
+    why = f"Loss of {recipe.label} minus that of {other.label}, by seed. {in_doubt(gap)}"
+    return Claim(OWN, text, show_mean(gap, 4, "+"), below(gap), why)
 
 
 def tables(models: Models) -> list[Table]:
