@@ -14,6 +14,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -134,16 +135,21 @@ def test_killed_ten_times_is_straight_to_the_bit(settings: Settings) -> None:
 
 
 def _die_while_writing(config: TrainConfig) -> None:
-    """In the second checkpoint, when some of it is on the disk."""
-    write = checkpoint.save
+    """In the ninth step, while a thread has written some of the second checkpoint and is not done."""
+    write, written = checkpoint.save, threading.Event()
 
-    def deadly(state: dict[str, Any], checkpoint_id: Path, **options: Any) -> None:
+    def slow(state: dict[str, Any], checkpoint_id: Path, **options: Any) -> None:
         write(state, checkpoint_id=checkpoint_id, **options)
         if checkpoint_id.name.endswith("8"):
-            loop.train_step = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # training goes on meanwhile
+            written.set()
             time.sleep(60)
 
-    checkpoint.save = deadly  # type: ignore[assignment]
+    def die(trainer: Trainer) -> None:
+        assert written.wait(30)  # a machine under load may write for longer than four steps take
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.save = slow  # type: ignore[assignment]
+    at_step(8, die)
     train(config)
 
 
