@@ -45,11 +45,12 @@ def test_known_values_on_the_sphere(spectrum: tuple[float, ...], log_c: float) -
     assert got == pytest.approx(log_c, abs=1e-13)
 
 
-@pytest.mark.parametrize(("d", "k"), [(2, 1), (3, 2), (5, 4), (128, 16), (768, 48), (2048, 64)])
-@pytest.mark.parametrize("kappa", [0.4, 4.2, 100.0, 1000.0])
+@pytest.mark.parametrize(("d", "k"), [(2, 1), (3, 2), (5, 4), (128, 16), (768, 48), (2048, 64), (8192, 2364)])
+@pytest.mark.parametrize("kappa", [0.4, 4.2, 100.0, 1000.0, 10_000.0])
 def test_two_eigenvalues_are_kummer(d: int, k: int, kappa: float) -> None:
     truth = mp.log(mp.hyp1f1(mp.mpf(k) / 2, mp.mpf(d) / 2, mp.mpf(kappa)))
-    assert float(abs(mp.mpf(log_z((kappa, 0.0), (k, d - k))) - truth)) <= 1e-11
+    error = float(abs(mp.mpf(log_z((kappa, 0.0), (k, d - k))) - truth))
+    assert error <= max(1e-13, 1e-15 * kappa)  # what the docstring promises; half of it was seen
     assert log_z((kappa, 0.0), (k, d - k)) == pytest.approx(float(log_kummer(k, d, kappa)), rel=1e-13)
 
 

@@ -595,6 +595,15 @@ def test_failed_hypotheses_give_the_trivial_value() -> None:
         assert not bool(certificate.holds)
         assert certificate.bound.item() == math.inf
     assert not bool(C.truncation_error_bound(2 * probs, ~nothing, diameter=1.0).holds)
+    spoilt = torch.ones(3, 4, 2)
+    spoilt[0, 1, 0], spoilt[1, 3] = math.inf, math.nan
+    certificate = C.truncation_error_bound(probs.expand(3, 4), ~nothing.expand(3, 4), outputs=spoilt)
+    assert certificate.holds.tolist() == [False, False, True]
+    assert certificate.bound.tolist() == [math.inf, math.inf, 0]
+    diameters = torch.tensor([math.nan, math.inf, -1.0, 1.0])
+    certificate = C.truncation_error_bound(probs.expand(4, 4), ~nothing.expand(4, 4), diameter=diameters)
+    assert certificate.holds.tolist() == [False, False, False, True]
+    assert certificate.bound.tolist() == [math.inf, math.inf, math.inf, 0]
 
     frames = haar_frames(8, 2, (3, 4), generator=rng(6))
     frames[1] = 1.01 * frames[1]

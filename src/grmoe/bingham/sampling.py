@@ -19,7 +19,8 @@ def sample(
     """`num` independent draws, shape (num, d), in the frame's dtype.
 
     concentration: a number κ ≥ 0 (drawn from an exact mixture, without rejection), or a tensor of k values of any sign
-        (rejection from an angular central Gaussian envelope, with acceptance near 0.9 in every dimension).
+        (rejection from an angular central Gaussian envelope). Acceptance is near one where draws spread over all
+        directions. It falls to about √(m/d) where they keep to m of them, as with one value far above d/2.
     """
     checks.frames("frame", frame_DK)
     checks.require(frame_DK.ndim == 2, f"frame must have shape (d, k), got {tuple(frame_DK.shape)}")

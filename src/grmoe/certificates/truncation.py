@@ -53,7 +53,8 @@ def truncation_error_bound(
     dropped = (probs_N * ~kept_N).sum(-1)  # ε, without the cancellation in 1 − kept
     holds = (kept > 0) & (probs_N >= 0).all(-1) & ((kept + dropped - 1).abs() <= 1e-3)
     if diameter is not None and outputs is None:
-        bound = dropped * as_scalar("diameter", diameter, 0.0, like=probs_N)
+        length = as_scalar("diameter", diameter, 0.0, like=probs_N)
+        holds, bound = holds & (length >= 0), dropped * length
     elif outputs is not None and diameter is None:
         f_ND = widened("outputs", outputs)
         require_shape("outputs", f_ND, (*probs_N.shape, *f_ND.shape[-1:]))
@@ -68,5 +69,8 @@ def truncation_error_bound(
     else:
         given = "neither" if outputs is None else "both"
         raise ValueError(f"give exactly one of diameter and outputs, got {given}")
-    hypothesis = "probs is a distribution, the kept experts have positive mass"
+    holds = holds & torch.isfinite(bound)
+    hypothesis = (
+        "probs is a distribution, the kept experts have positive mass, diameter >= 0 and outputs are finite"
+    )
     return Certificate(torch.where(holds, bound, math.inf), holds, hypothesis)
