@@ -79,6 +79,18 @@ def test_one_of() -> None:
         checks.one_of("mode", "c", ("a", "b"))
 
 
+def test_one_of_many() -> None:
+    names = ("softmax", "softmax-bias", "grmoe")
+    assert checks.one_of_many("recipe", "grmoe", names, "list") == "grmoe"
+    for wrong, near in (
+        ("gromoe", r"; did you mean 'grmoe'\?"),
+        ("softmx", r"; did you mean 'softmax' or 'softmax-bias'\?"),
+        ("xyz", r"\."),
+    ):
+        with pytest.raises(ValueError, match=rf"^unknown recipe '{wrong}'{near} `list` lists all 3$"):
+            checks.one_of_many("recipe", wrong, names, "list")
+
+
 @given(dim=st.integers(-1, 6), rank=st.integers(-1, 6))
 def test_subspace(dim: int, rank: int) -> None:
     if 1 <= rank <= dim:

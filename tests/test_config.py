@@ -72,6 +72,15 @@ def test_mistakes_say_where_and_what(override: str, message: str) -> None:
         load(Outer, None, [override])
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("runs/exp #3", "runs/exp #3"), (" a  b ", "a  b"), ("'x' # y", "x"), ("''", ""), ("ä/ö #", "ä/ö #")],
+)
+def test_text_is_taken_as_it_is_written(text: str, name: str) -> None:
+    """`out='runs/exp #3'` once trained in runs/exp: to YAML the rest is a comment."""
+    assert load(Outer, None, [f"inner.name={text}"]).inner.name == name
+
+
 def test_mistakes_in_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no configuration file"):
         load(Outer, tmp_path / "missing.yaml")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
+import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from grmoe import files
-from grmoe.files import PARTIAL, replace_folder, write_file
+from grmoe.files import PARTIAL, replace_files, replace_folder, write_file
 
 
 def full(*_: Any, **__: Any) -> Any:
@@ -43,6 +45,68 @@ def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
     path = tmp_path / "nowhere" / "log.jsonl"
     with pytest.raises(OSError, match=f"cannot write {path}: No such file or directory"):
         write_file(path, b"x")
+
+
+def test_a_file_system_that_may_only_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses to remove what was never written, too. The error is of the file asked for."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "results.json.partial")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(OSError, match=f"cannot write {tmp_path / 'results.json'}: Read-only file system"):
+        write_file(tmp_path / "results.json", b"x")
+
+
+def _write_often(path: Path, letter: bytes) -> None:
+    for length in range(1, 60):
+        write_file(path, letter * 997 * length)
+
+
+def test_processes_that_write_one_file_take_turns(tmp_path: Path) -> None:
+    """Such as two dials of one run: each renamed the temporary file of the other, and one ended in an error."""
+    path = tmp_path / "measurements.json"
+    writers = [
+        get_context("fork").Process(target=_write_often, args=(path, letter)) for letter in (b"a", b"b")
+    ]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        with contextlib.suppress(FileNotFoundError):
+            found = path.read_bytes()
+            assert len(set(found)) == 1, "two contents in one file"
+            assert len(found) % 997 == 0, "a part of a content"
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert [p.name for p in tmp_path.iterdir()] == ["measurements.json"]
+
+
+def _replace_files_often(out: Path, letter: str) -> None:
+    for number in range(30):
+        with replace_files(out, last="config") as new:
+            for name in ("weights", "tokenizer", "config"):
+                (new / name).write_text(f"{letter}{number}")
+                time.sleep(0.001)
+
+
+def test_processes_that_replace_one_folder_take_turns(tmp_path: Path) -> None:
+    """Such as two dials with --write: one model had files of both, and one of the two ended in an error."""
+    out = tmp_path / "model"
+    writers = [
+        get_context("fork").Process(target=_replace_files_often, args=(out, letter)) for letter in "ab"
+    ]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        with contextlib.suppress(FileNotFoundError):
+            before = (out / "config").read_text()
+            found = {path.read_text() for path in out.iterdir()}
+            if (out / "config").read_text() == before:  # else it was replaced while it was read
+                assert found == {before}, "files of two models in one folder"
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
 class At:
@@ -154,3 +218,24 @@ def test_what_a_crash_left_is_not_taken_over(folder: Path) -> None:
     _replace(folder)
     assert content(folder) == {"model": "new"}
     assert not left.parent.exists()
+
+
+def test_a_folder_on_another_disk_gets_its_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link to one, or a mounted volume: a file cannot be renamed into it."""
+    real = os.replace
+
+    def within_a_folder(source: Path, target: Path) -> None:
+        if Path(source).parent != Path(target).parent:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        real(source, target)
+
+    monkeypatch.setattr(files.os, "replace", within_a_folder)
+    with replace_files(folder, last="model") as new:
+        (new / "model").write_text("new")
+        (new / "code").mkdir()
+        (new / "code" / "a.py").write_text("new")
+    assert (folder / "code" / "a.py").read_text() == "new"
+    (folder / "code" / "a.py").unlink()
+    (folder / "code").rmdir()
+    assert content(folder) == {"model": "new", "licence": "old"}
+    assert [p.name for p in folder.parent.iterdir()] == ["model"]

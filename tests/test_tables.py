@@ -115,6 +115,38 @@ def test_no_width_loses_a_digit() -> None:
     assert sum(character.isdigit() for character in shown) == 18
 
 
+@given(
+    st.integers(2, 6).flatmap(
+        lambda n: st.lists(st.lists(st.integers(0, 10**9), min_size=n, max_size=n), min_size=1)
+    ),
+    st.integers(24, 80),
+)
+def test_every_part_is_as_wide_as_the_terminal_at_most(rows: list[list[int]], width: int) -> None:
+    table = Table("", [f"the {i}th heading" for i in range(len(rows[0]))])
+    for row in rows:
+        table.add(*map(str, row))
+    lines = printed(table, width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert all(line[-1] in "┓┃┩│┘┤" for line in lines)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_width_loses_a_column(width: int) -> None:
+    """`grmoe eval --budget 1,1.5,2` on several domains is too wide either way: its last columns were cut off."""
+    names = ["tokens", "perplexity", "word perplexity", "byte perplexity", "bits/byte"]
+    table = Table("Perplexity", ["text", "domain", "setting", *names], left=3)
+    for row in range(24):
+        table.add("text", f"domain {row}", "budget 1.5", *(f"{row}.{n}98765" for n in range(1, 6)))
+    shown = printed(table, width)
+    assert max(map(len, shown.splitlines())) <= width
+    assert all(cell in shown for row in table.rows for cell in row[3:])
+    heads = [line for line in shown.splitlines() if "domain" in line and line[0] == "┃"]
+    assert len(heads) == (2 if width == 80 else 3)  # each part says which rows it has
+    assert re.findall(r"tokens|perplexity|bits/byte", "".join(heads)) == [
+        re.split(" ", name)[-1] for name in names
+    ]
+
+
 def test_sections_are_lines_in_the_terminal() -> None:
     table = Table("", ["", ""])
     table.end_section()  # before any row there is nothing to end

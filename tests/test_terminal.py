@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
 
 from grmoe import terminal
+from grmoe.cli.shell import fail
 from grmoe.tables import Table
 from grmoe.terminal import Steps, note, say, say_all, say_written, show_progress, silent, wrapped
 
@@ -17,6 +19,21 @@ def test_lines_keep_their_brackets_and_their_length(capsys: pytest.CaptureFixtur
     say(text)
     note(text)
     assert capsys.readouterr() == (text + "\n", text + "\n")
+
+
+@pytest.mark.parametrize("name", ["lr:100:warm", "runs\\", "[b]:x:[/]"])
+def test_names_are_shown_as_they_are(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """To rich `:100:` is an emoji, and a backslash at the end was doubled."""
+    table = Table("", ["model", name])
+    table.add(name, "1")
+    say_all([table, f"Next: grmoe serve {name}"])
+    say_written(Model=Path(name))
+    with pytest.raises(typer.Exit):
+        fail(f"{name} is no model")
+    shown = capsys.readouterr()
+    assert [line.count(name) for line in shown.out.splitlines()] == [0, 1, 0, 1, 0, 1, 1]
+    assert "\\\\" not in shown.out
+    assert shown.err == f"error: {name} is no model\n"
 
 
 def test_what_was_written_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:

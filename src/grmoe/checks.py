@@ -6,6 +6,7 @@ larger tensors are not checked, because reading them would stall the device, exc
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 from collections.abc import Iterable, Sequence
@@ -77,6 +78,17 @@ def fraction(name: str, value: Any) -> float:
 
 def one_of(name: str, value: T, options: Sequence[T]) -> T:
     require(value in options, f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}")
+    return value
+
+
+def one_of_many(name: str, value: str, options: Sequence[str], lists: str) -> str:
+    """As `one_of`, for more names than one reads in a sentence: the message has similar ones.
+
+    lists: the command that lists all.
+    """
+    near = " or ".join(map(repr, difflib.get_close_matches(value, options)))
+    meant = f"; did you mean {near}?" if near else "."
+    require(value in options, f"unknown {name} {value!r}{meant} `{lists}` lists all {len(options)}")
     return value
 
 

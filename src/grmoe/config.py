@@ -188,9 +188,12 @@ def _override(tree: dict[str, Any], text: str) -> None:
             raise ConfigError(f"{name} must name a key of a group, but {parent} is a value")
         node = child
     try:
-        node[last] = yaml.safe_load(value) if value else ""
+        found = yaml.safe_load(value) if value else ""
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that does not exist
         raise ConfigError(f"the value of {name} is not valid YAML: {_one_line(error)}") from None
+    # To YAML the rest of "exp #3" is a comment. In an override it is part of the name of a folder.
+    is_plain = isinstance(found, str) and not value.lstrip().startswith(("'", '"', "!", "&", "|", ">"))
+    node[last] = value.strip() if is_plain else found
 
 
 def unknown(place: str, name: str, known: list[str]) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -46,27 +46,61 @@ class Table:
             yield Text(self.title, style="table.title")
         turned = self._turned()
         fits = self._least_width() <= options.max_width or turned._least_width() >= self._least_width()
-        yield (self if fits else turned)._rich()
+        for part in (self if fits else turned)._parts(options.max_width):
+            yield part._rich(options.max_width)
 
-    def _rich(self) -> RichTable:
+    def _rich(self, width: int) -> RichTable:
         table = RichTable(show_header=any(self.headings))
-        for place, heading in enumerate(self.headings, 1):
+        for place, (heading, least) in enumerate(zip(self.headings, self._widths(width), strict=True), 1):
             left = place <= self.left or (self.notes and place == len(self.headings))
-            # A narrow terminal breaks between words, not in one. What is narrower still folds them: an ellipsis would
-            # replace the digits of a number.
-            least = _longest_word([heading])
-            table.add_column(
-                escape(heading), justify="left" if left else "right", min_width=least, overflow="fold"
-            )
+            # An ellipsis would replace the digits of a number: where a word has no room, it is folded.
+            table.add_column(Text(heading), justify="left" if left else "right", width=least, overflow="fold")
         for section in self.sections:
             for row in section:
-                table.add_row(*map(escape, row))
+                table.add_row(*map(Text, row))
             table.add_section()
         return table
+
+    def _widths(self, width: int) -> list[int | None]:
+        """Of the columns, so that the table fits; None: as wide as the text. rich itself may cut off the last column.
+
+        The widest column gives way first. A narrow terminal breaks between words; a narrower one breaks words, but
+        never those of a heading.
+        """
+        columns = list(zip(self.headings, *self.rows, strict=True))
+        widths = [max(map(cell_len, column)) for column in columns]
+        room = width - 1 - 3 * len(widths)
+        if sum(widths) <= room:
+            return [None] * len(widths)
+        for floors in (list(map(_longest_word, columns)), [_longest_word(column[:1]) for column in columns]):
+            while sum(widths) > room and any(w > least for w, least in zip(widths, floors, strict=True)):
+                at = max((w, i) for i, (w, least) in enumerate(zip(widths, floors, strict=True)) if w > least)
+                widths[at[1]] -= 1
+        return [max(w, 1) for w in widths]
 
     def _least_width(self) -> int:
         """Columns of a terminal below which a word would be broken or a column cut off."""
         return sum(_longest_word(column) + 3 for column in zip(self.headings, *self.rows, strict=True)) + 1
+
+    def _parts(self, width: int) -> Iterator[Table]:
+        """The table; or where columns would be cut off, some of them at a time, each time behind the first `left`."""
+        if sum(_longest_word([heading]) + 3 for heading in self.headings) + 1 <= width:
+            yield self
+            return
+        least = [_longest_word(column) + 3 for column in zip(self.headings, *self.rows, strict=True)]
+        room = width - 1 - sum(least[: self.left])
+        groups: list[list[int]] = []
+        for place in range(self.left, len(least)):
+            if groups and sum(least[i] for i in [*groups[-1], place]) <= room:
+                groups[-1].append(place)
+            else:
+                groups.append([place])
+        for group in groups or [[]]:
+            shown = [*range(self.left), *group]
+            notes = self.notes and shown[-1] == len(least) - 1
+            part = Table("", [self.headings[i] for i in shown], self.left, notes)
+            part.sections = [[tuple(row[i] for i in shown) for row in section] for section in self.sections]
+            yield part
 
     def _turned(self) -> Table:
         """Rows as columns, for tables that are wider than the terminal."""
@@ -83,7 +117,7 @@ class Table:
 
 
 def _longest_word(cells: Sequence[str]) -> int:
-    return max((len(word) for cell in cells for word in cell.split()), default=0)
+    return max((cell_len(word) for cell in cells for word in cell.split()), default=0)
 
 
 def _line(cells: Sequence[str]) -> str:

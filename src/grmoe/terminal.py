@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.text import Text
 
 # Without a terminal rich assumes 80 columns; our tables are wider.
 console = Console(width=None if sys.stdout.isatty() else 200)
@@ -74,7 +75,7 @@ def note(text: str) -> None:
 
 def say(text: str) -> None:
     """Print plain text to stdout. Brackets are not markup, long lines are not wrapped."""
-    console.print(escape(text), highlight=False, soft_wrap=True)
+    console.print(Text(text), soft_wrap=True)
 
 
 def say_all(parts: Iterable[object]) -> None:
@@ -99,4 +100,4 @@ def say_written(**places: Path) -> None:
     """List what was written, one line per file."""
     width = max(map(len, places), default=0) + 2
     for name, path in places.items():
-        console.print(f"{name + ':':<{width}}[bold]{escape(str(path))}[/]", highlight=False, soft_wrap=True)
+        console.print(Text.assemble(f"{name + ':':<{width}}", (str(path), "bold")), soft_wrap=True)
