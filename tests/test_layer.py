@@ -133,6 +133,8 @@ def test_gradcheck_in_fp64() -> None:
     moe = MoE(6, 4, 3, GrassmannRouter(6, 3, 2, selection=Mass(0.8, cap=2))).double()
     x = tokens(4, dtype=torch.float64)[:, :6].clone().requires_grad_()
     assert pick_backend("auto", x) == "reference"
+    with pytest.raises(ValueError, match=r"backend 'grouped' needs 16 or 32 bit floats, got torch.float64"):
+        pick_backend("grouped", x)
     frames = moe.router.get_parameter("frames")
     assert torch.autograd.gradcheck(lambda x, *_: moe(x), (x, frames, moe.experts.up, moe.experts.down_proj))
 
@@ -219,6 +221,23 @@ def test_exported_for_any_number_of_tokens() -> None:
     exported = torch.export.export(moe, (tokens(2, 16),), dynamic_shapes=({1: length},)).module()
     for alpha, count in ((1.0, 3), (3.0, 33)):
         moe.router.alpha = alpha  # the exported program shares it
+        x = tokens(2, count)
+        torch.testing.assert_close(exported(x), moe(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("switch", {"capacity_factor": 0.7}), ("softmax", {"load_loss": 0.01, "z_loss": 0.001})],
+    ids=["capacity", "losses"],
+)
+def test_exported_with_numbers_that_depend_on_the_number_of_tokens(
+    name: str, options: dict[str, Any]
+) -> None:
+    """Capacities and means over tokens. Before, the example's number of tokens was fixed by `len`."""
+    moe = layer(make_router(name, **options), backend="grouped").eval()
+    length = torch.export.Dim("length", min=2, max=64)
+    exported = torch.export.export(moe, (tokens(2, 16),), dynamic_shapes=({1: length},)).module()
+    for count in (3, 33):
         x = tokens(2, count)
         torch.testing.assert_close(exported(x), moe(x), rtol=1e-5, atol=1e-6)
 
@@ -453,6 +472,16 @@ def test_under_autocast_the_experts_compute_as_a_linear_layer_would(backend: Any
     # bf16 keeps eight bits; a few roundings in a row.
     exact = moe(x.bfloat16().float())  # the same tokens, for at a near tie another expert would be chosen
     assert (y.float() - exact).norm() <= 2e-2 * exact.norm()
+
+
+def test_autocast_leaves_fp64_alone() -> None:
+    """As a linear layer does."""
+    moe = layer(make_router(selection=TopK(2)), shared_experts=1).double()
+    x = tokens(3, 7).double()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = moe(x)
+        assert y.dtype == nn.Linear(DIM, 2).double()(x).dtype == torch.float64
+    assert torch.equal(y, moe(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -238,9 +238,13 @@ class MoE(nn.Module):
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Tokens in the precision a linear layer would compute in, because autocast does not cast for our experts."""
+    """Tokens in the precision a linear layer would compute in, because autocast does not cast for our experts.
+
+    It leaves fp64 alone.
+    """
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if casts else x
 
 
 def _expert(weights: ExpertWeights, e: int, x: Tensor) -> Tensor:

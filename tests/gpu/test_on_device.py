@@ -9,6 +9,7 @@ import torch
 from waiting import no_sync
 
 from grmoe import GrassmannAdam, GrassmannRouter, bingham, certificates, geometry, overlap_penalty
+from grmoe.optim import step_together
 from grmoe.routing import ROUTERS, Mass, Threshold, TopK, build_router
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -71,6 +72,53 @@ def test_optimizer_never_waits_and_does_not_drift() -> None:
         if step % 30 == 29:
             worst = max(worst, *(float(geometry.orthonormality_error(p.detach().double())) for p in params))
     assert worst <= 1e-6
+
+
+def optimizer_steps(together: bool, graph: bool) -> list[torch.Tensor]:
+    """Parameters after ten steps. Each gradient comes from a kernel right before, and its memory is used again."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    haar = torch.Generator().manual_seed(0)
+    weights = [torch.nn.Parameter(torch.ones(4096, 4096, device="cuda")) for _ in range(4)]
+    frames = [torch.nn.Parameter(geometry.haar_frames(768, 48, 8, generator=haar).cuda()) for _ in range(3)]
+    optimizers = [torch.optim.AdamW(weights, lr=0.01, fused=True, capturable=graph), GrassmannAdam(frames)]
+    noise = {p: torch.randn(p.shape, device="cuda", generator=generator) for p in (*weights, *frames)}
+
+    def step() -> None:
+        for p, each in noise.items():
+            p.grad = each * 2
+        if together:
+            step_together(optimizers)
+        else:
+            for optimizer in optimizers:
+                optimizer.step()
+        for p, each in noise.items():
+            p.grad = None
+            each.mul_(-0.9).add_(torch.full_like(each, 1e-3))
+
+    step()  # the first step checks the frames
+    if graph:
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded):
+            step()
+        for _ in range(9):
+            recorded.replay()
+    else:
+        with no_sync():
+            for _ in range(9):
+                step()
+    return [p.detach() for p in noise]
+
+
+def test_optimisers_beside_each_other_give_the_same_bits() -> None:
+    expected = optimizer_steps(together=False, graph=False)
+    found = optimizer_steps(together=True, graph=False)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_optimisers_beside_each_other_in_a_graph() -> None:
+    expected = optimizer_steps(together=False, graph=True)
+    found = optimizer_steps(together=True, graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_compiled_router_takes_a_new_alpha() -> None:

@@ -360,3 +360,20 @@ def test_vmap_over_routers() -> None:
         stacked = torch.vmap(lambda p, b: functional_call(routers[0], (p, b), (x,)).probs)(*params)
     for i, router in enumerate(routers):
         torch.testing.assert_close(stacked[i], router(x).probs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"linear": True}], ids=["one kernel", "several kernels"])
+def test_one_loss_of_passes_at_several_alphas(options: dict[str, Any]) -> None:
+    router, x = make(**options), tokens(7).requires_grad_()
+    router.budget.set_weight_alpha(2.0)
+    grads = {}
+    for backend in ("reference", "triton"):
+        router.backend = backend  # type: ignore[assignment]
+        router.budget.set_weight_alpha(2.0)
+        first = router(x).probs
+        router.budget.set_weight_alpha(3.0)
+        loss = (first * router(x).probs).sum()
+        router.alpha = 0.5
+        router.budget.set_weight_alpha(7.0)
+        (grads[backend],) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(grads["triton"], grads["reference"], rtol=1e-4, atol=1e-5)

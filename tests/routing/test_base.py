@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -282,6 +283,56 @@ def test_dial_without_recompilation(name: str, options: dict[str, Any]) -> None:
         assert torch.equal(before, after) == (name == "hash")
 
 
+@pytest.mark.parametrize("weight_alpha", [None, 2.0])
+@pytest.mark.parametrize("name", SCALED)
+def test_one_loss_of_passes_at_several_alphas(name: str, weight_alpha: float | None) -> None:
+    """The backward of each pass is at the numbers of that pass."""
+    router = make(name).double()
+    x = tokens(2, 5, dtype=torch.float64).requires_grad_()
+    parts = []
+    router.budget.set_weight_alpha(weight_alpha)
+    for alpha in (1.0, 3.0):
+        router.alpha = alpha
+        parts.append(torch.autograd.grad(router(x).probs.square().sum(), x)[0])
+    losses = []
+    for alpha in (1.0, 3.0):
+        router.alpha = alpha
+        losses.append(router(x).probs.square().sum())
+    router.alpha = 0.5
+    router.budget.set_weight_alpha(None if weight_alpha is None else 7.0)
+    (together,) = torch.autograd.grad(losses[0] + losses[1], x)
+    torch.testing.assert_close(together, parts[0] + parts[1])
+
+
+@pytest.mark.parametrize("name", ["grassmann", "softmax", "vmf"])
+def test_threads_share_a_router_whose_weights_have_their_own_alpha(name: str) -> None:
+    """A thread reads α while another one computes its weights at their α."""
+    router = make(name, selection=TopK(2), alpha=50.0).eval()
+    router.budget.set_weight_alpha(1.0)
+    inside, done = threading.Event(), threading.Event()
+    gate = type(router).gate
+
+    def slow(self: Router, x: Tensor, ids: Tensor | None) -> Tensor:
+        logits = gate(self, x, ids)
+        if float(self.alpha_value) == 1.0 and not inside.is_set():
+            inside.set()
+            done.wait(10)
+        return logits
+
+    x = tokens(2, 5)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        want = router(x)
+        patch.setattr(type(router), "gate", slow)
+        other = threading.Thread(target=lambda: router(x))
+        other.start()
+        assert inside.wait(10)
+        assert router.alpha == 50.0
+        assert_equal(router(x), want)
+        done.set()
+        other.join()
+    assert router.alpha == 50.0
+
+
 def test_alpha_reads_what_was_set() -> None:
     router = make("softmax", alpha=0.5)
     assert router.alpha == 0.5
@@ -471,3 +522,18 @@ def test_many_priors_at_once_are_each_one() -> None:
             assert not router.prior_sums.any()
     assert together[0].log_prior.any()
     assert not together[-1].log_prior.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("grassmann", "frames"), ("softmax", "weight"), ("vmf", "weight")]
+)
+def test_a_parametrized_router_can_have_weights_at_their_own_alpha(name: str, tensor: str) -> None:
+    """PyTorch gives such a module a class that refuses copies."""
+    router = make(name, selection=TopK(2), alpha=50.0)
+    router.budget.set_weight_alpha(1.0)
+    x = tokens(2, 5)
+    want = router(x)
+    nn.utils.parametrize.register_parametrization(router, tensor, nn.Identity())
+    assert_equal(router(x), want)
+    router(x).weights.square().sum().backward()
+    assert bool(router.parametrizations[tensor].original.grad.any())

@@ -45,8 +45,12 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (given["length"], given["tokens"], given["weight_alpha"]) == (7, 35, None)
         assert "key" not in given
     budget.set_weight_alpha(0.5)
-    fused_gate(tokens(6), operands, one, budget)
+    with torch.no_grad():
+        fused_gate(tokens(6), operands, one, budget)
     assert given["weight_alpha"] is budget.weight_alpha
+    fused_gate(tokens(6), operands, one, budget)
+    assert given["weight_alpha"] is not budget.weight_alpha  # it may be set before the backward
+    assert given["weight_alpha"] == budget.weight_alpha
     assert given["length"] == 6  # one sequence
     budget = Budget(TopK(2), N)
     budget.layer = 4

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grmoe import geometry
-from grmoe.bingham import log_kummer, log_normalizer
+from grmoe.bingham import log_kummer, log_kummer_reference, log_normalizer
 from grmoe.certificates import entropy_bounds_from_range
 from grmoe.optim import GrassmannAdam
 from grmoe.optim.projected import ProjectedAdam
@@ -241,6 +241,10 @@ def test_frames_from_tokens(scaling: str) -> None:
     assert float(geometry.chordal_distance(want[0], want[1])) > 1e-6  # different halves
     with pytest.raises(ValueError, match=r"x must have shape \(..., 10\)"):
         router.initialize_from(torch.zeros(4, 3))
+    with pytest.raises(
+        ValueError, match=r"at least rank = \d rows, got 1"
+    ):  # one token alone has no other axis
+        router.initialize_from(torch.zeros(D))
 
 
 # ----------------------------------------------------------------------------------------- prior and Bayes
@@ -259,6 +263,17 @@ def test_uniform_prior_subtracts_kummer(scaling: str) -> None:
         router(x).logits, bare(x).logits + router.log_prior_correction(), rtol=0, atol=1e-12
     )
     assert torch.equal(bare.log_prior_correction(), torch.zeros(N, dtype=F64))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_uniform_prior_of_small_subspaces_in_a_wide_model(rank: int) -> None:
+    """With few directions of 768 the normaliser takes off near κ·d/k = d/2, where rank one starts."""
+    router = GrassmannRouter(768, 8, rank, prior="uniform", generator=rng()).double()
+    with torch.no_grad():
+        router.log_kappa.copy_(torch.linspace(0.4, 2.0, 8).mul(rank / 2).log())
+    found = -router.log_prior_correction().detach()
+    want = [log_kummer_reference(rank, 768, 768 / rank * kappa) for kappa in router.kappa.tolist()]
+    torch.testing.assert_close(found, torch.tensor(want, dtype=F64), rtol=1e-11, atol=1e-11)
 
 
 def test_uniform_prior_of_a_diagonal_concentration() -> None:

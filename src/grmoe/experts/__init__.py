@@ -37,10 +37,15 @@ def pick_backend(name: str, x: Tensor) -> str:
         checks.require(runtime.HAS_TRITON, "backend 'triton' needs Triton; install with: pip install triton")
         need = "CUDA (compute capability 8.0 or later) and 16 or 32 bit floats"
         raise ValueError(f"backend 'triton' needs {need}, got {x.dtype} on {x.device}")
+    # grouped_mm has no fp64 kernel.
+    ok = name != "grouped" or x.dtype != torch.float64
+    checks.require(
+        ok, "backend 'grouped' needs 16 or 32 bit floats, got torch.float64; 'reference' takes all"
+    )
     if name == "auto":
         if kernels and not runtime.INTERPRETED and not runtime.has_failed("experts"):
             return "triton"
-        return "reference" if x.dtype == torch.float64 else "grouped"  # grouped_mm has no fp64 kernel
+        return "reference" if x.dtype == torch.float64 else "grouped"
     return name
 
 

@@ -1,8 +1,8 @@
-"""The gate for few tokens, as in decoding: its time is that of reading the frames once.
+"""The gate for few tokens, as in decoding: its time is that of reading the frames.
 
 With few tokens, one program per tile of tokens would leave most of the device idle. Here the work is split over experts
 and directions, or over the width for a linear gate. A second kernel adds the parts up in a fixed order and chooses.
-Frames are read as they are stored, so nothing has to be packed before.
+Frames are read as they are stored, once per tile of up to 64 tokens, so nothing has to be packed before.
 
 Legend: T tokens, D model width, N experts (padded to a power of two), K rank, S parts; B… tile sizes.
 """

@@ -5,8 +5,9 @@ from grmoe.optim.model_optimizer import ModelOptimizer
 from grmoe.optim.parameters import ParameterSplit, optimizer_groups, split_parameters
 from grmoe.optim.projected import ProjectedAdam
 from grmoe.optim.qr import QRAdam
+from grmoe.optim.together import step_together
 
 __all__ = [
     "GrassmannAdam", "Manifold", "ModelOptimizer", "ParameterSplit", "ProjectedAdam", "QRAdam",
-    "optimizer_groups", "split_parameters",
+    "optimizer_groups", "split_parameters", "step_together",
 ]  # fmt: skip

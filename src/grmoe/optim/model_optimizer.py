@@ -11,6 +11,7 @@ from torch.optim import AdamW, Optimizer
 
 from grmoe.optim.grassmann_adam import GrassmannAdam
 from grmoe.optim.parameters import optimizer_groups
+from grmoe.optim.together import step_together
 
 
 class ModelOptimizer(Optimizer):
@@ -76,6 +77,5 @@ class ModelOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self._parts:
-            part.step()
+        step_together(self._parts)
         return loss

@@ -102,7 +102,7 @@ class Router(FullPrecision):
     # -- what a router defines -------------------------------------------------------------------------
 
     def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
-        """Scaled logits (..., N) for tokens x (..., D): `self.alpha_value * (score + self.log_prior)`."""
+        """Scaled logits (..., N) for tokens x (..., D): `for_backward(self.alpha_value) * (score + self.log_prior)`."""
         raise NotImplementedError(f"{type(self).__name__} must define gate()")
 
     def noise_like(self, logits: Tensor) -> Tensor | None:
@@ -190,12 +190,20 @@ class Router(FullPrecision):
         return Routing(logits=logits, probs=probs, selected=selected, weights=weights, aux_loss=zero)
 
     def _gate_at(self, alpha: Tensor, x: Tensor, token_ids: Tensor | None) -> Tensor:
-        """`gate` at another α."""
-        before, self.alpha_value = self.alpha_value, alpha
-        try:
-            return self.gate(x, token_ids)
-        finally:
-            self.alpha_value = before
+        """`gate` at another α.
+
+        By a second module with the same tensors, because other threads may compute with this one at the same time.
+        """
+        if torch.compiler.is_compiling():  # which traces no copies; what it traces sets nothing when it runs
+            before, self.alpha_value = self.alpha_value, alpha
+            try:
+                return self.gate(x, token_ids)
+            finally:
+                self.alpha_value = before
+        # Not `copy.copy`: modules with a parametrisation and those of FSDP2 refuse it.
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), _buffers={**self._buffers, "alpha_value": alpha})
+        return other.gate(x, token_ids)
 
     def _scaled_operands(self) -> GateOperands | None:
         """`gate_operands` times a learned α."""

@@ -1,10 +1,11 @@
-"""Buffers that a checkpoint does not have, for models made on the meta device."""
+"""Buffers with numbers: those that a checkpoint does not have, and those that may be set before a backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 
@@ -31,3 +32,11 @@ class Restarted(nn.Module):
             if not getattr(self, name).is_meta:
                 self.restart(name)
         return self
+
+
+def for_backward(number: Tensor) -> Tensor:
+    """The number as it is now: a copy where gradients are computed.
+
+    Buffers are set in place, maybe before the backward reads them: one loss may add up passes at several α.
+    """
+    return number.clone() if torch.is_grad_enabled() else number

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from grmoe import checks
 from grmoe.kernels import runtime
 from grmoe.routing.budget import Budget
+from grmoe.routing.buffers import for_backward
 from grmoe.routing.result import Routing
 from grmoe.routing.selection import AtLeast, Dense, Mass, Selection, Threshold, TopK
 
@@ -195,7 +196,8 @@ def _numbers(x: Tensor, N: int, alpha: Tensor, budget: Budget, training: bool) -
     """The dial and the budget of tokens (..., D) or scores (..., N), as the kernels take them."""
     policy = budget.policy
     checks.require(budget.room <= N, f"k must be at most the number of experts {N}, got {budget.room}")
-    weight_alpha = budget.weight_alpha if budget.weighs_apart else None
+    alpha = for_backward(alpha)
+    weight_alpha = for_backward(budget.weight_alpha) if budget.weighs_apart else None
     tau, cap, bias = budget.tau, budget.cap, budget.bias if budget.biased else None
     if _by_row(alpha, budget):
         alpha, tau, cap = (t.reshape(-1).expand(len(x)).contiguous() for t in (alpha, tau, cap))

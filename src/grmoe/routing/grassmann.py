@@ -21,6 +21,7 @@ from grmoe import checks, geometry
 from grmoe.bingham import log_kummer, log_normalizer
 from grmoe.certificates import Certificate, logit_range_bound
 from grmoe.routing.amortizer import AMORTIZERS, AmortizerKind, amortize, build_amortizer
+from grmoe.routing.buffers import for_backward
 from grmoe.routing.frames import FrameRouter
 from grmoe.routing.fused import MAX_EXPERTS, GateOperands, GateParts
 
@@ -202,7 +203,7 @@ class GrassmannRouter(FrameRouter):
 
     def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
         scores, prior = self.scores(x), self.log_prior_correction().to(x.dtype)
-        alpha = self.alpha_value.to(x.dtype)
+        alpha = for_backward(self.alpha_value).to(x.dtype)
         return alpha * (scores + prior) if self.dial == "posterior" else alpha * scores + prior
 
     def _log_normalizers(self) -> Tensor:
@@ -234,7 +235,7 @@ class GrassmannRouter(FrameRouter):
         Lengths count only under "raw", because the other gates ignore them.
         """
         checks.last_dim("x", x, self.dim)
-        x_TD = x.detach().flatten(0, -2).double()
+        x_TD = x.detach().reshape(-1, self.dim).double()
         if self.scaling != "raw":
             x_TD = x_TD / _squared_norm(x_TD).sqrt()
         frames = geometry.pca_frames(x_TD, self.rank, self.num_experts, generator=generator)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grmoe.routing.base import Router
+from grmoe.routing.buffers import for_backward
 from grmoe.routing.fused import GateOperands
 
 
@@ -26,7 +27,7 @@ class LinearRouter(Router):
         self.weight = linear_weight(num_experts, dim, generator)
 
     def gate(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
-        return self.alpha_value * (x @ self.weight.to(x.dtype).T + self.log_prior.to(x.dtype))
+        return for_backward(self.alpha_value) * (x @ self.weight.to(x.dtype).T + self.log_prior.to(x.dtype))
 
     def gate_operands(self) -> GateOperands | None:
         return GateOperands(self.weight, self.log_prior)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from grmoe import checks
 from grmoe.routing.base import Router
+from grmoe.routing.buffers import for_backward
 from grmoe.routing.result import Routing, SlotMixing
 from grmoe.routing.selection import Dense
 
@@ -65,7 +66,7 @@ class SlotRouter(Router):
         finite = torch.isfinite(logits).all(-1, keepdim=True)
         # A NaN token is mixed into no slot; its own weights on the slots stay NaN.
         to_slots = torch.softmax(torch.where(finite, logits, -1e30), dim=-2)
-        scaled = self.alpha_value * logits
+        scaled = for_backward(self.alpha_value) * logits
         from_slots = torch.softmax(scaled, dim=-1)
         shape = (self.num_experts, -1)
         mixing = SlotMixing(to_slots.unflatten(-1, shape), from_slots.unflatten(-1, shape))

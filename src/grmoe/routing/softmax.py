@@ -84,4 +84,4 @@ def load_balancing_loss(probs: Tensor, selected: Tensor) -> Tensor:
 
 def _mean_over_tokens(value: Tensor) -> Tensor:
     """Mean over the first dimension; zero for an empty batch, where `mean` would put NaN into the loss."""
-    return value.sum(0) / max(len(value), 1)
+    return value.sum(0) / max(value.shape[0], 1)  # `len` would fix the number of tokens in torch.export

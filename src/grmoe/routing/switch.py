@@ -47,7 +47,8 @@ class SwitchRouter(LinearRouter):
         # A NaN token must not use up a place.
         wanted_TN = wanted_TN & torch.isfinite(probs).all(-1).reshape(-1, 1)
         place_TN = wanted_TN.long().cumsum(0)
-        return (wanted_TN & (place_TN <= self.capacity(len(wanted_TN)))).view(probs.shape)
+        # By `shape`: `len` would fix the number of tokens in torch.export.
+        return (wanted_TN & (place_TN <= self.capacity(wanted_TN.shape[0]))).view(probs.shape)
 
     def losses(self, routing: Routing) -> Tensor:
         # The loss counts what the gate asked for, before tokens were dropped.

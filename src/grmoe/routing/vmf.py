@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from grmoe import checks
 from grmoe.routing.base import Router
+from grmoe.routing.buffers import for_backward
 from grmoe.routing.linear import linear_weight
 
 
@@ -42,7 +43,8 @@ class VMFRouter(Router):
         cosine = x @ direction.to(x.dtype).T / norm2.sqrt()
         # Padding routes by the prior, with no gradient; a NaN token stays NaN.
         cosine = torch.where(norm2 <= 1e-12, 0.0, cosine)
-        return self.alpha_value * (self.log_kappa.exp().to(x.dtype) * cosine + self.log_prior.to(x.dtype))
+        scores = self.log_kappa.exp().to(x.dtype) * cosine
+        return for_backward(self.alpha_value) * (scores + self.log_prior.to(x.dtype))
 
     def geometry_figures(self) -> dict[str, Tensor]:
         kappa = self.log_kappa.exp()
