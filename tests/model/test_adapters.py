@@ -113,6 +113,24 @@ def test_only_routers_in_use_are_found(build: Build, ids: Tensor, active: str | 
     assert routers(model) == [wrapper.original_module for wrapper in wrappers]
 
 
+def test_feed_forwards_that_are_kept_whole(build: Build, ids: Tensor) -> None:
+    """`modules_to_save=["mlp"]`, with dense blocks among them. Before, only MoE layers could be wrapped."""
+    model = build(moe_every=2).train()
+    wanted = model(ids, labels=ids)
+    wrappers = []
+    for layer in model.model.layers:
+        layer.mlp = ModulesToSaveWrapper(layer.mlp, ["default"])
+        wrappers.append(layer.mlp)
+    assert {type(wrapper.used).__name__ for wrapper in wrappers} == {"GrmoeMLP", "GrmoeMoE"}
+    found = model(ids, labels=ids)
+    assert torch.equal(found.logits, wanted.logits)
+    assert torch.equal(found.loss, wanted.loss)
+    found.loss.backward()
+    for wrapper in wrappers:
+        assert all(p.grad is not None for p in wrapper.used.parameters())
+        assert all(p.grad is None for p in wrapper.original_module.parameters())
+
+
 def test_a_whole_layer_that_is_kept_twice_has_one_router() -> None:
     layer = ModulesToSaveWrapper(grmoe.MoE(16, 24, 4), ["default"])
     assert routers(nn.Sequential(layer, grmoe.MoE(16, 24, 4)))[:-1] == [layer.used.router]

@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     Trainer,
     TrainingArguments,
@@ -117,6 +118,22 @@ def trainer_keeps_subspaces(model: Any) -> None:
     again.train()(IDS, labels=IDS).loss.backward()
 
 
+def classifies() -> None:
+    """The language model's body with another head: loaded without questions, trained, saved with its code, loaded."""
+    model = AutoModelForSequenceClassification.from_pretrained("first", num_labels=3, **TRUST)
+    assert type(model).__name__ == "GrmoeForSequenceClassification"
+    body = AutoModel.from_pretrained("first", **TRUST).state_dict()
+    assert all(torch.equal(tensor, body[name]) for name, tensor in model.model.state_dict().items())
+    mask = torch.ones_like(IDS)
+    model(IDS, attention_mask=mask, labels=torch.tensor([0, 2, 1])).loss.backward()
+    model.save_pretrained("classifier")
+    again = AutoModelForSequenceClassification.from_pretrained("classifier", **TRUST)
+    wanted = model(IDS, attention_mask=mask).logits
+    torch.testing.assert_close(again(IDS, attention_mask=mask).logits, wanted, atol=1e-5, rtol=1e-5)
+    # Saved as a language model, the folder still has the code of the classifier.
+    AutoModelForSequenceClassification.from_pretrained("again", num_labels=3, **TRUST)
+
+
 def the_bundle_alone() -> None:
     """Routers and layer from the one generated file."""
     sys.path.insert(0, "first")
@@ -166,6 +183,7 @@ def main() -> None:
     trainer_keeps_subspaces(other)
     equals_the_package(load("first", alpha=2.0))  # the other copies changed nothing here
     assert type(AutoModel.from_pretrained("first", **TRUST)).__name__ == "GrmoeModel"
+    classifies()
     the_bundle_alone()
     print("loaded by", type(model).__module__.split(".")[0])
 

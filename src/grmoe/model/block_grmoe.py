@@ -120,7 +120,8 @@ class GrmoeMLP(nn.Module):
         self.down_proj = nn.Linear(width, H, bias=False)
         self.act_fn = ACT2FN[config.hidden_act]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """token_ids: not used, so that a block calls this as it calls a MoE layer."""
         up = self.up_proj(x)
         inner = self.act_fn(up) if self.gate_proj is None else self.act_fn(self.gate_proj(x)) * up
         y: Tensor = self.down_proj(inner)
@@ -154,10 +155,10 @@ class GrmoeDecoderLayer(GradientCheckpointingLayer):
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
         x = self.post_attention_layernorm(hidden_states)
-        if isinstance(self.mlp, GrmoeMLP):
-            y: Tensor = self.mlp(x)
-            return hidden_states + y
-        y, _, loss = self.mlp(x, token_ids)
+        out = self.mlp(x, token_ids)
+        if isinstance(out, Tensor):  # by what it returns: an adapter may wrap a dense feed-forward
+            return hidden_states + out
+        y, _, loss = out
         if self.residual_loss_coef and self.training:
             loss = loss + self.residual_loss_coef * residual_loss(hidden_states)
         return hidden_states + y, loss

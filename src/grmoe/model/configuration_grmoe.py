@@ -30,7 +30,7 @@ _SETTING = ("alpha", "selection", "selection_tau", "num_experts_per_tok")
 
 
 class GrmoeConfig(PreTrainedConfig):
-    """Configuration of `GrmoeModel` and `GrmoeForCausalLM`. Each field is described below it."""
+    """Configuration of `GrmoeModel` and of the models on it. Each field is described below it."""
 
     model_type = "grmoe"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -124,8 +124,8 @@ class GrmoeConfig(PreTrainedConfig):
     the fewest experts first. Weight, τ, α and cap are one number, or a list with one per MoE layer. A point may have a
     `bias` too: for each MoE layer a list with one number per expert, added to the logits for the choice alone."""
     trained_length: int | None = None
-    """Tokens per sequence in training. `grmoe eval`, `dial` and `prune` measure in windows of this length. Default:
-    max_position_embeddings."""
+    """Tokens per sequence in training. `grmoe eval`, `dial`, `prune`, `analyze` and `report` cut texts into windows of
+    this length. Default: max_position_embeddings."""
     shared_experts: int = 0
     """Experts of the same width that compute every token."""
     identity_experts: int = 0

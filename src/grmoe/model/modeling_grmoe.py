@@ -1,4 +1,4 @@
-"""A decoder language model with GrMoE layers for Hugging Face transformers.
+"""A decoder with GrMoE layers for Hugging Face transformers: a language model, and a classifier of texts.
 
 RoPE, masks, caches, generation and checkpointing are transformers' own. This file is copied beside every exported
 model.
@@ -8,7 +8,6 @@ Legend: T tokens, those of all sequences in a batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -25,29 +23,14 @@ from transformers.utils.output_capturing import capture_outputs
 from .block_grmoe import GrmoeDecoderLayer, GrmoeExperts, GrmoeMLP, GrmoeMoE, GrmoePlainExperts  # noqa: F401
 from .choices_grmoe import NOT_CAUSAL
 from .configuration_grmoe import GrmoeConfig
+from .outputs_grmoe import (
+    GrmoeCausalLMOutput,
+    GrmoeModelOutput,
+    GrmoeSequenceClassifierOutput,
+    last_tokens,
+)
 from .parts_grmoe import IGNORED, as_autocast, divergence, next_token_loss, realize
 from .pretrained_grmoe import GrmoePreTrainedModel
-
-
-@dataclass
-class GrmoeModelOutput(MoeModelOutputWithPast):
-    router_losses: tuple[Tensor, ...] | None = None
-    """One per MoE layer, coefficients included."""
-
-
-@dataclass
-class GrmoeCausalLMOutput(MoeCausalLMOutputWithPast):
-    """Where the routers' losses are part of it, `loss` = `cross_entropy` + `router_loss`.
-
-    `router_loss` is config.router_aux_loss_coef · `aux_loss`. The two parts are for logs: they carry no gradient.
-    """
-
-    cross_entropy: Tensor | None = None
-    router_loss: Tensor | None = None
-    divergence: Tensor | None = None
-    """From a teacher's predictions, nats per token; with gradient, and not part of `loss`."""
-    last_hidden_state: Tensor | None = None
-    """What a later pass takes as its teacher. Without gradient."""
 
 
 class GrmoeModel(GrmoePreTrainedModel):
@@ -181,7 +164,7 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
         hidden = outputs.last_hidden_state[:, keep, :]
         aux_loss = None
         if output_router_logits or (self.training and labels is not None):
-            aux_loss = torch.stack([loss.to(hidden.device) for loss in outputs.router_losses]).sum()
+            aux_loss = _sum_of_losses(outputs)
         loss = logits = None
         if skip_logits:
             loss = self._loss_alone(hidden, labels, **kwargs)
@@ -233,6 +216,74 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
         count = torch.as_tensor(count, device=hidden.device)
         x = as_autocast(hidden)
         return next_token_loss(x.reshape(-1, x.shape[-1]), self.lm_head.weight, target_T, count)
+
+
+class GrmoeForSequenceClassification(GrmoePreTrainedModel):
+    """`GrmoeModel` with a linear head on the last token of each sequence, as Llama has it in transformers.
+
+    Not by `GenericForSequenceClassification`: it makes its body by `AutoModel`, which asks whether to trust the code of
+    an exported folder a second time, and it leaves out the routers' losses.
+    """
+
+    # Trainer then takes the mean over the micro-batches of a step. The loss is a mean over sequences, and not over
+    # the tokens that Trainer would count.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: GrmoeConfig) -> None:
+        super().__init__(config)
+        assert config.num_labels is not None  # transformers' default is 2
+        self.num_labels = config.num_labels
+        self.model = GrmoeModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> GrmoeSequenceClassifierOutput:
+        """Logits (B, labels), and with labels the loss of config.problem_type, as in transformers."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden = outputs.last_hidden_state
+        last_B = last_tokens(hidden, input_ids, attention_mask, self.config.pad_token_id)
+        logits = self.score(hidden[torch.arange(hidden.shape[0], device=hidden.device), last_B])
+        loss = aux_loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+            if self.training:
+                aux_loss = _sum_of_losses(outputs).to(loss.device)
+                loss = loss + self.config.router_aux_loss_coef * aux_loss
+        return GrmoeSequenceClassifierOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            aux_loss=aux_loss,
+            router_logits=outputs.router_logits,
+        )
+
+
+def _sum_of_losses(outputs: GrmoeModelOutput) -> Tensor:
+    """Of all MoE layers, on the device of the last state."""
+    assert outputs.router_losses is not None
+    assert outputs.last_hidden_state is not None
+    return torch.stack([loss.to(outputs.last_hidden_state.device) for loss in outputs.router_losses]).sum()
 
 
 def _targets(labels: Tensor, shift_labels: Tensor | None = None, **_: Any) -> Tensor:

@@ -22,7 +22,7 @@ import grmoe
 PACKAGE = Path(grmoe.__file__).parent
 _FILES = (
     "parts_grmoe.py", "choices_grmoe.py", "configuration_grmoe.py", "attention_grmoe.py", "router_grmoe.py",
-    "block_grmoe.py", "pretrained_grmoe.py", "modeling_grmoe.py",
+    "block_grmoe.py", "pretrained_grmoe.py", "outputs_grmoe.py", "modeling_grmoe.py",
 )  # fmt: skip
 BUNDLE = "grmoe_routing.py"
 # Everything that parts_grmoe.py imports is in these modules or below them.
@@ -31,6 +31,7 @@ _AUTO_MAP = {
     "AutoConfig": "configuration_grmoe.GrmoeConfig",
     "AutoModel": "modeling_grmoe.GrmoeModel",
     "AutoModelForCausalLM": "modeling_grmoe.GrmoeForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_grmoe.GrmoeForSequenceClassification",
 }
 
 HEADER = '''"""Routers and layer of grmoe {version} in one file, generated from its sources. Do not edit.

@@ -27,7 +27,7 @@ from grmoe import checks
 from grmoe.files import read_json, reading
 from grmoe.geometry import orthonormality_error
 from grmoe.model.configuration_grmoe import GrmoeConfig
-from grmoe.model.modeling_grmoe import GrmoeForCausalLM
+from grmoe.model.modeling_grmoe import GrmoeForCausalLM, GrmoeForSequenceClassification
 
 CONFIG, WEIGHTS, PARTS = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -35,6 +35,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 # Frames that were rounded to bf16 are off by up to 4e-3.
 _FRAME_ERROR = 2e-2
 _LAYERS = "model.layers."
+_CLASSIFIER = GrmoeForSequenceClassification.__name__
 _SUM = "crc32."  # key of a tensor's checksum in the header of its file
 # transformers would fetch kernels of these names, or change the weights.
 _NOT_FROM_FILES = (
@@ -77,6 +78,11 @@ def read_config(folder: Path) -> GrmoeConfig:
         kind == "grmoe",
         f"{folder} must hold a GrMoE model, got {kind!r:.60}. To put the router into another model: "
         "docs/howto/own-model.md",
+    )
+    checks.require(
+        values.get("architectures") != [_CLASSIFIER],
+        f"{folder} must hold a language model, got {_CLASSIFIER}. transformers opens it: "
+        "AutoModelForSequenceClassification.from_pretrained",
     )
     unwanted = [key for key in _NOT_FROM_FILES if values.get(key) is not None]
     checks.require(not unwanted, f"{path} must not set {', '.join(unwanted)}")
