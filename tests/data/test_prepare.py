@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from small_corpus import folder_bytes, make_documents, write_jsonl
 
 from grmoe.data import TokenDataset, prepare
 from grmoe.data.journal import JOURNAL, Journal
+from grmoe.data.prepare import Progress
 from grmoe.files import write_file
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -158,6 +160,29 @@ def test_changes_are_refused_by_name(corpus: Path, tmp_path: Path, unfinished: b
     assert folder_bytes(out) == folder_bytes(tmp_path / "fresh")
 
 
+def test_another_sequence_length_is_named_as_such(corpus: Path, tmp_path: Path) -> None:
+    prepare([corpus], tmp_path / "out", tokenizer="bpe:300", sequence_length=64)
+    with pytest.raises(ValueError, match="differently \\(sequence length: 64 before, 128 now\\)"):
+        prepare([corpus], tmp_path / "out", tokenizer="bpe:300", sequence_length=128)
+
+
+def test_what_is_made_inside_the_source_is_no_text(corpus: Path) -> None:
+    """`grmoe prepare .`: its own journal, and the log of a run, changed the sources."""
+    out = corpus / "runs" / "data"
+    first = prepare([corpus], out, **OPTIONS)
+    run = corpus / "runs" / "first"
+    run.mkdir()
+    for name in ("config.yaml", "environment.json", "log.jsonl"):
+        (run / name).write_text('{"step": 1}\n')
+    assert prepare([corpus], out, **OPTIONS) == first
+    (out / "index.json").unlink()
+    Journal(out, first["recipe"], overwrite=False).close()
+    assert prepare([corpus], out, **OPTIONS) == first
+    (run / "environment.json").unlink()  # a file of somebody who names his like ours
+    with pytest.raises(ValueError, match=r"new in the sources: runs/first/log\.jsonl"):
+        prepare([corpus], out, **OPTIONS)
+
+
 def test_folders_that_are_not_ours_are_not_touched(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
@@ -181,6 +206,33 @@ def test_two_at_once_are_refused(corpus: Path, tmp_path: Path) -> None:
             **OPTIONS,
         )
     prepare([corpus], tmp_path / "out", **OPTIONS)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_another_that_comes_in_between_is_not_replaced(
+    ends: bool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one looks at its sources, another prepares the same folder. What it wrote was once replaced or mixed."""
+    out, other = tmp_path / "out", tmp_path / "other.txt"
+    other.write_text("quite other words " * 300)
+    module = sys.modules["grmoe.data.prepare"]  # `grmoe.data.prepare` itself is the function
+    survey = module.survey
+
+    def interrupt(now: Progress) -> None:
+        if not ends and now.phase == "tokenising":
+            raise KeyboardInterrupt
+
+    def interfere(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(module, "survey", survey)
+        with nullcontext() if ends else pytest.raises(KeyboardInterrupt):
+            prepare([other], out, progress=interrupt, **OPTIONS)
+        return survey(*args, **options)
+
+    monkeypatch.setattr(module, "survey", interfere)
+    with pytest.raises(ValueError, match=r"was prepared differently .*new in the sources"):
+        prepare([corpus], out, **OPTIONS)
+    index = prepare([other], out, **OPTIONS)
+    assert [source["name"] for source in index["recipe"]["sources"]] == ["other.txt"]
 
 
 def test_a_full_disk_damages_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -9,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_corpus import WORDS
 from typer.testing import CliRunner
 
 from grmoe.cli import app
-from grmoe.data import TokenDataset, prepare
+from grmoe.data import TokenDataset, prepare, progress
 from grmoe.data.cutting import cut_tail
 from grmoe.data.splitting import (
     SEQUENCE_LENGTH,
@@ -26,8 +28,9 @@ from grmoe.data.splitting import (
     place,
     validation_bytes,
 )
-from grmoe.model import GrmoeConfig
+from grmoe.model import GrmoeConfig, preset
 from grmoe.probe.windows import MIN_WINDOWS, window_starts
+from grmoe.runs import start
 from grmoe.runs.config import DataConfig
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -131,7 +134,14 @@ def test_too_little_text_stops_at_prepare_with_a_line_that_works(tmp_path: Path)
     check_later_commands(tmp_path / "more", SEQUENCE_LENGTH)
 
 
-def test_a_share_that_holds_out_too_little_says_which_sequences_fit(tmp_path: Path) -> None:
+def machine_with(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "find_device", lambda: torch.device(kind))
+
+
+def test_a_share_that_holds_out_too_little_says_which_sequences_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine_with("cuda", monkeypatch)
     rows = [json.dumps({"text": words(40, seed)}) for seed in range(100)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     code, output = command(
@@ -141,16 +151,61 @@ def test_a_share_that_holds_out_too_little_says_which_sequences_fit(tmp_path: Pa
     found = re.search(r"Next: grmoe train data\.path=\S+ data\.sequence_length=(\d+)", output)
     assert found is not None, output
     assert "Too little for sequences of 1,024 tokens" in output
+    assert "on this machine" not in output
     check_later_commands(tmp_path / "out", int(found[1]))
 
 
+def test_the_next_command_names_the_length_where_train_has_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, 1,024 counted as the default of `grmoe train` on a CPU too, which takes 128 there."""
+    rows = [json.dumps({"text": words(200, seed)}) for seed in range(100)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    options = [tmp_path / "a.jsonl", "--out", tmp_path / "out", "--tokenizer", "bpe:300", "--validation", 0.1]
+    train = f"Next: grmoe train data.path={tmp_path / 'out'}"
+    machine_with("cpu", monkeypatch)
+    code, output = command(*options)
+    assert code == 0, output
+    assert "Too little for sequences of 1,024 tokens" in output
+    assert re.search(
+        r"fit: data\.sequence_length=(256|512)\. `grmoe train` takes 128 on this machine", output
+    ), output
+    assert output.strip().endswith(train)
+    assert command(*options, "--sequence-length", 128)[1].strip().endswith(train)
+    assert (
+        command(*options, "--sequence-length", 256)[1].strip().endswith(f"{train} data.sequence_length=256")
+    )
+    check_later_commands(tmp_path / "out", 256)
+    machine_with("cuda", monkeypatch)
+    assert (
+        command(*options, "--sequence-length", 128)[1].strip().endswith(f"{train} data.sequence_length=128")
+    )
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_usual_length_is_that_of_train(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_with(kind, monkeypatch)
+    monkeypatch.setattr(start, "find_device", lambda _: torch.device(kind))
+    config = start.starting_config({})
+    assert config.preset is not None
+    assert progress.usual_length() == (
+        config.data.sequence_length or preset(config.preset).max_position_embeddings
+    )
+
+
 @given(
-    st.lists(st.integers(1, 5000), min_size=1, max_size=60),
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 5000)), min_size=1, max_size=60),
     st.sampled_from([0.01, 0.1]),
     st.integers(1, 20_000),
 )
-def test_the_split_gives_enough_and_not_far_too_much(sizes: list[int], share: float, least: int) -> None:
-    documents = [(place(str(i).encode()), size) for i, size in enumerate(sizes)]
+def test_the_split_gives_enough_and_not_far_too_much(
+    numbered: list[tuple[int, int]], share: float, least: int
+) -> None:
+    # Some documents are copies of others, and one of a hundred is held out by the smaller share.
+    documents, sizes = (
+        [(place(str(i).encode()), size) for i, size in numbered],
+        [size for _, size in numbered],
+    )
     split = choose_split(documents, share, least)
     total = sum(sizes)
     if split.tail:
@@ -160,10 +215,26 @@ def test_the_split_gives_enough_and_not_far_too_much(sizes: list[int], share: fl
     else:
         held_out = sum(size for at, size in documents if at < split.share)
         assert held_out >= max(1, min(least, total / 4))
+        assert held_out <= max(1, min(least, total / 4), share * total) + total / 8
+        assert held_out < total
         assert split.share >= share
     whole = choose_split(documents, share, least, whole=True)
     assert whole.tail == 0
     assert whole.share >= share
+
+
+@pytest.mark.parametrize("copies", [1, 50])
+def test_a_file_that_the_share_would_hold_out_whole_is_split_at_its_end(tmp_path: Path, copies: int) -> None:
+    """One file of a hundred has its hash below 1 %. It once left no text to train on, and so did copies of one text."""
+    texts = (f"{words(2500)}{number}" for number in itertools.count())
+    text = next(text for text in texts if (place(text.encode()) < 0.01) == (copies == 1))
+    rows = "".join(json.dumps({"text": text}) + "\n" for _ in range(copies))
+    (tmp_path / "a.jsonl").write_text(rows)
+    index = prepare(
+        [tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bpe:300", sequence_length=LENGTH, workers=1
+    )
+    assert 0 < index["held_out"]["tail"] <= 0.25
+    check_later_commands(tmp_path / "out", LENGTH)
 
 
 def test_many_documents_are_held_out_whole_and_by_the_share_asked_for() -> None:

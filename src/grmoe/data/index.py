@@ -37,13 +37,18 @@ def read_index(folder: Path) -> dict[str, Any]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
+        if not folder.exists():
+            where = "" if folder.is_absolute() else f" in {Path.cwd()}"
+            raise ValueError(
+                f"{path} is missing: there is no folder {folder}{where}; `grmoe prepare` makes one of text"
+            ) from None
         raise ValueError(
             f"{path} is missing: {folder} holds no prepared data, or an unfinished preparation "
             "(run the same `grmoe prepare` again to finish it)"
         ) from None
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         raise ValueError(f"{path} is damaged: {error}; prepare the data again") from error
-    require(isinstance(index, dict), f"{path} is damaged: it is no JSON object; prepare the data again")
+    require(isinstance(index, dict), f"{path} is damaged: it is not a JSON object; prepare the data again")
     version = index.get("version")
     known = isinstance(version, int) and version in (PLAIN, MASKED)
     newest = f"this grmoe reads {PLAIN} and {MASKED}"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from grmoe.data.shards import INDEX
+from grmoe.data.splitting import sequence_length_of
 from grmoe.files import PARTIAL, write_file
 
 JOURNAL = "journal.jsonl"
@@ -115,9 +116,9 @@ def recipe_of(folder: Path) -> dict[str, Any] | None:
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """The differences between two recipes as text."""
     words = [
-        f"{key.replace('_', ' ')}: {before.get(key)!r} before, {now.get(key)!r} now"
+        _change(key, before.get(key), now[key])
         for key in now
-        if key != "sources" and before.get(key) != now.get(key)
+        if key != "sources" and before.get(key) != now[key]
     ]
     old = {(s["name"], s["held_out"]): s for s in before.get("sources", [])}
     new = {(s["name"], s["held_out"]): s for s in now["sources"]}
@@ -131,3 +132,10 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if not words and before.get("sources") != now["sources"]:
         words.append("the order of the sources")
     return words
+
+
+def _change(key: str, before: Any, now: Any) -> str:
+    """In the words of the command line."""
+    if key == "validation_bytes":
+        key, before, now = "sequence length", sequence_length_of(before or 0), sequence_length_of(now)
+    return f"{key.replace('_', ' ')}: {before!r} before, {now!r} now"

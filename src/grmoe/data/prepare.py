@@ -31,6 +31,7 @@ from grmoe.data.sources import STDLIB, Unit, find_units, fingerprints, folder_do
 from grmoe.data.splitting import SEQUENCE_LENGTH, SHARE, Split, validation_bytes
 from grmoe.data.survey import survey
 from grmoe.data.tokenizer import LoadedTokenizer
+from grmoe.files import alone_in
 
 _SHARD_TOKENS = 2**25
 _FEW_DOCUMENTS_SHARE = 0.05  # the standard library has about 700 files, and every domain needs a few
@@ -89,7 +90,8 @@ def prepare(
         positive_int("workers", workers)
     require(bool(sources), "sources must name at least one source")
     tokenizer_name = tokenizers.tokenizer_recipe(tokenizer)
-    units = _units(sources, validation_source)
+    out = Path(out)
+    units = _units(sources, validation_source, out)
     size = None if any(unit.kind == "hub" for unit in units) else sum(unit.size for unit in units)
     records = fingerprints(units, lambda read: progress(Progress("reading the sources", read, size)))
     automatic = asked is None and validation_source is None
@@ -104,7 +106,6 @@ def prepare(
         "domain_field": domain_field,
         "max_document": max_document,
     }
-    out = Path(out)
     if (finished := _finished(out, recipe, overwrite)) is not None:
         return finished
 
@@ -113,7 +114,11 @@ def prepare(
     split = survey(reader, recipe["validation"], max(1, recipe["validation_bytes"]), whole=chat)
     # A tokenizer that cannot be loaded must not cost the data that --overwrite replaces.
     loaded = None if tokenizers.bpe_size(tokenizer) else tokenizers.load(tokenizer)
-    journal = _begin(out, recipe, overwrite)
+    with alone_in(out):
+        # Again, because another preparation may have begun or ended while this one looked at its sources.
+        if (finished := _finished(out, recipe, overwrite)) is not None:
+            return finished
+        journal = _begin(out, recipe, overwrite)
     run = _Preparation(out, replace(reader, split=split), journal, size, progress)
     try:
         run.ensure_tokenizer(tokenizer, loaded)
@@ -135,10 +140,15 @@ def prepare(
         journal.close()
 
 
-def _units(sources: Sequence[str | Path], validation_source: str | Path | None) -> list[Unit]:
-    """Units for training, then units for validation. A unit in both is for validation."""
+def _units(sources: Sequence[str | Path], validation_source: str | Path | None, out: Path) -> list[Unit]:
+    """Units for training, then units for validation. A unit in both is for validation.
+
+    `out` may lie in a source: what is noted there until it is finished is no text.
+    """
     held_out = [] if validation_source is None else find_units([validation_source], held_out=True)
-    taken = {_identity(unit) for unit in held_out}
+    notes = os.path.realpath(out / JOURNAL)
+    held_out = [unit for unit in held_out if _identity(unit) != notes]
+    taken = {notes, *map(_identity, held_out)}
     training = [unit for unit in find_units(sources) if _identity(unit) not in taken]
     require(bool(training), "sources must hold more than the validation source")
     given = [*sources] if validation_source is None else [*sources, validation_source]
@@ -192,7 +202,6 @@ def _finished(out: Path, recipe: dict[str, Any], overwrite: bool) -> dict[str, A
 
 def _begin(out: Path, recipe: dict[str, Any], overwrite: bool) -> Journal:
     """Open the journal, and remove every shard that it does not list."""
-    out.mkdir(parents=True, exist_ok=True)
     journal = Journal(out, recipe, overwrite)
     (out / INDEX).unlink(missing_ok=True)
     listed = [record for r in journal.ranges for record in r["shards"].values()]

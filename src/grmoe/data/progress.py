@@ -11,7 +11,8 @@ from typing import Any
 from grmoe.data.packing import Tally
 from grmoe.data.prepare import Progress
 from grmoe.data.room import lacks_room, longest_sequence
-from grmoe.data.splitting import SEQUENCE_LENGTH
+from grmoe.data.splitting import CPU_LENGTH, SEQUENCE_LENGTH
+from grmoe.hardware import find_device
 from grmoe.tables import Table, counted, largest, shortened
 from grmoe.terminal import Progress as Show
 
@@ -40,18 +41,29 @@ class Reporter:
         self.show(self.label, now.done, now.total or 0)
 
 
-def show(index: dict[str, Any], sequence_length: int = SEQUENCE_LENGTH) -> Iterator[Table | str]:
-    """The table of domains, what was skipped, what is held out, and a warning if that is too little."""
+def usual_length() -> int:
+    """Tokens per sequence that `grmoe train` takes on this machine if nothing is said."""
+    return CPU_LENGTH if find_device().type == "cpu" else SEQUENCE_LENGTH
+
+
+def show(index: dict[str, Any], asked: int | None = None) -> Iterator[Table | str]:
+    """The table of domains, what was skipped, what is held out, and a warning if that is too little.
+
+    asked: tokens per sequence. None: both what most models take and what `grmoe train` takes here must fit.
+    """
     yield domains(index)
     if skipped := index["skipped"]:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in skipped.items())
         yield f"{counted(sum(skipped.values()), 'row')} skipped ({reasons}). --strict stops at the first and names it."
         yield from (f"  {sentence}" for sentence in index.get("first_skipped", {}).values())
     yield _validation(index)
-    if missing := lacks_room(index, sequence_length):
-        fitting = longest_sequence(index, sequence_length)
+    length = asked or SEQUENCE_LENGTH
+    if missing := lacks_room(index, length):
+        fitting = longest_sequence(index, length)
         advice = f" Shorter sequences fit: data.sequence_length={fitting}." if fitting else " Give more text."
-        yield f"Too little for sequences of {sequence_length:,} tokens: {missing}.{advice}"
+        if fitting and asked is None and fitting >= usual_length():
+            advice += f" `grmoe train` takes {usual_length()} on this machine if you do not set it."
+        yield f"Too little for sequences of {length:,} tokens: {missing}.{advice}"
 
 
 def _validation(index: dict[str, Any]) -> str:
@@ -70,12 +82,16 @@ def _validation(index: dict[str, Any]) -> str:
     return f"Validation: {tokens:,} tokens."
 
 
-def next_command(index: dict[str, Any], out: Path, sequence_length: int = SEQUENCE_LENGTH) -> str:
-    """The command to train on what was prepared, with sequences that it has room for; empty if there are none."""
-    fitting = longest_sequence(index, sequence_length)
+def next_command(index: dict[str, Any], out: Path, asked: int | None = None) -> str:
+    """The command to train on what was prepared, with sequences that it has room for; empty if there are none.
+
+    asked: tokens per sequence. None: what `grmoe train` takes here.
+    """
+    usual = usual_length()
+    fitting = longest_sequence(index, asked or usual)
     if fitting is None:
         return ""
-    length = "" if fitting == SEQUENCE_LENGTH else f" data.sequence_length={fitting}"
+    length = "" if fitting == usual else f" data.sequence_length={fitting}"
     return f"grmoe train data.path={quote(str(out))}{length}"
 
 

@@ -97,7 +97,7 @@ def _find(source: str, held_out: bool) -> list[Unit]:
     path = Path(source)
     if path.is_dir():
         files = (p for p in path.rglob("*") if p.is_file() and _kind_of(p) and not p.match("cache-*.arrow"))
-        found = [p for p in files if not _hidden(p.relative_to(path))]
+        found = [p for p in files if not _hidden(p.relative_to(path)) and not _is_log(p)]
         require(bool(found), f"source {source} holds no file that can be read: {_READABLE}")
         return _files(path, found, held_out)
     if path.is_file():
@@ -125,6 +125,12 @@ def is_compressed(unit: Unit) -> bool:
 
 def _hidden(relative: Path) -> bool:
     return any(part.startswith(".") for part in relative.parts)
+
+
+def _is_log(path: Path) -> bool:
+    """The log of a run is no text. People who prepare the current folder also train in it."""
+    names = ("config.yaml", "environment.json")
+    return path.name == "log.jsonl" and all(path.with_name(name).is_file() for name in names)
 
 
 def _files(root: Path, paths: list[Path], held_out: bool, domain: str | None = None) -> list[Unit]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 VALIDATION_WINDOWS = 8
 TRAINING_WINDOWS = 32
 SEQUENCE_LENGTH = 1024  # of most models; others are shorter
+CPU_LENGTH = 128  # what `grmoe train` takes on a CPU by default
 SHARE = 0.01  # of the documents
 _FEW_DOCUMENTS = 10
 _LARGEST_SHARE = 0.25  # of a small corpus, however many tokens later commands need
@@ -52,6 +53,11 @@ def validation_bytes(sequence_length: int) -> int:
     return _BYTES_PER_TOKEN * validation_tokens(sequence_length)
 
 
+def sequence_length_of(least: int) -> int | None:
+    """The sequence length of `validation_bytes`; None for 0 bytes, where a share was asked for."""
+    return (least // _BYTES_PER_TOKEN - 1) // VALIDATION_WINDOWS if least else None
+
+
 def choose_split(
     documents: Sequence[tuple[float, int]], share: float, least: int = 1, whole: bool = False
 ) -> Split:
@@ -62,15 +68,28 @@ def choose_split(
     document, unless they must stay `whole`.
     """
     total = sum(size for _, size in documents)
-    enough = min(least, _LARGEST_SHARE * total)
-    if sum(size for at, size in documents if at < share) >= max(1, enough):
+    enough = max(1.0, min(least, _LARGEST_SHARE * total))
+    as_asked = _held_out(documents, share)
+    if as_asked >= enough and (whole or not is_far_too_much(as_asked, total, share, least)):
         return Split(share)
-    wanted, held_out, last = max(1.0, enough, share * total), 0, 0.0
+    wanted, held_out, last = max(enough, share * total), 0, 0.0
     for at, size in sorted(documents):
         held_out, last = held_out + size, at
         if held_out >= wanted:
             break
-    few = len(documents) < _FEW_DOCUMENTS or held_out > wanted + total / 8
-    if few and not whole:
-        return Split(tail=wanted / total)
-    return Split(float(f"{1.01 * last:.3g}"))  # above `last`, and short enough to read
+    larger = float(f"{1.01 * last:.3g}")  # above `last`, and short enough to read
+    # Counted again: copies of a document have the same place, and another one may lie just above `last`.
+    too_much = is_far_too_much(_held_out(documents, larger), total, share, least)
+    few = len(documents) < _FEW_DOCUMENTS or too_much or larger < share
+    return Split(tail=wanted / total) if few and not whole else Split(larger)
+
+
+def is_far_too_much(held_out: int, total: int, share: float, least: int) -> bool:
+    """Whether it is an eighth of the corpus more than needed, or leaves nothing to train on. All in bytes."""
+    wanted = max(1.0, min(least, _LARGEST_SHARE * total), share * total)
+    return held_out > wanted + total / 8 or held_out >= total
+
+
+def _held_out(documents: Sequence[tuple[float, int]], share: float) -> int:
+    """Bytes of the documents that a share holds out."""
+    return sum(size for at, size in documents if at < share)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grmoe.checks import require
 from grmoe.data.documents import Reader, Skipped
-from grmoe.data.splitting import Split, choose_split, place
+from grmoe.data.splitting import Split, choose_split, is_far_too_much, place
 
 _ENOUGH = 2**28  # bytes of text: what is read first decides about the rest
 
@@ -12,7 +12,8 @@ _ENOUGH = 2**28  # bytes of text: what is read first decides about the rest
 def survey(reader: Reader, share: float, least: int, whole: bool = False) -> Split:
     """The split that gives validation `least` bytes of text (see `choose_split`). Raises if there is no document.
 
-    Reads until the share asked for has held out enough. That is a few megabytes, or all of a corpus of few documents.
+    Reads until the share asked for has held out enough, and not most of what was read. That is a few megabytes, or all
+    of a corpus of few documents.
     """
     documents: list[tuple[float, int]] = []
     held_out = read = 0
@@ -26,10 +27,9 @@ def survey(reader: Reader, share: float, least: int, whole: bool = False) -> Spl
         documents.append((place(row.text.encode()), row.size))
         read += row.size
         held_out += row.size if documents[-1][0] < share else 0
-        if not share or held_out >= least or read >= _ENOUGH:
+        suits = held_out >= least and (whole or not is_far_too_much(held_out, read, share, least))
+        if not share or suits or read >= _ENOUGH:
             break
     why = f"{reader.units[0].name} is empty" if bad is None else bad.sentence
     require(bool(documents), f"the sources hold no document to train on; {why}")
-    if not share:
-        return Split()
-    return Split(share) if held_out >= least else choose_split(documents, share, least, whole)
+    return choose_split(documents, share, least, whole) if share else Split()
