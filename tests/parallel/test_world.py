@@ -92,6 +92,17 @@ def talk(world: World) -> dict[str, Any]:
     return {**result, "left": not dist.is_initialized()}
 
 
+def again(world: World) -> list[Any]:
+    second = start(ParallelConfig(), "cpu")
+    return [world.joined, second.joined, tuple(second.mesh.shape), total(second, torch.ones(1)).tolist()]  # type: ignore[union-attr]
+
+
+def test_a_group_is_joined_once() -> None:
+    """Processes that left and joined again, as trainings in a row did, could wait for each other forever."""
+    for got in run(ParallelConfig(expert=2), 2, again):
+        assert got == [True, False, (1, 2, 1), [2.0]]
+
+
 def test_processes_count_together() -> None:
     for rank, got in enumerate(run(ParallelConfig(expert=2), 2, talk)):
         assert got["mesh"] == (("replicate", "fsdp", "expert"), (1, 1, 2))

@@ -87,6 +87,18 @@ def test_an_exported_model_is_not_exported_again(run: Path, tmp_path: Path) -> N
             export(tmp_path / "model", out)
 
 
+def test_the_current_folder_takes_a_model(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    for _ in range(2):  # the second time it holds a model
+        export(run, Path())
+        assert AutoModelForCausalLM.from_pretrained(".").config.num_experts == 4
+        assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    card = (tmp_path / "mine/README.md").read_text()
+    assert "# mine\n" in card
+    assert 'from_pretrained("mine"' in card
+
+
 def test_the_folder_is_the_checkpoint(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "model"
     used = export(run, out, "last", alpha=2.0, dtype=torch.float32)

@@ -22,6 +22,11 @@ def test_what_is_there_instead_of_a_model(tmp_path: Path) -> None:
     assert not_a_model(file) == f"{file} {refused}: it is a file"
     assert not_a_model(empty) == f"{empty} {refused}"
     assert not_a_model(data).endswith(f"not a model; train one: grmoe train data.path='{data}'")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000003"  # it has an index.json of its own
+    checkpoint.mkdir(parents=True)
+    for name in ("index.json", "meta.json"):
+        (checkpoint / name).write_text("{}")
+    assert not_a_model(checkpoint).endswith(f"not a model; give the folder of its run: {tmp_path / 'run'}")
     for n in range(7):
         (empty / str(n)).mkdir()
         (empty / str(n) / ("config.yaml" if n else "config.json")).write_text("")

@@ -83,7 +83,7 @@ def test_no_command_runs_what_lies_in_a_run(command: str, run: Path, tmp_path: P
         assert "names pathlib.Path.touch" in page
     else:
         assert result.exit_code == 2
-        assert "names pathlib.Path.touch, which does not belong into a checkpoint" in said
+        assert "names pathlib.Path.touch, which does not belong in a checkpoint" in said
         assert result.stderr.startswith("error: ")
         assert result.stderr.count("\n") == 1
 

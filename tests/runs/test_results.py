@@ -67,6 +67,21 @@ def test_results_of_an_exported_folder_lie_beside_it(loaded: LoadedModel, tmp_pa
     assert results_folder(tmp_path / "model", "eval") == tmp_path / "model-eval"
 
 
+@pytest.mark.parametrize(("inside", "name"), [("", "."), ("notes", ".."), ("notes", "../notes/..")])
+def test_an_exported_folder_may_be_the_current_one(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str, name: str
+) -> None:
+    export(loaded.path, tmp_path / "model")
+    (tmp_path / "model/notes").mkdir()
+    monkeypatch.chdir(tmp_path / "model" / inside)
+    exported = open_model(name)
+    path = save_results(exported, "eval", BODY, results_folder(exported.path, "eval"))
+    assert path.resolve() == tmp_path / "model-eval/results.json"
+    path.write_text("[]")
+    with pytest.raises(ResultsError, match=r"make it again with: grmoe eval \S*/model$"):
+        find_results(Path(name), "eval")
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -286,6 +286,29 @@ def test_agreeing_settings_are_accepted(source: TrainConfig, tmp_path: Path) -> 
     assert found.model["hidden_size"] == 32
 
 
+def test_a_job_script_repeats_its_whole_command(source: TrainConfig, tmp_path: Path) -> None:
+    """A model that was named beside --from, and agrees with it, was once another one when the run was resumed."""
+    run = Path(source.out)
+    whole = [
+        "model.router=grassmann",
+        "model.hidden_act=silu",
+        "model.router_rank=null",
+        "model.selection=topk",
+    ]
+    settings = given(run, source, tmp_path, *whole, "model.alpha=2.0")
+    train(started(*settings))
+    longer = starting_config(read_tree(None, [*settings, "steps=3"]), resume=True)
+    assert longer.model == saved_config(tmp_path / "tuned").model
+    assert train(longer, resume=True).checkpoint.step == 3
+    for other, message in (
+        ("model.router=softmax", "model.router: None → 'softmax'"),
+        ("model.preset=tiny", "model.preset: None → 'tiny'"),
+        ("model.alpha=3.0", r"model.alpha: 2.0 → 3.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(starting_config(read_tree(None, [*settings, "steps=3", other]), resume=True), resume=True)
+
+
 def test_what_training_adds_to_the_loss_may_change(source: TrainConfig, tmp_path: Path) -> None:
     found = started(*given(Path(source.out), source, tmp_path, "model.residual_loss_coef=0.02"))
     assert found.model["residual_loss_coef"] == 0.02

@@ -57,6 +57,20 @@ def test_the_export_is_the_same_without_the_data(run: Path, data: Path, tmp_path
     assert vocabulary(run / "tokenizer") == (index["vocab_size"], index["end_of_text"])
 
 
+def test_another_folder_than_that_of_the_training_is_named(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the run was trained, its text has a relative path."""
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace(str(tmp_path / "data"), "data"))
+    monkeypatch.chdir(tmp_path)
+    assert open_model(run).data is not None
+    monkeypatch.chdir(run)
+    status, said = call("eval", ".")
+    assert status == 2
+    assert f"(data/index.json is missing: there is no folder data in {run};" in said
+
+
 def test_what_needs_text_asks_for_it_and_takes_it(run: Path, data: Path, tmp_path: Path) -> None:
     with_data = open_model(run)
     shutil.rmtree(data)
@@ -83,7 +97,7 @@ def test_other_data_in_the_same_place_are_not_taken_for_its_own(run: Path, data:
     (data / "index.json").write_text(json.dumps(index))  # the same content, and not the same file
     opened = open_model(run)
     assert opened.data is None
-    with pytest.raises(ValueError, match=r"is not the data it was trained on\): give --text FILE"):
+    with pytest.raises(ValueError, match=r"is not the data that the run was trained on\): give --text FILE"):
         opened.held_out()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -236,16 +237,33 @@ def test_memory_in_the_units_of_the_system(monkeypatch: pytest.MonkeyPatch) -> N
     assert _memory_gb(torch.device("cuda")) == 5.0
 
 
-def test_a_run_starts_anew_unless_told_and_leaves_its_process_group(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_starts_anew_unless_told(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     monkeypatch.setattr(loop_module, "start", lambda parallel, device: ONE)
-    monkeypatch.setattr(loop_module, "stop", lambda: told.append("stop"))
     monkeypatch.setattr(loop_module, "_train", lambda config, resume, world: told.append(resume))
     loop_module.train(settings())
     loop_module.train(settings(), resume=True)
-    assert told == [False, "stop", True, "stop"]
+    assert told == [False, True]
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_run_that_fails_leaves_the_process_group_it_joined(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, joined: bool, fails: bool
+) -> None:
+    """Then the others do not wait for it. A group of the caller's stays, and one of a run that ended well."""
+    left: list[str] = []
+
+    def ends(*given: Any) -> None:
+        if fails:
+            raise KeyError("broken")
+
+    monkeypatch.setattr(loop_module, "start", lambda parallel, device: replace(ONE, joined=joined))
+    monkeypatch.setattr(loop_module, "stop", lambda: left.append("left"))
+    monkeypatch.setattr(loop_module, "_train", ends)
+    with pytest.raises(KeyError, match="broken") if fails else contextlib.nullcontext():
+        loop_module.train(settings())
+    assert left == (["left"] if joined and fails else [])
 
 
 def test_things_that_happen_every_few_steps() -> None:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grmoe.runs.config import TrainConfig
+from grmoe.runs.config_groups import OptimConfig
 from grmoe.runs.folder import read_log, saved_config
 from grmoe.train.loop import train
 from grmoe.train.schedule import (
@@ -151,3 +152,9 @@ def test_a_run_of_the_same_length_says_nothing_of_more_steps() -> None:
     config = TrainConfig(steps=10)
     assert describe_more_steps(None, config, 0) is None
     assert describe_more_steps(config, config, 5) is None
+
+
+def test_more_steps_after_a_first_step_with_nan() -> None:
+    """It leaves a checkpoint of step 0. Without a warm-up this was a division by zero."""
+    old, new = (TrainConfig(steps=steps, optim=OptimConfig(warmup=0, lr=1e-2)) for steps in (6, 10))
+    assert "rate goes from 0.01 to 0.01" in (describe_more_steps(old, new, 0) or "")

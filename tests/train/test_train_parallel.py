@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from comparing import assert_same
 from processes import Processes, full_state_dict, run_command
 from torch import Tensor
@@ -94,6 +96,15 @@ def first_steps(config: TrainConfig) -> list[dict[str, float]]:
     return found
 
 
+def in_a_row(config: TrainConfig) -> list[bool]:
+    """Whether the process is in its group after each of three trainings."""
+    found = []
+    for number in range(3):
+        train(replace(config, out=f"{config.out}-{number}"))
+        found.append(dist.is_initialized())
+    return found
+
+
 # -- runs that several tests look at ---------------------------------------------------------------------------
 
 
@@ -160,6 +171,11 @@ def test_other_numbers_of_processes_go_on(
     assert list(losses(config)) == list(range(1, 21))
     assert losses(config)[11] == pytest.approx(losses(wanted)[11], abs=1e-6)
     assert losses(config)[20] == pytest.approx(losses(wanted)[20], abs=1e-3)
+
+
+def test_trainings_in_a_row_stay_in_one_group(settings: Settings) -> None:
+    for answer in Processes(2, in_a_row, settings(steps=2, parallel=KINDS["expert"])).answers():
+        assert answer == [True, True, True]
 
 
 def test_distillation_and_the_terms_of_routers_are_the_same_for_one_and_for_two(settings: Settings) -> None:

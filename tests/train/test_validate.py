@@ -40,6 +40,15 @@ def test_the_loss_is_the_mean_over_tokens_of_each_domain(settings: Settings) -> 
     assert found.routing[0].tokens == tokens
 
 
+def test_the_routers_losses_are_no_part_of_it(settings: Settings) -> None:
+    """Also where the configuration asks for router logits, with which the model's loss includes them."""
+    model = {"router": "switch", "router_rank": None}
+    plain = trainer(settings(model=model))
+    asked = trainer(settings(model=model | {"output_router_logits": True}))
+    assert asked.model.config.output_router_logits
+    assert validate(asked).loss == validate(plain).loss
+
+
 def test_it_is_at_the_models_own_dial_and_leaves_no_trace(settings: Settings) -> None:
     s = trainer(settings(model={"alpha": 3.0}))
     with torch.no_grad():

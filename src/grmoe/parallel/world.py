@@ -6,6 +6,7 @@ there are `replicate` copies. The experts of a copy are divided among `expert` p
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass
 
@@ -48,6 +49,8 @@ class World:
     device: torch.device
     mesh: DeviceMesh | None
     """With the dimensions _DIMS; None if there is only one process."""
+    joined: bool = False
+    """Whether `start` joined the process group, or found it."""
 
     @property
     def first(self) -> bool:
@@ -55,7 +58,8 @@ class World:
 
 
 def start(config: ParallelConfig, device: str = "auto") -> World:
-    """Join the other processes, if there are any.
+    """Join the other processes, if there are any. A group that was joined before is used again: processes that leave a
+    group and join again can wait for each other forever. A group that is joined here is left when the process ends.
 
     device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1". With "cuda", `torchrun` chooses the GPU.
     """
@@ -64,9 +68,13 @@ def start(config: ParallelConfig, device: str = "auto") -> World:
     place = use_device(device, local_rank)
     if size == 1:
         return World(rank, size, local_rank, place, None)
-    # gloo too, because flags, counts and the plans of checkpoints are on the CPU.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
-    return World(rank, size, local_rank, place, init_device_mesh(place.type, shape, mesh_dim_names=_DIMS))
+    joins = not dist.is_initialized()
+    if joins:
+        # gloo too, because flags, counts and the plans of checkpoints are on the CPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+        atexit.register(stop)
+    mesh = init_device_mesh(place.type, shape, mesh_dim_names=_DIMS)
+    return World(rank, size, local_rank, place, mesh, joins)
 
 
 def stop() -> None:

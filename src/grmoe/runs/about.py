@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from grmoe.model import GrmoeConfig
 from grmoe.model.choices_grmoe import OWN_CHOICE
 from grmoe.model.presets import PRESETS, find_config
 from grmoe.runs.card import MODEL_CARD, describe_setting, has_section
+from grmoe.runs.checkpoint import Checkpoint
 from grmoe.runs.folder import (
     CONFIG,
     ENVIRONMENT,
@@ -65,7 +67,7 @@ def _about_run(folder: Path) -> tuple[GrmoeConfig, Table, str]:
     if not (folder / "dial" / "results.json").is_file() and model.router not in OWN_CHOICE:
         table.add("dial", "not turned yet")
     budget = _add_measurements(table, folder, None if best is None else best.step)
-    place = dialled_model(folder)
+    place = None if _trained_on(folder, best) else dialled_model(folder)
     if process is not None:
         following = f"grmoe curves {quote(str(folder))}"
     elif step < config.steps:
@@ -79,6 +81,14 @@ def _about_run(folder: Path) -> tuple[GrmoeConfig, Table, str]:
     else:
         following = f"grmoe dial {quote(str(folder))}{_cap(model)} --write"
     return model, table, following
+
+
+def _trained_on(folder: Path, best: Checkpoint | None) -> bool:
+    """Whether the run was dialled at another checkpoint than its best one: it was trained on since."""
+    with contextlib.suppress(ResultsError, OSError):
+        results = find_results(folder, "dial")
+        return results is not None and best is not None and results.step != best.step
+    return False
 
 
 def _about_export(folder: Path) -> tuple[GrmoeConfig, Table, str]:
@@ -119,10 +129,14 @@ def _started(folder: Path) -> str | None:
         return None
 
 
-def export_command(run: Path, budget: float, dtype: str, out: Path) -> str:
-    """The command that saves a run at a budget, in the precision in which its dial measured it."""
+def export_command(run: Path, budget: float, dtype: str, out: Path, step: int | None = None) -> str:
+    """The command that saves a run at a budget, in the precision in which its dial measured it.
+
+    step: of the checkpoint that was dialled; None for the best one.
+    """
     kind = " --dtype fp32" if dtype.removeprefix("torch.") == "float32" else ""
-    return f"grmoe export {quote(str(run))} --budget {budget:g}{kind} --out {quote(str(out))}"
+    which = "" if step is None else f" --checkpoint {step}"
+    return f"grmoe export {quote(str(run))}{which} --budget {budget:g}{kind} --out {quote(str(out))}"
 
 
 def _add_measurements(table: Table, folder: Path, step: int | None) -> tuple[float, str] | None:

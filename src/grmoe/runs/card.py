@@ -57,7 +57,7 @@ Where grmoe is installed, write `import grmoe` first: it brings fast kernels, an
 
 def card_name(out: Path) -> str:
     """How the card of a folder names it: by its relative path as given, so that the lines run where it was made."""
-    inside = not out.is_absolute() and ".." not in out.parts
+    inside = out.name and not out.is_absolute() and ".." not in out.parts
     return out.as_posix() if inside else out.resolve().name
 
 

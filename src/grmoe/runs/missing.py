@@ -8,12 +8,16 @@ from shlex import quote
 
 from grmoe.data.shards import INDEX
 from grmoe.runs.folder import CONFIG
+from grmoe.runs.meta import META
 
 _NAMED = 5  # folders that a message lists
 
 
 def not_a_model(path: Path) -> str:
     """The message about a path that is neither a run nor an exported model."""
+    if (path / META).is_file():
+        run = path.resolve().parent.parent
+        return f"{path} is a checkpoint, not a model; give the folder of its run: {quote(str(run))}"
     if (path / INDEX).is_file():
         train = f"grmoe train data.path={quote(str(path))}"
         return f"{path} holds prepared text, not a model; train one: {train}"

@@ -36,7 +36,7 @@ class LoadedModel:
     tokenizer: Any
     tokenizer_folder: Path
     length: int
-    """Tokens per window: what the run was trained on; for an exported model, its longest context."""
+    """Tokens per window: those of a sequence in training. An exported model that does not store them: its context."""
     checkpoint: Checkpoint | None = None
     """Checkpoint of a run; None for an exported model."""
     data: TokenDataset | None = None
@@ -192,5 +192,5 @@ def _length(model: GrmoeForCausalLM) -> int:
 def _held_out(config: TrainConfig, checkpoint: Checkpoint) -> TokenDataset:
     data = TokenDataset(config.data.path, "validation")
     if checkpoint.meta.get("data") != data_checksum(data.folder):
-        raise ValueError(f"{config.data.path} is not the data it was trained on")
+        raise ValueError(f"{config.data.path} is not the data that the run was trained on")
     return data

@@ -57,7 +57,7 @@ class _IndexUnpickler(pickle._Unpickler):
             return _OTHER[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise DamageError(f"it names {module}.{name}, which does not belong into a checkpoint")
+        raise DamageError(f"it names {module}.{name}, which does not belong in a checkpoint")
 
     def _build(self) -> None:
         """Sets the fields of an object; never of a class, which the whole process shares."""

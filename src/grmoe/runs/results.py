@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import grmoe
-from grmoe.files import read_json, reason, write_file
+from grmoe.files import beside, read_json, reason, write_file
 from grmoe.hardware import device_name
 from grmoe.runs.folder import CONFIG
 
@@ -67,7 +67,7 @@ class Results:
 
 def results_folder(model: Path, kind: str) -> Path:
     """Inside a run's folder, but next to an exported model, because an exported folder must not change."""
-    return model / kind if (model / CONFIG).is_file() else model.with_name(f"{model.name}-{kind}")
+    return model / kind if (model / CONFIG).is_file() else beside(model, f"-{kind}")
 
 
 def save_results(loaded: LoadedModel, kind: str, body: Any, out: Path, card: str = "") -> Path:

@@ -14,6 +14,7 @@ from typing import Any
 
 from grmoe.checks import require
 from grmoe.config import field_types, from_dict, merge, read_tree
+from grmoe.data.splitting import CPU_LENGTH
 from grmoe.data.tokenizer import load as load_tokenizer
 from grmoe.hardware import find_device
 from grmoe.model import PRESETS, GrmoeConfig
@@ -25,7 +26,7 @@ from grmoe.runs.open import LoadedModel, open_model
 # On a CPU, the preset and the recipe of `make demo` (configs/demo.yaml). Where no preset is named, the selection is a
 # mass: top-k computes the same number of experts at every α.
 CPU_PRESET = "tiny"
-CPU_LENGTH, CPU_BATCH, CPU_RATE, CPU_WARMUP = 128, 16, 4e-3, 100
+CPU_BATCH, CPU_RATE, CPU_WARMUP = 16, 4e-3, 100
 CPU_SELECTION = {"selection": "mass", "selection_tau": 0.5}
 
 # Fields of a model that no weight depends on. A run that starts from other weights may change them.
@@ -45,8 +46,8 @@ def starting_config(tree: Mapping[str, Any], resume: bool = False) -> TrainConfi
     given = from_dict(TrainConfig, tree)  # raises for mistakes before anything is read
     saved = Path(given.out) / CONFIG
     if resume and saved.is_file():
-        saved_config(saved.parent)  # raises, with the file's name, if the file is damaged
-        return from_dict(TrainConfig, merge(read_tree(saved), tree))
+        before = saved_config(saved.parent)  # raises, with the file's name, if the file is damaged
+        return from_dict(TrainConfig, merge(read_tree(saved), _without_repeated(tree, given, before)))
     # Job scripts have `--resume` in their whole command, the first time too. A folder alone is more likely misspelt.
     require(
         not resume or not set(tree) <= {"out", "steps"},
@@ -104,17 +105,36 @@ def _from_source(tree: Mapping[str, Any], source: LoadedModel, given: TrainConfi
 def _check_agreement(asked: Mapping[str, Any], source: LoadedModel) -> None:
     """Raise if a preset or a field was given that the source's weights do not have."""
     preset = asked.get("preset")
-    wanted = {k: v for k, v in PRESETS.get(preset or "", {}).items() if k not in _OF_TOKENIZER}
+    for name, value in _contradictions(asked, source.model.config).items():
+        has = getattr(source.model.config, name)
+        why = f" (model.preset={preset})" if name not in asked else ""
+        raise ValueError(
+            f"model.{name} is {has!r} in {source.path} and cannot change with --from, got {value!r}{why}: leave it out"
+        )
+
+
+def _contradictions(asked: Mapping[str, Any], model: GrmoeConfig) -> dict[str, Any]:
+    """The fields that were given, or that a given preset has, and that are others in a model with these weights."""
+    wanted = {k: v for k, v in PRESETS.get(asked.get("preset") or "", {}).items() if k not in _OF_TOKENIZER}
+    found = {}
     for name, value in {**wanted, **asked}.items():
         if name == "preset" or name in FREE_FIELDS or value is None:
             continue
-        has = getattr(source.model.config, name)
-        same = value == has or (name == "hidden_act" and {value, has} == {"swiglu", "silu"})
-        why = f" (model.preset={preset})" if name not in asked else ""
-        require(
-            same,
-            f"model.{name} is {has!r} in {source.path} and cannot change with --from, got {value!r}{why}: leave it out",
-        )
+        has = getattr(model, name)
+        if value != has and not (name == "hidden_act" and {value, has} == {"swiglu", "silu"}):
+            found[name] = value
+    return found
+
+
+def _without_repeated(tree: Mapping[str, Any], given: TrainConfig, saved: TrainConfig) -> Mapping[str, Any]:
+    """What was given to resume, without what it only repeats of the model that a run with --from took.
+
+    A job script gives its whole command again. The run has that model written out, and no preset.
+    """
+    asked = {k: v for k, v in given.model.items() if k in tree.get("model", {})}
+    if saved.start_from is None or _contradictions(asked, saved.model_config(1, 0)):
+        return tree
+    return {**tree, "model": {k: v for k, v in asked.items() if k in FREE_FIELDS}}
 
 
 def check_tokenizer(source: LoadedModel, data: Path, tokenizer: Path, vocab_size: int) -> None:

@@ -52,8 +52,10 @@ def train(config: TrainConfig, resume: bool = False) -> Outcome:
     try:
         with lock_folder(Path(config.out), world):
             return _train(config, resume, world)
-    except RuntimeError as error:
-        if world.mesh is None or not _lost_process(error):
+    except BaseException as error:
+        if world.joined:
+            stop()  # so that the others do not wait for this process
+        if world.mesh is None or not (isinstance(error, RuntimeError) and _lost_process(error)):
             raise
         last = checkpoints_of(Path(config.out), config).latest()
         kept = "There is no checkpoint yet." if last is None else f"The last checkpoint is {last.path}."
@@ -61,8 +63,6 @@ def train(config: TrainConfig, resume: bool = False) -> Outcome:
             f"process {world.rank}: another process of the run ended or cannot be reached. Its own output says why. "
             f"{kept}\nContinue with: grmoe train --resume out={quote(config.out)}"
         ) from error
-    finally:
-        stop()
 
 
 class LostProcessError(RuntimeError):

@@ -35,7 +35,7 @@ def describe_more_steps(old: TrainConfig | None, new: TrainConfig, step: int) ->
     """What happens to the learning rate where a resumed run has more steps than before; None where it has not."""
     if old is None or old.steps >= new.steps:
         return None
-    before = old.optim.lr * rate_factors(old, step - 1)["weights"]
+    before = old.optim.lr * rate_factors(old, max(0, step - 1))["weights"]  # at 0: a first step with NaN
     after = new.optim.lr * rate_factors(new, step)["weights"]
     return (
         f"steps raised from {old.steps} to {new.steps}: learning rates now follow the schedule of {new.steps} steps. "

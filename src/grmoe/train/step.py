@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grmoe.optim import GrassmannAdam
+from grmoe.optim import GrassmannAdam, step_together
 from grmoe.parallel.shard import accumulate, clip_gradients, finish_gradients, sync_routers
 from grmoe.parallel.world import mean
 from grmoe.train.nonfinite import find_nonfinite
@@ -98,7 +98,7 @@ def train_step(trainer: Learner, step: int, batch_BS: Tensor) -> InFlightStep:
     # Updates.
     for optimizer in trainer.optimizers:
         optimizer.found_inf = skip  # type: ignore[attr-defined]
-        optimizer.step()
+    step_together(trainer.optimizers)
     trainer.zero_grad()
     sync_routers(model, world)
     model.update_priors(prior_rate(config, step), skip)

@@ -44,7 +44,8 @@ def validate(trainer: Trainer) -> Validation:
             sum_2 = torch.zeros(2, dtype=torch.float64, device=world.device)
             for rows, counts in _own_share(trainer, domain):
                 with nullcontext() if counts else uncounted(model):
-                    loss = trainer.run(model, rows.to(world.device)).loss
+                    # With router logits, which a configuration may ask for, it would include the routers' losses.
+                    loss = trainer.run(model, rows.to(world.device), output_router_logits=False).loss
                 if counts:
                     targets = int((rows[:, 1:] >= 0).sum())  # negative: context only
                     sum_2 += torch.stack([loss.double() * targets, loss.new_full((), targets)])
