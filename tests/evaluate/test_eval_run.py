@@ -234,6 +234,15 @@ def test_tasks_alone_need_no_text(model: MadeUp, tmp_path: Path, tasks: list[str
     assert len(model.saved) == 1
 
 
+def test_a_place_that_cannot_be_written_shows_before_anything_is_measured(
+    model: MadeUp, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        evaluate(Plan(model=tmp_path, out=tmp_path / "file" / "eval", texts=["t"]))
+    assert not any("/a at" in str(told) for told in model.told)
+
+
 def test_nothing_asked_for_is_the_validation_split(model: MadeUp, tmp_path: Path) -> None:
     result = evaluate(Plan(model=tmp_path, out=tmp_path), model.progress)
     assert model.told[1] == (["validation"], None)

@@ -163,6 +163,8 @@ def test_top_k_says_that_alpha_does_not_change_the_number_of_experts() -> None:
         "This model computes its 2 most probable experts at every α. To change their number, give --budget. "
         "Calibrate first: grmoe dial runs/first"
     )
+    [said] = _about_alpha(top, Path("my model"), is_run=False)
+    assert said.endswith("Calibrate first: grmoe dial 'my model' --text FILE --write")
     top.budget_curve = [{"experts_per_token": 1.0, "tau": 0.2, "alpha": 1.0, "cap": 2}]
     [said] = _about_alpha(top, Path("m"))
     assert said.endswith("give --budget.")

@@ -19,6 +19,7 @@ from grmoe.evaluate import run as evaluate
 from grmoe.evaluate.perplexity import Perplexity, count_windows, measure_text, windows
 from grmoe.evaluate.texts import DomainText, read_domains
 from grmoe.head import IGNORED
+from grmoe.routing import routers
 from grmoe.runs.open import LoadedModel, open_model
 
 
@@ -66,6 +67,16 @@ def test_measure_is_the_sum_of_single_predictions(loaded: LoadedModel, stride: i
                     scored += 1
     assert scored == value.tokens == 90
     assert value.nll == pytest.approx(nll, rel=1e-5)  # fp32 sums in another order
+
+
+def test_the_routers_losses_are_no_part_of_it(loaded: LoadedModel) -> None:
+    """Also where the configuration asks for router logits, with which the model's loss includes them."""
+    text = read_domains(["validation"], loaded, limit=90)[0]
+    plain = measure_text(loaded.model, text, 32, 32, batch=3)
+    loaded.model.config.output_router_logits = True
+    for router in routers(loaded.model):
+        router.losses = lambda routing: routing.probs.new_ones(())  # type: ignore[method-assign]
+    assert measure_text(loaded.model, text, 32, 32, batch=3) == plain
 
 
 def test_a_run_s_split_has_its_prepared_counts_and_its_logged_loss(loaded: LoadedModel, run: Path) -> None:

@@ -189,6 +189,9 @@ def test_examples_are_other_rows(tasks: Path) -> None:
     doubled = Task("piqa", [*task.rows, *task.rows[:6]], [*task.rows, *task.rows[:6]], apart=False)
     for row, prompt in zip(doubled.rows, doubled.questions(10, None), strict=True):
         assert prompt.question.count(f"Question: {row['goal']}\n") == 1
+    same = Task("piqa", task.rows[:1] * 3, task.rows[:1] * 3, apart=False)
+    with pytest.raises(ValueError, match="shots must be at most 0, the rows of piqa that differ"):
+        list(same.questions(2, None))
     trained = Task.read("piqa", {**files, "train": files["validation"]})
     assert trained.apart
     assert len(list(trained.questions(2, 5))) == 5
@@ -241,7 +244,7 @@ def test_mistakes(exported: Path, tasks: Path, tmp_path: Path) -> None:
     (broken / "piqa_val.jsonl").write_text('{"goal": "a"}\n')
     assert "a row of piqa has other fields than the task (KeyError: 'sol1')" in said(tasks_from=broken)
     (broken / "piqa_val.jsonl").write_text("{}\nnot json\n")
-    assert "is no JSONL file (row 2:" in said(tasks_from=broken)
+    assert "is not a JSONL file (row 2:" in said(tasks_from=broken)
     (broken / "piqa_val.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="must hold a row"):
         read_rows(broken / "piqa_val.jsonl")

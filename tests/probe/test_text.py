@@ -98,6 +98,24 @@ def test_an_equal_share_of_each_file(texts: list[Path], make: Any) -> None:
     assert stream.tokens == sum(lone)  # one document each, read whole
 
 
+def test_what_short_files_lack_comes_from_longer_ones(make: Any, tmp_path: Path) -> None:
+    """Twenty notes and two large files: an equal share of each would be less text than there is."""
+    for i in range(20):
+        (tmp_path / f"note{i:02}.txt").write_text("x")
+    for name in ("long", "longer"):
+        rows = [json.dumps({"text": f"{name} number {i}"}) for i in range(300)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    loaded = make()
+    stream = open_stream([str(tmp_path)], loaded, 1000)
+    assert 1000 <= stream.tokens < 1100  # each of the large files ends with a whole document
+    text = loaded.tokenizer.decode(stream.read(0, stream.tokens).tolist())
+    one, other = (text.count(f"{name} number") for name in ("long", "longer"))
+    assert 0.7 < one / other < 1.5  # about equal tokens, in documents of nearly equal lengths
+    assert open_stream([str(tmp_path)], loaded, 10**6).tokens == sum(
+        len(document.ids) for document in read_documents(str(tmp_path), loaded)
+    )
+
+
 def test_rows_that_are_no_document_are_reported(tmp_path: Path, make: Any) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\nnot json\n{"text": " "}\n{"text": "two"}\n')
     reasons: list[str] = []

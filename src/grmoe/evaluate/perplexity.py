@@ -110,9 +110,11 @@ def measure_text(
     nll = torch.zeros((), dtype=torch.float64, device=model.device)
     for inputs, wanted in windows(text.tokens, length, stride, batch):
         ids_BS, targets_BS = (torch.from_numpy(a).to(model.device) for a in (inputs, wanted))
+        # With router logits, which a configuration may ask for, the loss would include the routers' own.
         loss: Any = model(
-            input_ids=ids_BS, labels=targets_BS, shift_labels=targets_BS, use_cache=False, skip_logits=True
-        ).loss
+            input_ids=ids_BS, labels=targets_BS, shift_labels=targets_BS, use_cache=False, skip_logits=True,
+            output_router_logits=False,
+        ).loss  # fmt: skip
         nll += loss.double() * int((wanted != IGNORED).sum())
         done(len(inputs))
     return Perplexity(

@@ -82,6 +82,9 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     result = Result(loaded=loaded, evaluation=evaluation)
     # Loaded before anything is measured, so that a wrong name shows at once.
     answers = _open_tasks(plan, loaded, scorer) if wants_tasks else None
+    plan.out.mkdir(
+        parents=True, exist_ok=True
+    )  # now: a place that cannot be written must not cost a measurement
     if texts:
         windows = sum(count_windows(text, length, stride) for text in texts)
         steps = Steps(progress, windows * len(settings))

@@ -86,7 +86,7 @@ def read_rows(path: Path) -> list[Row]:
                 if line.strip():
                     rows.append(json.loads(line))
     except (ValueError, *DAMAGE) as error:
-        raise ValueError(f"{path} is no JSONL file (row {len(rows) + 1}: {error})") from error
+        raise ValueError(f"{path} is not a JSONL file (row {len(rows) + 1}: {error})") from error
     require(bool(rows), f"{path} must hold a row, got none")
     return rows
 
@@ -136,7 +136,13 @@ class Task:
             return draw.sample(self.examples, shots)
         found = [other for other in draw.sample(self.examples, shots + 1) if other != row][:shots]
         if len(found) < shots:  # the row stands there twice
-            found = draw.sample([other for other in self.examples if other != row], shots)
+            others = [other for other in self.examples if other != row]
+            require(
+                shots <= len(others),
+                f"shots must be at most {len(others)}, the rows of {self.name} that differ from the one asked, "
+                f"got {shots}",
+            )
+            found = draw.sample(others, shots)
         return found
 
     def _example(self, row: Row) -> str:

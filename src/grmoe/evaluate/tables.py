@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from grmoe.evaluate.results import Evaluation, Point, Result, show_alpha
@@ -20,14 +21,16 @@ def show(result: Result) -> Iterator[Table | str]:
         yield _domain_table(result.evaluation)
     yield _summary_table(result.evaluation.points)
     if len([point for point in result.evaluation.points if point.budget is None]) > 1:
-        yield from _about_alpha(result.loaded.model.config, result.loaded.path)
+        yield from _about_alpha(result.loaded.model.config, result.loaded.path, result.loaded.is_run)
 
 
-def _about_alpha(config: GrmoeConfig, path: Path) -> Iterator[str]:
+def _about_alpha(config: GrmoeConfig, path: Path, is_run: bool = True) -> Iterator[str]:
     """Under top-k, α changes the weights of experts, and not how many compute a token."""
     if config.selection != "topk" or config.router in OWN_CHOICE:
         return
-    first = "" if config.budget_curve else f" Calibrate first: grmoe dial {path}"
+    # An exported model has no text, and its folder gets no curve: --write saves one with it.
+    more = "" if is_run else " --text FILE --write"
+    first = "" if config.budget_curve else f" Calibrate first: grmoe dial {quote(str(path))}{more}"
     yield (
         f"This model computes its {config.num_experts_per_tok} most probable experts at every α. "
         f"To change their number, give --budget.{first}"

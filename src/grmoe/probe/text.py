@@ -109,24 +109,42 @@ def read_documents(
 def open_stream(sources: Sequence[str], loaded: LoadedModel, tokens: int) -> Stream:
     """Texts as one stream. No source means the validation split.
 
-    Files are read up to about `tokens` tokens, an equal share of each file, so that no file crowds out the others.
+    Files are read up to about `tokens` tokens, an equal share of each file, so that no file crowds out the others. What
+    short files lack is taken from longer ones.
     """
     positive_int("tokens", tokens)
     if len(sources) <= 1:
         data = _prepared_split(sources[0] if sources else None, loaded)
         if data is not None:
             return data
-    units = find_units(list(sources))
-    documents = []
-    for unit in units:
-        found = 0
-        for document in _read_units([unit], loaded):
-            documents.append(document)
-            found += len(document.ids)
-            if found * len(units) >= tokens:
-                break
+    documents = _equal_shares(find_units(list(sources)), loaded, tokens)
     require(bool(documents), f"text must hold a document, got none in {', '.join(sources)}")
     return MemoryStream(documents)
+
+
+def _equal_shares(units: Sequence[Unit], loaded: LoadedModel, tokens: int) -> list[TokenDocument]:
+    """Documents of about `tokens` tokens, by unit. Units that end before their share leave the rest to the others."""
+    read: dict[int, list[TokenDocument]] = {}
+    longer = list(range(len(units)))  # units that may hold more than was read
+    missing = tokens
+    while missing > 0 and longer:
+        share = (missing + sum(_count(read.get(i, [])) for i in longer)) / len(longer)
+        for i in list(longer):
+            # From the start again: the files of many units cannot all stay open.
+            read[i], found = [], 0
+            for document in _read_units([units[i]], loaded):
+                read[i].append(document)
+                found += len(document.ids)
+                if found >= share:
+                    break
+            else:
+                longer.remove(i)
+        missing = tokens - sum(map(_count, read.values()))
+    return [document for i in range(len(units)) for document in read[i]]
+
+
+def _count(documents: Sequence[TokenDocument]) -> int:
+    return sum(len(document.ids) for document in documents)
 
 
 def _read_units(

@@ -108,7 +108,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of medians. The interval is the middle 80 % of the ratios by round.
+    """The median of the ratios by round. The interval is the middle 80 % of them.
 
     Of a single round: from the middle 80 % of the calls of both, the widest.
     """
@@ -129,7 +129,8 @@ class Ratio:
 
 
 def time_ratio(name: str, over: Times, under: Times, style: Style = "times") -> Ratio:
-    """over / under in the rounds that both have, because calls of one round ran at the same clock rate."""
+    """over / under in the rounds that both have, because calls of one round ran at the same clock rate. The median
+    round counts, so that the ratio lies inside its interval."""
     shared = min(len(over.rounds), len(under.rounds))  # a slow contender may have fewer
     over, under = Times(over.rounds[:shared]), Times(under.rounds[:shared])
     each = round_ratios(over, under)
@@ -137,7 +138,7 @@ def time_ratio(name: str, over: Times, under: Times, style: Style = "times") -> 
     if shared == 1:
         (low, high), (least, most) = over.interval, under.interval
         interval = low / most, high / least
-    return Ratio(name, over.median / under.median, interval, style)
+    return Ratio(name, statistics.median(each), interval, style)
 
 
 def round_ratios(over: Times, under: Times) -> list[float]:

@@ -82,10 +82,14 @@ def window_starts(total: int, count: int, length: int) -> list[int]:
 
 
 def read_windows(source: str | None, loaded: LoadedModel, length: int, tokens: int) -> Text:
-    """At most `tokens` tokens of a text, as windows spread evenly over it. None is the validation split."""
-    count = positive_int("tokens", tokens) // length
-    name = source or VALIDATION
+    """`spread_windows` of a text. None is the validation split."""
     stream = open_stream([] if source is None else [source], loaded, tokens + 1)
+    return spread_windows(source or VALIDATION, stream, length, tokens)
+
+
+def spread_windows(name: str, stream: Stream, length: int, tokens: int) -> Text:
+    """At most `tokens` tokens of a text, as windows spread evenly over it."""
+    count = positive_int("tokens", tokens) // length
     starts = window_starts(stream.tokens - 1, count, length) if count else []
     advice = "give more --tokens" if count < MIN_WINDOWS else "give more text"
     require(
