@@ -69,6 +69,12 @@ def softmax_run(folder: Path, data: Path) -> Path:
     return train_run(folder / "softmax", data, router="softmax")
 
 
+@pytest.fixture(scope="session")
+def identity_run(folder: Path, data: Path) -> Path:
+    """Three of four choices compute nothing, and τ cuts."""
+    return train_run(folder / "identity", data, identity_experts=12, norm_topk_prob=True)
+
+
 @pytest.fixture
 def loaded(run: Path) -> LoadedModel:
     return open_model(run)

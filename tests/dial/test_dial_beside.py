@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from grmoe.cli import app
 from grmoe.config import from_dict
 from grmoe.dial import beside
-from grmoe.dial.beside import BudgetRow, measure_budgets, round_budgets, short_names
+from grmoe.dial.beside import BudgetRow, measure_budgets, model_names, round_budgets, short_names
 from grmoe.dial.curve import measured_at
 from grmoe.dial.figure import _by_model
 from grmoe.dial.meter import Point
@@ -43,6 +44,24 @@ def test_names_are_as_long_as_they_must_be(tmp_path: Path) -> None:
     assert short_names([a, c]) == ["model", "other"]
     assert short_names([a, b, c]) == ["a/model", "b/model", f"{tmp_path.name}/other"]
     assert short_names([a, a]) == ["model", "model"]
+
+
+def test_checkpoints_of_one_run_are_told_apart(tmp_path: Path) -> None:
+    """Under one name, tables would show the numbers of one for both."""
+    first, second = (SimpleNamespace(path=tmp_path / "run", step=step) for step in (20, 40))
+    other = SimpleNamespace(path=tmp_path / "other", step=40)
+    models: Any = [second, first, other]
+    assert model_names(models) == ["run, step 40", "run, step 20", "other"]
+    assert model_names(models[1:]) == ["run", "other"]
+
+
+def test_a_model_is_not_compared_with_itself(run: Path, data: Path, tmp_path: Path) -> None:
+    """Before anything is measured: its rows would stand twice in the table of texts."""
+    command = ["dial", run, "--tokens", 512, "--out", tmp_path / "out", "--check", data, "--beside", run]
+    done = CliRunner().invoke(app, list(map(str, command)))
+    assert done.exit_code == 2
+    assert "differ from each other" in " ".join(done.output.split())
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from grmoe.dial.tables import check_line, gain_line
 from grmoe.probe.losses import Increase, measure
 from grmoe.probe.routing import layer_inputs, moe_layers
 from grmoe.probe.windows import Text, default_tokens, read_windows
+from grmoe.runs.about import about
 from grmoe.runs.export import export
 from grmoe.runs.open import LoadedModel, open_model
 from grmoe.runs.results import ResultsError, load_results
@@ -85,6 +86,29 @@ def test_the_curve_keeps_its_word(written: tuple[Path, str], run: Path) -> None:
         model.set_budget(budget)
         counts.append(measure(model, text).experts_per_token)
     assert counts == pytest.approx([1.1, 1.3, 1.5, 1.7, 1.9], abs=0.05)
+
+
+def test_the_next_command_works(run: Path, tmp_path: Path) -> None:
+    """A run has the curve of its own folder alone, and only for the checkpoint that was dialled."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    asked = ("--target-experts", 1.5, "--tokens", 512, "--no-speed")
+    status, said = dial(copy, *asked, "--out", tmp_path / "elsewhere")
+    assert status == 0, said
+    flat = " ".join(said.split())
+    assert "Next: run it again with --write" in flat
+    assert "grmoe export" not in flat  # it would end in "not calibrated"
+    status, said = dial(copy, *asked, "--checkpoint", "last")
+    assert status == 0, said
+    command = said.rpartition("Next: grmoe ")[2].split()
+    assert command[:4] == ["export", str(copy), "--checkpoint", "40"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert about(str(copy))[2] == f"grmoe serve {copy / 'dial' / 'model'}"
+    # A run that was trained on since: the model of its dial is an old one.
+    path = copy / "dial" / "results.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 7}))
+    assert about(str(copy))[2] == f"grmoe dial {copy} --write"
 
 
 def test_a_run_has_the_curve_of_its_calibration(run: Path, tmp_path: Path) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from grmoe.dial import Plan, Target, run
 from grmoe.dial.curve import build_curve, chosen_budget
 from grmoe.dial.meter import Family, Point
 from grmoe.dial.setting import Setting, at_least, mass, top_k
-from grmoe.probe.losses import Measurement
+from grmoe.probe.losses import Measurement, measure
+from grmoe.probe.windows import read_windows
 from grmoe.routing import check_curve
+from grmoe.routing.curve import curve_numbers
+from grmoe.routing.selection import NO_LIMIT
 
 ALPHAS = (1.0, 1.0)
 
@@ -96,8 +101,49 @@ def test_more_experts_than_trained_go_up_to_the_cap() -> None:
     assert [(p["experts_per_token"], p["cap"]) for p in curve] == [(1.0, 2), (1.5, 2), (2.0, 2), (4.0, 4)]
 
 
+def test_a_chosen_top_k_is_a_budget() -> None:
+    """Without it on the curve, the model would be saved as it was trained, with all eight experts."""
+    trained = point(top_k(ALPHAS, 8), 8.0, 2.0, "trained")
+    plain = [point(top_k(ALPHAS, k), k, 3 - k / 10, "top-k") for k in range(1, 8)]
+    by_weight = [point(at_least(ALPHAS, 0.4 - 0.05 * i, 8), 1.5 + i, 2.95 - 0.1 * i) for i in range(6)]
+    for chosen in plain:
+        curve = build_curve([*plain, *by_weight, trained], trained, chosen, 8, 32)
+        check_curve(curve, 2, 32)
+        assert chosen_budget(curve, chosen) == chosen.experts_per_token
+        for numbers in curve_numbers(curve, chosen.experts_per_token, 2):
+            one, k = chosen.setting.cap == 1, chosen.setting.cap
+            assert (numbers.tau, numbers.cap) == ((-0.5001, 8) if one else (NO_LIMIT, k))
+        assert [p["cap"] for p in curve if p["experts_per_token"] != chosen.experts_per_token] == [8] * (
+            len(curve) - 1
+        )
+
+
+@pytest.mark.parametrize("tau", [0.3, 0.99994, 0.99996, 0.999999999, 1.0])
+@pytest.mark.parametrize("weight", [0.2, 1e-5, 1e-6, 3e-7])
+def test_a_curve_reads_what_was_measured(tau: float, weight: float) -> None:
+    """Gates can be so sharp that most tokens hold 1 − 1e-5 by one expert. A τ of 1 would compute the cap instead."""
+    for setting, sign in ((mass(ALPHAS, tau, 2), 1), (at_least(ALPHAS, weight, 2), -1)):
+        curve = [{"experts_per_token": 1.5, **setting.point}]
+        check_curve(curve, 2, 8)
+        assert setting.tau is not None
+        assert [n.tau for n in curve_numbers(curve, 1.5, 2)] == [sign * setting.tau] * 2
+        assert float(torch.tensor(setting.tau)) < 1
+
+
 def test_a_trained_rule_that_no_budget_can_say() -> None:
     trained = point(Setting(ALPHAS, "threshold", 0.3, 2), 1.7, 2.0, "trained")
     curve = build_curve([ONE, *between(3), point(top_k(ALPHAS, 2), 2.0, 2.0)], trained, trained, 2, 8)
     assert chosen_budget(curve, trained) is None
     assert curve[-1]["experts_per_token"] == 2.0
+
+
+def test_one_of_many_identity_experts_is_one_choice(identity_run: Path) -> None:
+    """The most probable of N + I experts may hold less than 1/N: the lowest budget must still choose one alone."""
+    result = run(Plan(model=identity_run, target=Target("experts", 1.0), tokens=512, timed=False))
+    curve = result.body.curve
+    assert "tau" in curve[0]
+    model = result.loaded.model
+    model.set_budget(curve[0]["experts_per_token"])
+    found = measure(model, read_windows(None, result.loaded, 32, 512))
+    assert found.experts_per_token == pytest.approx(curve[0]["experts_per_token"], abs=1e-4)
+    assert found.loss == pytest.approx(curve[0]["loss"], abs=1e-5)

@@ -188,10 +188,15 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
     applied: list[Setting] = []
     used: list[tuple[Any, float | None]] = []
     searched: list[tuple[int, float | None]] = []
-    config = SimpleNamespace(moe_layers=[0, 1], num_experts=4, num_experts_per_tok=3, router="grassmann")
+    config = SimpleNamespace(
+        moe_layers=[0, 1], num_experts=4, gate_experts=4, num_experts_per_tok=3, router="grassmann"
+    )
     budgets: list[float | None] = []
     model = SimpleNamespace(config=config, set_budget=budgets.append)
-    opened = {"m": SimpleNamespace(model=model, path=Path("a")), "b": SimpleNamespace(path=Path("b"))}
+    opened = {
+        "m": SimpleNamespace(model=model, path=Path("a"), step=1),
+        "b": SimpleNamespace(path=Path("b"), step=1),
+    }
     texts = [Text(name, torch.zeros(8, 17, dtype=torch.long)) for name in ("own", "a", "b")]
 
     def fake_search(meter: SmoothMeter, cap: int, experts: float | None) -> list[Sensitivity]:

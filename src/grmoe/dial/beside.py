@@ -62,6 +62,21 @@ def short_names(paths: Iterable[Path]) -> list[str]:
     return names
 
 
+def model_names(models: Iterable[LoadedModel]) -> list[str]:
+    """What tables call these models: `short_names`, and the step where two are checkpoints of one run.
+
+    Raises where two are the same: tables would take the rows of both for one model.
+    """
+    found = list(models)
+    places = [(m.path.resolve(), m.step) for m in found]
+    for number, loaded in enumerate(found):
+        if places[number] in places[:number]:
+            raise ValueError(f"beside must be models that differ from each other, got {loaded.path} twice")
+    names = short_names(m.path for m in found)
+    pairs = zip(names, found, strict=True)
+    return [f"{name}, step {m.step}" if names.count(name) > 1 else name for name, m in pairs]
+
+
 def measure_budgets(
     name: str,
     loaded: LoadedModel,

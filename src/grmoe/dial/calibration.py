@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grmoe import checks
-from grmoe.dial.beside import check_tokens, measure_budgets, round_budgets, short_names
+from grmoe.dial.beside import check_tokens, measure_budgets, model_names, round_budgets
 from grmoe.dial.certify import certify
 from grmoe.dial.curve import MAX_POINTS, build_curve, chosen_budget, measured_at, use_curve
 from grmoe.dial.frontier import dial_points, frontier, gains, rule_points, top_k_points, uniform_points
@@ -85,6 +85,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     wanted = [(plan.model, plan.checkpoint), *((path, "best") for path in plan.beside)]
     loaded, *beside = (open_model(path, checkpoint, dtype="served") for path, checkpoint in wanted)
     model, target = loaded.model, plan.target
+    own, *names = model_names((loaded, *beside))
     check_router(model.config)
     use_curve(model, None, None)  # what an earlier calibration left
     cap = _cap(plan.cap, model.config)
@@ -131,13 +132,12 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
         trained,
         chosen,
         cap,
-        model.config.num_experts,
+        model.config.gate_experts,
         lambda p: levels.measure(meter, p),
     )
     budget = chosen_budget(curve, chosen)
     apply(model, trained.setting)
     use_curve(model, curve, None)
-    own, *names = short_names(m.path for m in (loaded, *beside))
     budgets = measure_budgets(
         own, loaded, trained.measured, text, cap, step, book, measured_at(curve, meter.points.values())
     )

@@ -31,6 +31,7 @@ def build_curve(
 ) -> list[dict[str, Any]]:
     """Points in the words of config.json, strictly ascending in experts per token.
 
+    num_experts: that the gate chooses from, identity experts too.
     level: measures a point again with an even load. The trained setting stays as it is: training made its load even.
 
     A point stays where its loss is above that of a point with fewer experts: without it, budgets in between would get
@@ -88,10 +89,12 @@ def _weight_point(point: Point, cap: int) -> dict[str, Any] | None:
     """None for a setting that is not "the most probable expert and those with at least this weight, at most cap"."""
     setting = point.setting
     numbers = setting.point
-    if setting.selection == "topk" and (setting.cap == 1 or setting.cap >= cap):
+    if setting.selection == "topk":
         del numbers["tau"]
-        # A model trained with more experts than the cap keeps its own setting as the end.
-        numbers |= {"weight": _ONE if setting.cap == 1 < cap else NO_WEIGHT, "cap": max(setting.cap, cap)}
+        # One expert by a weight that joins with the points above it. Other top-k keep their own cap: a chosen one, or
+        # the trained one of a model with more experts than the cap.
+        one = setting.cap == 1 < cap
+        numbers |= {"weight": _ONE, "cap": cap} if one else {"weight": NO_WEIGHT}
     return _point(point, numbers) if "weight" in numbers else None
 
 

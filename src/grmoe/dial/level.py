@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grmoe.dial.meter import Meter, Point
-from grmoe.dial.setting import Setting, at_least, mass
+from grmoe.dial.setting import Setting, at_least, mass, rounded_weight
 from grmoe.dial.target import Target, meets
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.gates import affine_gates
@@ -73,8 +73,10 @@ class Levels:
         sees, and so the experts per token."""
         assert plain.tau is not None
         count = int((self._further(plain) >= plain.tau).sum())
-        weights = self._further(levelled)
-        return replace(levelled, tau=float(f"{weights.topk(count).values[-1]:.4g}")) if count else levelled
+        if not count:
+            return levelled
+        weights = self._further(levelled).topk(count).values
+        return replace(levelled, tau=rounded_weight(float(weights[-1])))
 
     def _further(self, setting: Setting) -> Tensor:
         """Weights of the experts after the first, up to the cap, as the choice sees them: all tokens of all layers."""

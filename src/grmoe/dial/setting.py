@@ -15,8 +15,10 @@ from grmoe import checks
 from grmoe.model import GrmoeForCausalLM
 from grmoe.model.choices_grmoe import OWN_CHOICE
 from grmoe.model.configuration_grmoe import GrmoeConfig
+from grmoe.routing.curve import NO_WEIGHT
 
 _RULE = ("budget_curve",)
+_LARGEST_MASS = 0.9999999  # below 1 in fp32 too
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,18 @@ Norms = tuple[tuple[float, ...], ...]
 
 
 def mass(alphas: tuple[float, ...], tau: float, cap: int, norms: Norms | None = None) -> Setting:
-    """A mass setting, rounded to four digits: what is measured is exactly what config.json will say."""
-    return Setting(tuple(_rounded(a) for a in alphas), "mass", _rounded(tau), cap, norms=norms)
+    """A mass setting, rounded to four digits: what is measured is exactly what config.json will say.
+
+    A curve reads τ = 1 as "the cap alone decides". So τ stays below, also where gates are so sharp that it rounds to 1.
+    """
+    rounded = _rounded(tau)
+    rounded = rounded if rounded < 1 else min(round(tau, 7), _LARGEST_MASS)
+    return Setting(tuple(_rounded(a) for a in alphas), "mass", rounded, cap, norms=norms)
 
 
 def at_least(alphas: tuple[float, ...], weight: float, cap: int, norms: Norms | None = None) -> Setting:
     """The most probable expert and those with at least this weight, rounded as in `mass`."""
-    return Setting(tuple(_rounded(a) for a in alphas), "at_least", _rounded(weight), cap, norms=norms)
+    return Setting(tuple(_rounded(a) for a in alphas), "at_least", rounded_weight(weight), cap, norms=norms)
 
 
 def top_k(alphas: tuple[float, ...], k: int, norms: Norms | None = None) -> Setting:
@@ -168,6 +175,11 @@ def _write(config: GrmoeConfig, setting: Setting) -> None:
     count = float(setting.cap)  # any number, because the curve has one point
     config.budget_curve = [{"experts_per_token": count, **setting.point}]
     config.budget = count
+
+
+def rounded_weight(value: float) -> float:
+    """Four digits, and more than the weight that a curve reads as "the cap alone decides"."""
+    return max(_rounded(value), 2 * NO_WEIGHT)
 
 
 def _rounded(value: float) -> float:
