@@ -24,7 +24,8 @@ from grmoe.config import from_dict
 from grmoe.data import TokenDataset, prepare
 from grmoe.model.choices_grmoe import NOT_CAUSAL
 from grmoe.probe.pieces import Pieces
-from grmoe.probe.typed_windows import covering_starts
+from grmoe.probe.text import open_stream
+from grmoe.probe.typed_windows import TypedWindow, covering_starts, typed_windows
 from grmoe.probe.words import TYPES
 from grmoe.routing import ROUTERS, routers
 from grmoe.runs.config import TrainConfig
@@ -70,6 +71,29 @@ def test_every_router_runs_and_its_shares_sum_to_one(router: str, make: Any, tex
         )  # slots have no one direction
     assert (found.kappa_correlation is None) == (router not in ("grassmann", "vmf"))
     json.dumps(plain(found), allow_nan=False)
+
+
+def test_identity_experts_compute_nothing(make: Any, texts: list[Path]) -> None:
+    """They are chosen and lead tokens. The experts per token are those that the router's own metrics count."""
+    loaded = make(identity_experts=2)
+    found = analyze(loaded, texts[:1], 320)
+    assert (found.experts, found.identity_experts) == (6, 2)
+    loaded.model.reset_routing_metrics()
+    ids = [window.ids_S for window in _windows(loaded, texts[0], 320)]
+    with torch.no_grad():
+        loaded.model(torch.from_numpy(np.stack(ids)))
+    for layer, metrics in zip(found.layers, loaded.model.routing_metrics(), strict=True):
+        assert metrics.experts_per_token < 1.9  # some choices fall on identity experts
+        assert sum(layer.load) == pytest.approx(metrics.experts_per_token, rel=1e-5)
+        assert layer.load[4:] == [0, 0]
+        assert layer.load[:4] == pytest.approx(metrics.load, rel=1e-5)
+        assert sum(layer.leading_load[4:]) > 0
+
+
+def _windows(loaded: LoadedModel, text: Path, tokens: int) -> list[TypedWindow]:
+    stream = open_stream([str(text)], loaded, tokens)
+    starts = covering_starts(stream.tokens, tokens, 32)
+    return list(typed_windows(stream, Pieces(loaded.tokenizer), starts, 32))
 
 
 def test_it_is_what_a_naive_loop_counts(

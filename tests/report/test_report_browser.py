@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -119,7 +120,8 @@ def page_content(run: Any) -> Content:
 def gates(run: Any, layer: int) -> tuple[Tensor, Tensor]:
     """(a_N, b_TN) as the page holds them."""
     packed = run["sample"]["layers"][layer]
-    steps = np.frombuffer(base64.b64decode(packed["scores"]), "<u2").reshape(-1, run["model"]["experts"])
+    N = run["model"]["experts"] + run["model"]["identity_experts"]
+    steps = np.frombuffer(base64.b64decode(packed["scores"]), "<u2").reshape(-1, N)
     return torch.tensor(packed["a"], dtype=torch.float64), -packed["step"] * torch.from_numpy(
         steps.astype(float)
     )
@@ -224,6 +226,34 @@ def test_cards_show_what_python_computes(
             )
             # Load of each expert, then the gate by rank: not rounded.
             assert bars == pytest.approx(want["load"] + want["sorted"], abs=1e-9)
+
+
+def test_identity_experts_are_chosen_and_compute_nothing(
+    data: Path, tmp_path: Path, show: Callable[[Path], Page]
+) -> None:
+    run = train_run(tmp_path / "run", data, identity_experts=2)
+    status, said = report(run, "--tokens", 500)
+    assert status == 0, said
+    shown = show(run / "report.html")
+    (facts,) = shown.data["runs"]
+    shown.set_selection(kind="topk", tau=None, k=2)
+    shown.set_alpha(1.5)
+    for layer in range(2):
+        a_N, b_TN = gates(facts, layer)
+        probs_TN = torch.softmax(a_N + 1.5 * b_TN, -1)
+        assert probs_TN.shape[-1] == 6
+        load_N = TopK(2)(probs_TN)[:, :4].double().mean(0)
+        assert 0.5 < load_N.sum() < 2  # some choices compute nothing
+        card = f".card[data-layer='{layer}'] [data-stat="
+        assert number(shown.text(f"{card}experts]")) == pytest.approx(float(load_N.sum()), abs=0.000501)
+        cv = float(load_N.std(correction=0) / load_N.mean())
+        assert number(shown.text(f"{card}cv]")) == pytest.approx(cv, abs=0.000501)
+        entropy = float(-torch.xlogy(probs_TN, probs_TN).sum(-1).mean())
+        assert number(shown.text(f"{card}entropy]")) == pytest.approx(entropy, abs=0.000501)
+    kept = torch.softmax(gates(facts, 0)[0] + 1.5 * gates(facts, 0)[1][0], -1).topk(2).indices
+    tip = shown.point_at(shown.one("#tokens .tok"))
+    assert f"{int((kept < 4).sum())} of 4" in tip
+    assert len(shown.all("#tip .gate")) == 6
 
 
 def test_alpha_moves_by_keys_and_goes_back(page: Path, show: Callable[[Path], Page]) -> None:
@@ -499,6 +529,21 @@ def test_texts_stand_side_by_side(page: Path, show: Callable[[Path], Page]) -> N
     assert len(written) == 3
     tops = {shown.js("return arguments[0].getBoundingClientRect().top", n) for n in shown.all(".written")}
     assert len(tops) == 1
+
+
+def test_a_dialled_run_whose_model_is_gone_shows_what_was_measured(
+    page: Path, run: Path, tmp_path: Path, show: Callable[[Path], Page]
+) -> None:
+    """Checkpoints are removed to save room. The page has no slider then, and all else that it knows."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoints", "report.html"))
+    status, said = report(copy)
+    assert status == 0, said
+    shown = show(copy / "report.html")
+    assert not shown.all("#budget")
+    assert shown.all("#rules svg .point")
+    assert shown.all("#frontier svg")
+    assert shown.all("#training svg")
 
 
 def test_other_data_is_not_compared_by_perplexity(

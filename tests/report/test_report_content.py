@@ -131,6 +131,20 @@ def test_an_analysis_of_another_step_is_made_again_and_left_alone(run: Path, tmp
     assert [n for n in content.notes if n.section == "experts"] == []
 
 
+def test_an_analysis_of_a_model_with_other_layers_is_made_again(run: Path, tmp_path: Path) -> None:
+    """The folder of an exported model may hold another model since: it has no step to compare."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    collect(copy)
+    path = copy / "analysis" / "results.json"
+    layers = json.loads(path.read_text())["body"]["layers"]
+    change_results(path, text="old", layers=layers[:1], inside="body")
+    content = collect(copy)
+    assert content.analysis is not None
+    assert content.analysis["text"] != "old"
+    assert [n for n in content.notes if n.section == "experts"] == []
+
+
 def change_results(path: Path, inside: str | None = None, **changes: object) -> None:
     envelope = json.loads(path.read_text())
     (envelope if inside is None else envelope[inside]).update(changes)
@@ -242,6 +256,71 @@ def test_the_model_of_a_dial_points_to_its_run(run: Path, tmp_path: Path) -> Non
     (copy / "dial" / "results.json").unlink()
     (note,) = [n for n in collect(model).notes if n.section == "frontier"]
     assert note.command == f"grmoe dial {model} --text FILE"
+
+
+def _dialled_export(run: Path, tmp_path: Path) -> Path:
+    """An exported model with the results of its dial beside it. Its own folder has no curve of budgets."""
+    copy, model = tmp_path / "run", tmp_path / "model"
+    shutil.copytree(run, copy)
+    results = json.loads((copy / "dial" / "results.json").read_text())
+    shutil.rmtree(copy / "dial")
+    export(copy, model)
+    (tmp_path / "model-dial").mkdir()
+    (tmp_path / "model-dial" / "results.json").write_text(json.dumps(results | {"step": None}))
+    return model
+
+
+def test_an_exported_model_writes_at_the_budgets_that_were_measured_beside_it(
+    run: Path, tmp_path: Path
+) -> None:
+    """`grmoe dial MODEL` leaves the folder as it was: the curve is in MODEL-dial/results.json alone."""
+    model = _dialled_export(run, tmp_path)
+    content = collect(model)
+    assert content.dial is not None
+    assert content.writing is not None
+    assert content.model is not None
+    measured = json.loads((tmp_path / "model-dial" / "results.json").read_text())["body"]["curve"]
+    assert content.model["curve"] == measured
+    budgets = [text["budget"] for text in content.writing["texts"]]
+    assert (budgets[0], budgets[-1]) == tuple(measured[i]["experts_per_token"] for i in (0, -1))
+    # The folder itself takes no budget, so no command gives it one.
+    commands = [step.command for step in content.next]
+    assert commands[0] == f"grmoe dial {model} --text FILE --write"
+    assert not any("--budget" in command for command in commands)
+    written = tmp_path / "model-dial" / "model"
+    shutil.copytree(model, written)
+    commands = [step.command for step in collect(model).next]
+    assert f"grmoe serve {written}" in commands
+    assert all(str(written) in command for command in commands)
+
+
+def test_a_dial_of_another_model_of_the_name_is_not_shown(run: Path, tmp_path: Path) -> None:
+    model = _dialled_export(run, tmp_path)
+    path = tmp_path / "model-dial" / "results.json"
+    results = json.loads(path.read_text())
+    for point in results["body"]["curve"]:
+        point["cap"] = 5  # of four experts
+    path.write_text(json.dumps(results))
+    content = collect(model)
+    assert content.dial is None
+    (note,) = [n for n in content.notes if n.section == "frontier"]
+    assert note.command == f"grmoe dial {model} --text FILE"
+
+
+def test_a_run_that_may_only_be_read_has_a_page(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, page = tmp_path / "run", tmp_path / "page.html"
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("analysis"))
+
+    def refuse(*_: object) -> None:
+        raise OSError("Read-only file system: 'analysis'")
+
+    monkeypatch.setattr("grmoe.report.content.save_results", refuse)
+    status, said = report(copy, "--tokens", 500, "--out", page)
+    assert status == 0, said
+    assert "could not be saved: Read-only file system" in said
+    assert data_of(page)["runs"][0]["analysis"] is not None
 
 
 def test_what_cannot_be_read_is_one_line(run: Path, tmp_path: Path) -> None:

@@ -97,6 +97,20 @@ def test_answers_equal_generate(changes: dict[str, Any]) -> None:
         assert other != expected[:4]
 
 
+def test_a_rotary_embedding_that_looks_across_rows_is_not_batched() -> None:
+    """Beyond 32 tokens `longrope` has other frequencies: a long answer would change the short ones beside it."""
+    rope = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
+    long = rope | {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    model = make_model(rope_parameters=long)
+    asked = [Asked(list(range(length)), 1.0, 12, Sampling(), 0) for length in (60, 5, 2)]
+    expected = [offline(model, a.prompt, a.alpha, a.tokens) for a in asked]
+    assert "'longrope'" in why_not_batch(model)
+    assert together(BatchGenerator(model, together=can_batch(model)), asked) == expected
+    assert together(BatchGenerator(model, together=True), asked) != expected
+    assert not can_batch(make_model(rope_parameters=rope | {"rope_type": "dynamic", "factor": 4.0}))
+    assert can_batch(make_model(rope_parameters=rope | {"rope_type": "linear", "factor": 4.0}))
+
+
 def test_four_budgets_at_once_equal_generate() -> None:
     """Budgets below, at and above the trained one, and α among them: each answer is that of its own budget."""
     model = make_model(selection="topk", budget_curve=CURVE)  # mass: see the server's test

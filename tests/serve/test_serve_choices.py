@@ -244,7 +244,7 @@ def test_a_prompt_that_fills_the_context_is_scored(folder: Path) -> None:
         ({"prompt": ["a", "x" * 91]}, "prompt", "at most 90 tokens, got 91"),
         ({"prompt": "a", "max_tokens": 61}, "max_tokens", "at most 60, got 61"),
         ({"prompt": "a", "max_completion_tokens": 61}, "max_tokens", "at most 60, got 61"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "0 goes with echo"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "0 is allowed with echo only"),
         ({"prompt": "a", "max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "give one"),
     ],
 )  # fmt: skip

@@ -42,6 +42,19 @@ def test_budgets_share_a_step() -> None:
     assert together(GraphGenerator(model, rows=4), asked) == expected
 
 
+@pytest.mark.parametrize("identity", [0, 1])
+def test_budgets_with_a_bias_share_a_step(identity: int) -> None:
+    """A bias has one number for each expert that the gate chooses from, identity experts too."""
+    bias = [[0.3 * e for e in range(4 + identity)]] * 2
+    model = make_model(budget_curve=[p | {"bias": bias} for p in CURVE], identity_experts=identity)
+    asked = [
+        Asked([10 * i + j for j in range(3 + i)], 1.0, 8, Sampling(), arrives=i % 3, budget=1 + i / 2)
+        for i in range(4)
+    ]
+    expected = [offline(model, a.prompt, 1.0, 8, budget=a.budget) for a in asked]
+    assert together(GraphGenerator(model, rows=4), asked) == expected
+
+
 def test_scores_and_experts_are_those_of_the_batch() -> None:
     model = make_model()
     found = []

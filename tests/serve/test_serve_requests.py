@@ -19,7 +19,7 @@ def refusal(body: bytes | dict[str, Any], kind: Any = CompletionRequest) -> Inva
     def read() -> None:
         request = parse(body if isinstance(body, bytes) else json.dumps(body).encode(), kind)
         request.samplings()
-        assert request.new_tokens() != 0, "checked by the service, because 0 goes with echo"
+        assert request.new_tokens() != 0, "checked by the service, because 0 is allowed with echo"
         assert request.alternatives is None
 
     with pytest.raises(Invalid) as caught:

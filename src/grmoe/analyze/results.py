@@ -196,7 +196,7 @@ class Analysis:
     tokens: int
     sequence_length: int
     experts: int
-    """Experts per MoE layer."""
+    """Experts per MoE layer that the gate chooses from."""
     types: list[str]
     type_tokens: list[int]
     domains: list[str]
@@ -210,6 +210,8 @@ class Analysis:
     """The same for differences from the means of each layer."""
     training: Training | None
     """None for an exported model."""
+    identity_experts: int = 0
+    """How many of the experts, the last ones, compute nothing."""
 
 
 @dataclass(frozen=True)

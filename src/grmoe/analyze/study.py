@@ -111,6 +111,7 @@ def analyze(
         kappa_correlation=pooled,
         kappa_correlation_within=within,
         training=_over_training(loaded.path, len(found)),
+        identity_experts=found[0].identity_experts,
     )
 
 

@@ -69,7 +69,7 @@ def _layer_table(analysis: Analysis) -> Table:
             str(layer.layer),
             f"{layer.alpha:g}",
             _number(layer.entropy),
-            _range(layer.load, 3),
+            _range(layer.load[: analysis.experts - analysis.identity_experts], 3),
             _range(layer.leading_load, 3),
             f"{sum(share or 0.0 for share in layer.load):.2f}",
             "–" if layer.kappa is None else _range(layer.kappa, 2),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from grmoe.analyze.statistics import Array
 from grmoe.probe.routing import DROPPED, leading_expert
@@ -62,7 +63,9 @@ class LayerTally:
         leading_T = torch.where(finite_T, leading_expert(routing).reshape(-1), DROPPED)
         gate_TN = torch.where(finite_T.unsqueeze(-1), gate_TN, 0.0)
         led_TN = (leading_T.unsqueeze(-1) == torch.arange(N, device=leading_T.device)).double()
-        received_TN = (routing.selected.reshape(-1, N) & finite_T.unsqueeze(-1)).double()
+        # Identity experts, the last ones, are chosen and compute nothing.
+        computed_TN = routing.computed.reshape(-1, N - routing.identity_experts)
+        received_TN = pad(computed_TN & finite_T.unsqueeze(-1), (0, routing.identity_experts)).double()
         entropy_T = -torch.xlogy(gate_TN, gate_TN).sum(-1)
         for sums, group_T in ((self.types, types_T), (self.domains, domains_T)):
             sums.add(group_T, finite_T.double(), led_TN, received_TN, gate_TN, entropy_T, entropy_T.square())

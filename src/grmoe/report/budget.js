@@ -1,5 +1,8 @@
 // What a budget means: α and the selection of every layer, and the perplexity and speed that were measured for it.
 
+// Experts that a gate chooses from: those that compute, and identity experts.
+const gateSize = (run) => run.model.experts + run.model.identity_experts;
+
 // τ, α, cap and bias of every layer at a budget, as `grmoe.routing.curve_numbers` has them. Between two points, τ and
 // bias are linear and α is geometric. Where the caps of a layer differ, layers take the upper point one after another.
 function curveNumbers(curve, budget, L) {

@@ -16,6 +16,7 @@ from grmoe.report.facts import curves, model_facts, training_facts
 from grmoe.report.sample import sample_gates
 from grmoe.report.story import NextStep, next_steps, what_it_is, what_the_dial_found
 from grmoe.report.writing import prompt_ids, three_budgets, write_samples
+from grmoe.routing.curve import check_curve
 from grmoe.runs.checkpoint import CheckpointError
 from grmoe.runs.folder import CONFIG, dialled_model
 from grmoe.runs.open import LoadedModel, open_model
@@ -114,7 +115,11 @@ def collect(folder: Path, name: str, plan: Plan, progress: Progress = silent) ->
         if content.curves is None:
             content.notes.append(Note("curves", "The log is still empty."))
     body = _add_frontier(content, folder, loaded)
+    calibrated = True  # whether commands take a budget for this folder
     if content.model is not None:
+        if body is not None and body.get("curve") not in (None, [], content.model["curve"]):
+            # A dial leaves an exported folder as it was: its curve is in the results alone.
+            content.model["curve"], calibrated = body["curve"], False
         content.slider = slider_stops(body, content.model["curve"], content.model["budget"])
     if loaded is not None:
         stream = _add_experts(content, loaded, plan, progress)
@@ -122,8 +127,11 @@ def collect(folder: Path, name: str, plan: Plan, progress: Progress = silent) ->
     content.story = list(what_it_is(content.model, content.training))
     content.found = list(what_the_dial_found(content.dial, content.slider))
     prompt = None if content.writing is None else content.writing["prompt"]
-    written = None if content.dial is None else dialled_model(folder)
-    content.next = next_steps(content.path, content.exported, content.model, content.slider, prompt, written)
+    place = results_folder(folder, "dial") / "model"
+    written = place if content.dial is not None and (place / "config.json").is_file() else None
+    content.next = next_steps(
+        content.path, content.exported, content.model, content.slider, prompt, written, calibrated
+    )
     return content
 
 
@@ -169,6 +177,13 @@ def _add_frontier(content: Content, folder: Path, loaded: LoadedModel | None) ->
         text = f"Measured at step {found.step}. This page shows step {loaded.step}."
         content.notes.append(Note("frontier", text, f"{command} --checkpoint {loaded.step}"))
         return None
+    if loaded is not None and found.body.get("curve"):
+        config = loaded.model.config
+        try:
+            check_curve(found.body["curve"], len(config.moe_layers), config.gate_experts)
+        except ValueError:  # an exported model has no step to compare
+            content.notes.append(Note("frontier", "Measured with another model of this name.", command))
+            return None
     content.dial = dial_facts(found.body) | {"device": found.device, "dtype": found.dtype}
     return found.body
 
@@ -182,7 +197,8 @@ def _add_writing(
         content.notes.append(Note("writing", "The tokenizer has no token for a prompt: nothing was written."))
         return
     progress("writing", 0, 1)
-    content.writing = write_samples(loaded, ids, three_budgets(content.slider), plan.new_tokens)
+    curve = None if content.model is None else content.model["curve"]
+    content.writing = write_samples(loaded, ids, three_budgets(content.slider), plan.new_tokens, curve)
     progress("writing", 1, 1)
 
 
@@ -206,7 +222,7 @@ def _add_experts(content: Content, loaded: LoadedModel, plan: Plan, progress: Pr
         if found is None or body is None or not _fits(found, loaded, plan.texts):
             body = plain(plan.analyse(loaded, texts, plan.tokens, progress), DIGITS)
             if found is None and problem is None:  # a file that is there already stays
-                save_results(loaded, "analysis", body, results_folder(loaded.path, "analysis"))
+                _keep_analysis(content, loaded, body)
         progress("sampling gates", 0, 1)
         stream = open_stream(texts, loaded, plan.tokens)
         content.sample = sample_gates(loaded, stream, len(plan.models)).as_json()
@@ -221,12 +237,21 @@ def _add_experts(content: Content, loaded: LoadedModel, plan: Plan, progress: Pr
     return stream
 
 
+def _keep_analysis(content: Content, loaded: LoadedModel, body: dict[str, Any]) -> None:
+    """For the next page. A folder that may only be read is no reason to show nothing."""
+    try:
+        save_results(loaded, "analysis", body, results_folder(loaded.path, "analysis"))
+    except OSError as error:
+        content.notes.append(Note("experts", f"Its analysis could not be saved: {error}."))
+
+
 def _fits(found: Results, loaded: LoadedModel, texts: Sequence[str]) -> bool:
-    """Whether an analysis is of this checkpoint and its experts, at the saved α, on the text asked for."""
+    """Whether an analysis is of this checkpoint, its layers and its experts, at the saved α, on the text asked for."""
     config, body = loaded.model.config, found.body
     if texts and body["text"] != ", ".join(texts):
         return False
-    if (found.step, body["experts"]) != (loaded.step, config.gate_experts):
+    blocks = [layer["layer"] for layer in body["layers"]]
+    if (found.step, body["experts"], blocks) != (loaded.step, config.gate_experts, config.moe_layers):
         return False
     # Routers keep α in fp32.
     alphas = [numbers.alpha for numbers in config.numbers]

@@ -74,7 +74,7 @@ function drawControls(host, runs, state) {
 
 // How experts are selected: by weight, by mass, top-k, or all of them.
 function selectionControls(run, state) {
-  const N = run.model.experts;
+  const N = gateSize(run);
   const tau = el("input", {
     type: "range",
     id: "tau",

@@ -33,6 +33,7 @@ def model_facts(loaded: LoadedModel) -> dict[str, Any]:
         "width": config.hidden_size,
         "moe_layers": list(config.moe_layers),
         "experts": config.num_experts,
+        "identity_experts": config.identity_experts,
         "expert_width": config.moe_intermediate_size,
         "shared_experts": config.shared_experts,
         "total": cost.total,

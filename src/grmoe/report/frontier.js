@@ -165,7 +165,7 @@ function drawRules(section, runs, state) {
       picture = pareto("All settings on a frontier, lower is better", series, { chosen, trained }, run.dial.scale, false, 340);
       section.querySelector(".body").replaceChildren(picture, legendOf(series));
     }
-    if (run.dial) picture.point(measuredAt(run.slider, state));
+    if (run.dial) picture.point(run.slider && measuredAt(run.slider, state)); // no slider: its model cannot be opened
   });
 }
 

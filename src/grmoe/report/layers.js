@@ -37,7 +37,7 @@ function layersView(run, state) {
         ]),
         el("b", {}, `${fixed(means("entropy"), 3)} nats`),
         gates.length > 1 ? `, means over ${gates.length} layers. ` : ". ",
-        stats.some((s) => bandTells(s, run.model.experts)) ? BAND : "",
+        stats.some((s) => bandTells(s, gateSize(run))) ? BAND : "",
       );
       if (over) {
         over.update();
@@ -53,7 +53,7 @@ function layersView(run, state) {
 }
 
 function layerCard(run, layer, state, stats) {
-  const N = run.model.experts, gates = gatesOf(run)[layer], name = `Block ${run.model.moe_layers[layer]}`;
+  const N = gateSize(run), gates = gatesOf(run)[layer], name = `Block ${run.model.moe_layers[layer]}`;
   const own = settingOf(run, state, layer).selection.kind === "own";
   const facts = el("dl", { class: "stats" });
   const entropy = figure(
@@ -191,7 +191,7 @@ function sortedPlot(width, s, { kind, tau }) {
 
 // Two pictures of all layers, for a deep model.
 function overview(run, stats) {
-  const N = run.model.experts, names = run.model.moe_layers;
+  const N = gateSize(run), names = run.model.moe_layers;
   const x = { domain: [-0.5, names.length - 0.5], label: "block", format: (i) => names[i] };
   const ticks = (width) =>
     names.map((_, i) => i).filter((i) =>

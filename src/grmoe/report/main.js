@@ -45,7 +45,7 @@ function gatesOf(run) {
   if (!decoded.has(run)) {
     decoded.set(
       run,
-      run.sample.layers.map((layer) => decodeGates(layer, run.model.experts)),
+      run.sample.layers.map((layer) => decodeGates(layer, gateSize(run), run.model.identity_experts)),
     );
   }
   return decoded.get(run);

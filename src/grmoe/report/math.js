@@ -1,9 +1,9 @@
 // Gates at any α, their entropy with its certified band, and the experts that a selection keeps. The same as
 // grmoe.routing and grmoe.certificates, in doubles; the tests compare the two.
 //
-// Legend: T tokens, N experts. ℓ = a + α·b; b is stored as 16-bit steps below each token's largest.
+// Legend: T tokens, N experts, the last of them identity experts, which compute nothing. ℓ = a + α·b; b is stored as 16-bit steps below each token's largest.
 
-function decodeGates(packed, N) {
+function decodeGates(packed, N, identity) {
   const bytes = atob(packed.scores), count = bytes.length / 2;
   const b = new Float64Array(count);
   // Experts sorted by probability. Kept from one α to the next, because the order seldom changes.
@@ -12,7 +12,7 @@ function decodeGates(packed, N) {
     b[i] = -packed.step * (bytes.charCodeAt(2 * i) + 256 * bytes.charCodeAt(2 * i + 1));
     order[i] = i % N;
   }
-  return { T: count / N, N, a: Float64Array.from(packed.a), b, order, curve: null };
+  return { T: count / N, N, computing: N - identity, a: Float64Array.from(packed.a), b, order, curve: null };
 }
 
 function logitsOf(gates, t, alpha, into) {
@@ -102,7 +102,7 @@ function keptOf(selection, N, at) {
 
 // Means over all tokens of a layer at one α.
 function gateStats(gates, alpha, selection) {
-  const { T, N, order } = gates;
+  const { T, N, computing, order } = gates;
   const l = new Float64Array(N), p = new Float64Array(N);
   const gate = new Float64Array(N),
     sorted = new Float64Array(N),
@@ -119,12 +119,13 @@ function gateStats(gates, alpha, selection) {
       gate[e] += p[e];
       sorted[i] += p[e];
       if (i < count) {
-        received[e]++;
         kept += p[e];
+        if (e >= computing) continue;
+        received[e]++;
+        pairs++;
       }
     }
     lead[order[from]]++;
-    pairs += count;
     entropy += entropyOf(p);
     const band = entropyBounds(l);
     lower += band[0];
@@ -132,9 +133,9 @@ function gateStats(gates, alpha, selection) {
   }
   const share = (values) => Array.from(values, (v) => v / T);
   // Load: the share of tokens that an expert receives. A dense gate sends every token to all: there, those it leads.
-  const load = share(selection.kind === "dense" ? lead : received);
-  const fair = load.reduce((sum, v) => sum + v, 0) / N;
-  const cv = Math.sqrt(load.reduce((sum, v) => sum + (v - fair) ** 2, 0) / N) / fair;
+  const load = share(selection.kind === "dense" ? lead : received).slice(0, computing);
+  const fair = load.reduce((sum, v) => sum + v, 0) / computing;
+  const cv = Math.sqrt(load.reduce((sum, v) => sum + (v - fair) ** 2, 0) / computing) / fair;
   return {
     alpha,
     load,
@@ -153,12 +154,13 @@ function gateStats(gates, alpha, selection) {
 
 // One token at one α.
 function tokenGate(gates, t, alpha, selection) {
-  const { N } = gates;
+  const { N, computing } = gates;
   const l = logitsOf(gates, t, alpha, new Float64Array(N));
   const p = softmax(l, new Float64Array(N));
   const ranks = ranksOf(l, p, selection.bias);
   const order = Uint16Array.from(p, (_, e) => e);
   sortExperts(order, 0, N, ranks);
   const kept = keptOf(selection, N, (i) => ranks[order[i]]);
-  return { p, order, kept, entropy: entropyOf(p), band: entropyBounds(l) };
+  const computed = order.subarray(0, kept).filter((e) => e < computing).length;
+  return { p, order, kept, computed, entropy: entropyOf(p), band: entropyBounds(l) };
 }

@@ -74,7 +74,7 @@ def sample_gates(loaded: LoadedModel, stream: Stream, models: int = 1) -> Sample
     models: how many models share the page.
     """
     config, pieces = loaded.model.config, Pieces(loaded.tokenizer)
-    tokens = max(1, min(_MAX_TOKENS, MAX_NUMBERS // models // (len(config.moe_layers) * config.num_experts)))
+    tokens = max(1, min(_MAX_TOKENS, MAX_NUMBERS // models // (len(config.moe_layers) * config.gate_experts)))
     length = max(1, min(window_length(loaded), tokens // _MIN_PASSAGES, stream.tokens))
     starts = covering_starts(stream.tokens, tokens // length * length, length)
     windows = list(typed_windows(stream, pieces, starts, length))

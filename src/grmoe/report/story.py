@@ -103,18 +103,24 @@ def next_steps(
     dialled: Facts | None,
     prompt: str | None,
     written: Path | None = None,
+    calibrated: bool = True,
 ) -> list[NextStep]:
     """The commands that follow from what is there, the most useful first. They work as they are, unless they name FILE.
 
     dialled: `slider_stops`. prompt: a text of the kind the model knows. Its first words go into the command. written:
-    the folder of the model that `grmoe dial --write` saved; it has the chosen budget.
+    the folder of the model that `grmoe dial --write` saved; it has the chosen budget. calibrated: whether the folder
+    itself takes a budget. An exported one that was dialled afterwards does not.
     """
     if model is None:
         return []
     words = shlex.quote(" ".join(re.findall(r"[^\W\d_]+", prompt or "")[:3]) or "The")
     folder = shlex.quote(path)
     steps, budget, named = [], "", ""
-    if dialled is not None and dialled["exact"] and dialled["chosen"]:
+    if not calibrated and written is None:
+        steps.append(NextStep("Save it at the chosen budget", f"grmoe dial {folder} --text FILE --write"))
+    elif not calibrated:
+        folder, named = shlex.quote(str(written)), " at the chosen budget"
+    elif dialled is not None and dialled["exact"] and dialled["chosen"]:
         budget = f" --budget {_within(dialled['chosen']['experts_per_token'], dialled['stops'])}"
         named = " at the chosen budget"
     elif dialled is None and model["dial"]:

@@ -63,7 +63,7 @@ const FACTS = [
     (r) =>
       has(routingOf(r).entropy) &&
       `${fixed(routingOf(r).entropy, 3)}${
-        r.model ? ` (uniform ${fixed(Math.log(r.model.experts), 3)})` : ""
+        r.model ? ` (uniform ${fixed(Math.log(gateSize(r)), 3)})` : ""
       }`,
     true,
   ],
@@ -129,7 +129,7 @@ function tiles(run) {
     [
       "entropy",
       fixed(routing.entropy, 2),
-      run.model ? `nats, uniform ${fixed(Math.log(run.model.experts), 2)}` : "nats",
+      run.model ? `nats, uniform ${fixed(Math.log(gateSize(run)), 2)}` : "nats",
     ],
     ["load CV", fixed(routing.load_cv, 3), "std / mean of tokens received"],
     ["largest overlap", fixed(routing.max_overlap, 3), "of two experts' subspaces"],

@@ -22,7 +22,7 @@ function passagesOf(windows) {
 }
 
 function textView(run, state) {
-  const gates = gatesOf(run), N = run.model.experts, passages = passagesOf(run.sample.windows);
+  const gates = gatesOf(run), N = gateSize(run), passages = passagesOf(run.sample.windows);
   const page = el("div", {
     class: "tokens",
     id: "tokens",
@@ -146,20 +146,20 @@ function textView(run, state) {
 const visible = (piece) => piece.replace(/\r?\n/g, "↵\n").replace(/\t/g, "→\t");
 
 function tokenTip(run, state, gates, span) {
-  const N = run.model.experts, { piece, type, domain } = span.about;
+  const N = gateSize(run), { piece, type, domain } = span.about;
   const { alpha, selection } = settingOf(run, state, state.layer);
-  const { p, order, kept, entropy, band: [low, high] } = tokenGate(
+  const { p, order, kept, computed, entropy, band: [low, high] } = tokenGate(
     gates[state.layer],
     Number(span.dataset.t),
     alpha,
     selection,
   );
-  const computed = new Set(order.slice(0, kept));
+  const chosen = new Set(order.slice(0, kept));
   const shown = N <= MANY ? Array.from(p, (_, e) => e) : Array.from(order.slice(0, MANY));
   const bars = shown.map((e) =>
     el(
       "div",
-      { class: computed.has(e) ? "gate kept" : "gate", "data-expert": e },
+      { class: chosen.has(e) ? "gate kept" : "gate", "data-expert": e },
       el("span", { class: "n" }, String(e)),
       el(
         "span",
@@ -179,7 +179,7 @@ function tokenTip(run, state, gates, span) {
     tipRow(`block ${run.model.moe_layers[state.layer]}`, run.sample.dial ? `α ${digits(alpha)}` : "no dial"),
     tipRow("entropy", fixed(entropy, 2)),
     bandTells({ lower: low, upper: high }, N) ? tipRow("certified", `${fixed(low, 2)} – ${fixed(high, 2)}`) : null,
-    selection.kind === "own" ? null : tipRow(`computed, ${saySelection(selection)}`, `${kept} of ${N}`),
+    selection.kind === "own" ? null : tipRow(`computed, ${saySelection(selection)}`, `${computed} of ${run.model.experts}`),
     el("div", { class: "gates" }, bars),
     rest,
   ].filter(has);

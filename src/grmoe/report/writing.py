@@ -46,15 +46,22 @@ def prompt_ids(loaded: LoadedModel, stream: Stream | None) -> list[int]:
 
 
 def write_samples(
-    loaded: LoadedModel, ids: Sequence[int], budgets: Sequence[float | None], new_tokens: int
+    loaded: LoadedModel,
+    ids: Sequence[int],
+    budgets: Sequence[float | None],
+    new_tokens: int,
+    curve: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """One text per budget. The model is left as it was."""
+    """One text per budget. The model is left as it was.
+
+    curve: what the budgets follow. None: the model's own.
+    """
     model: Any = loaded.model
     tokenizer = loaded.tokenizer
     room = model.config.max_position_embeddings - len(ids)
     texts = []
     for budget in budgets:
-        with _at(model, budget), torch.random.fork_rng():
+        with _at(model, budget, curve), torch.random.fork_rng():
             torch.manual_seed(SEED)
             given = torch.tensor([ids], device=model.device)
             out = model.generate(
@@ -71,13 +78,19 @@ def write_samples(
 
 
 @contextmanager
-def _at(model: GrmoeForCausalLM, budget: float | None) -> Iterator[None]:
-    """A budget for a while; None changes nothing."""
-    before = model.config.budget
-    if budget is not None:
-        model.set_budget(budget)
+def _at(
+    model: GrmoeForCausalLM, budget: float | None, curve: list[dict[str, Any]] | None = None
+) -> Iterator[None]:
+    """A budget of a curve for a while; None changes nothing."""
+    if budget is None:
+        yield
+        return
+    config = model.config
+    before = config.budget, config.budget_curve
     try:
+        config.budget, config.budget_curve = None, curve or config.budget_curve
+        model.set_budget(budget)
         yield
     finally:
-        if budget is not None:
-            model.set_budget(before)
+        config.budget, config.budget_curve = None, before[1]
+        model.set_budget(before[0])

@@ -86,11 +86,15 @@ def can_batch(model: GrmoeForCausalLM) -> bool:
 def why_not_batch(model: GrmoeForCausalLM) -> str:
     """Why sequences cannot share a batch; empty where they can.
 
-    A sequence's routing must be independent of the rest of the batch. With a capacity it is not. It must also show near
-    ties: where the weights have an α of their own, it does so only if α multiplies all of the gate (`choosing_gate`).
+    A sequence's positions and routing must be independent of the rest of the batch. With a capacity routing is not.
+    It must also show near ties: where the weights have an α of their own, it does so only if α multiplies all of the
+    gate (`choosing_gate`).
     """
     if model.config.attention_heads_per_token is not None:
         return "a batch rounds differently, and heads that nearly tie are not computed again as experts are"
+    rope = model.model.rotary_emb.rope_type
+    if rope in ("dynamic", "longrope"):
+        return f"rope_type {rope!r} takes its frequencies from the longest sequence of a batch"
     found = routers(model)
     if any(type(r).select is not Router.select or type(r).route is not Router.route for r in found):
         return f"router {model.config.router!r} routes sequences of a batch together"

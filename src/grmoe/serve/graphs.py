@@ -80,7 +80,7 @@ class GraphGenerator(BatchGenerator):
         # Unused rows compute too: with τ = α = cap = 1 they touch one expert per layer.
         self.tau, self.alpha = (zeros(layers, rows, 1, 1) + 1 for _ in range(2))
         self.cap = zeros(layers, rows, 1, 1, dtype=torch.int32) + 1
-        self.bias = zeros(layers, rows, 1, model.config.num_experts)
+        self.bias = zeros(layers, rows, 1, model.config.gate_experts)
         self.logits_RV = zeros(rows, model.config.vocab_size)
         self.next_R = zeros(rows, dtype=torch.int64)
         self.experts_R = zeros(rows)

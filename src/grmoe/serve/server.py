@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from dataclasses import replace
+from shlex import quote
 from types import FrameType
 from typing import Any, cast
 
@@ -44,8 +45,8 @@ def make_service(options: Options) -> Service:
     folder = options.folder
     if (folder / CONFIG).is_file():
         written = dialled_model(folder)
-        export = f"export it first: grmoe export {folder} --out MODEL && grmoe serve MODEL"
-        serve = f"serve the model that was dialled: grmoe serve {written}"
+        export = f"export it first: grmoe export {quote(str(folder))} --out MODEL && grmoe serve MODEL"
+        serve = f"serve the model that was dialled: grmoe serve {quote(str(written))}"
         raise ValueError(f"{folder} is a run; {serve if written else export}")
     require((folder / "config.json").is_file(), not_a_model(folder))
     # Only safetensors: a pickled file can run code.

@@ -132,7 +132,7 @@ class Service:
         if asked > limit:
             raise Invalid(f"max_tokens must be at most {limit}, got {shorten(asked)}", "max_tokens")
         if asked == 0 and not getattr(request, "echo", False):
-            raise Invalid("max_tokens must be at least 1, got 0; 0 goes with echo", "max_tokens")
+            raise Invalid("max_tokens must be at least 1, got 0; 0 is allowed with echo only", "max_tokens")
         return asked
 
     def _check_lengths(self, field: str, prompts: list[list[int]], tokens: int) -> None:
