@@ -16,6 +16,7 @@ from grmoe.bench import breakdown as bench
 from grmoe.bench import ranges as room
 from grmoe.bench.measure import Result
 from grmoe.bench.models import ModelShape, ours
+from grmoe.bench.slowest import slowest
 from grmoe.cli import app
 from grmoe.model import PRESETS, GrmoeForCausalLM
 
@@ -171,7 +172,7 @@ def test_the_papers_table_adds_up() -> None:
 
 def test_command(tmp_path: Path) -> None:
     command = ["bench", "breakdown", "--preset", "micro", "--device", "cpu", "--batch", "2", "--length", "16"]
-    chosen = ["--router", "softmax", "--router", "amortized", "--rounds", "2"]
+    chosen = ["--router", "softmax", "--router", "amortized", "--rounds", "2", "--kernels", "3"]
     result = CliRunner().invoke(app, [*command, *chosen, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     (found,) = json.loads((tmp_path / "results.json").read_text())["shapes"]
@@ -184,6 +185,28 @@ def test_command(tmp_path: Path) -> None:
         assert set(entry["parts"]) == used | ({"optimisers"} if entry["pass"] == "step" else set())
     assert [set(row["times"]) for row in found["rows"]] == [{"forward", "step"}] * 2
     assert "an empty range takes" in result.output
+    assert set(found["kernels"]) == {
+        f"{name} gate, {kind}" for name in ("softmax", "amortised") for kind in ("forward", "step")
+    }
+    assert all(len(kernels) == 3 for kernels in found["kernels"].values())
+    assert "amortised gate, step: slowest kernels" in result.output
+
+
+def test_the_slowest_kernels_are_those_that_take_the_time() -> None:
+    x = torch.randn(256, 256)
+
+    def run() -> None:
+        for _ in range(20):
+            x.mm(x)
+        x.add(1.0)
+
+    first, *others = slowest(run, CPU, 2)
+    assert (first["name"], first["calls"]) == ("aten::mm", 20)
+    assert len(others) == 1
+    assert first["ms"] >= others[0]["ms"] > 0
+    everything = slowest(run, CPU, 100)
+    assert {"aten::mm", "aten::add"} <= {kernel["name"] for kernel in everything}
+    assert sum(kernel["share"] for kernel in everything) == pytest.approx(1)
 
 
 def test_mistakes_get_one_clear_line(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_command(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--preset", "9b"], "preset must be one of 'tiny', 'small', '350m'"),
-        (["--data", "nowhere"], "nowhere holds no prepared data"),
+        (["--data", "nowhere"], "there is no folder nowhere in /"),
     ],
 )
 def test_mistakes_end_it_before_anything_is_trained(

@@ -34,6 +34,22 @@ def test_mistakes_are_named(kind: type[Shape], text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "text", "changed"),
+    [
+        (GateShape, "64,32,4,8", "64,32,4,16"),
+        (LayerShape, "64,32,4,32,2", None),
+        (DialShape, "64,32,4,32", None),
+    ],
+)
+def test_another_rank_must_fit_into_the_shape(kind: type[Shape], text: str, changed: str | None) -> None:
+    """Only the gate's shape has a rank. That of the others is an option of the benchmark."""
+    shape = parse_shape(kind, text)
+    assert shape.at_rank(16).text == (changed or text)
+    with pytest.raises(ValueError, match="rank must be at most dim = 32, got 33"):
+        shape.at_rank(33)
+
+
+@pytest.mark.parametrize(
     ("dim", "experts", "rank"), [(768, 8, 48), (2048, 16, 64), (2048, 64, 32), (256, 64, 4), (8, 16, 1)]
 )
 def test_default_rank(dim: int, experts: int, rank: int) -> None:

@@ -29,9 +29,12 @@ from grmoe.bench.measure import SEED, WARM_UPS, Result, Row
 from grmoe.bench.models import FORMS, ModelShape, ours
 from grmoe.bench.ranges import PARTS, UPDATE, Marks, ranges
 from grmoe.bench.run import Benchmark, Plan
+from grmoe.bench.slowest import Kernel, slowest
+from grmoe.bench.slowest import table as kernel_table
 from grmoe.bench.train_model import CLIP, OVERLAP_RHO, OVERLAP_WEIGHT
 from grmoe.bench.train_step import RATE, optimizers
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM, count
+from grmoe.optim import step_together
 from grmoe.probe.timing import Ratio, Timer, Times, quantile
 from grmoe.tables import Table
 from grmoe.terminal import Progress, Steps, silent
@@ -161,8 +164,8 @@ def _step(
         if marks is not None:
             marks.begin(UPDATE)
         nn.utils.clip_grad_norm_(parameters, CLIP)
+        step_together(steppers)
         for optimizer in steppers:
-            optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         model.update_priors(RATE)
         return loss.detach()
@@ -181,16 +184,19 @@ def run(
     passes: tuple[str, ...],
     form: str,
     whole: bool = True,
+    kernels: int = 0,
 ) -> list[Result]:
     """Measure all models in turns, or one after the other if they do not fit in memory together.
 
     form: of the whole model. In "compiled" and "graphs" the parts are compiled one by one.
     whole: measure the whole model too.
+    kernels: how many of the whole model's slowest kernels are listed.
     """
     (shape,) = plan.shapes
     checks.one_of("form", form, tuple(FORMS))
     rows = {router: Row(NAMES[router], "ours", "grmoe") for router in routers}
     parts: dict[tuple[str, str], list[dict[str, float]]] = {(r, k): [] for r in routers for k in passes}
+    listed: dict[str, list[Kernel]] = {}
     subjects = [
         Subject(router, kind, ranged, rows[router], parts[router, kind])
         for kind in passes
@@ -216,7 +222,7 @@ def run(
 
     def result() -> Result:
         found = Result(shape, list(rows.values()))
-        found.extra = {"form": form, "empty_range_ms": empty, "parts": _summary(parts)}
+        found.extra = {"form": form, "empty_range_ms": empty, "parts": _summary(parts), "kernels": listed}
         return found
 
     torch.compiler.reset()
@@ -226,6 +232,9 @@ def run(
         for _ in range(plan.rounds):
             for subject in group:
                 turn(subject)
+        for subject in group:
+            if kernels and subject.run is not None and not subject.ranged:
+                listed[f"{subject.row.name}, {subject.kind}"] = slowest(subject.run, plan.device, kernels)
         for subject in reversed(group):  # the last one's settings of the compiler end first
             subject.free()
         plan.write([compare(result())])
@@ -305,8 +314,13 @@ def routing_name(router: str, other: str, kind: str) -> str:
 
 
 def tables(result: Result) -> list[Table]:
-    """ms and shares by part, and beside the forward the paper's shares."""
-    return [_table(result, kind) for kind in PASSES if any(e["pass"] == kind for e in result.extra["parts"])]
+    """ms and shares by part, and beside the forward the paper's shares. Then the slowest kernels, if asked for."""
+    kinds = [kind for kind in PASSES if any(e["pass"] == kind for e in result.extra["parts"])]
+    listed = result.extra.get("kernels", {})
+    return [
+        *(_table(result, kind) for kind in kinds),
+        *(kernel_table(f"{name}: slowest kernels", kernels) for name, kernels in listed.items()),
+    ]
 
 
 def _table(result: Result, kind: str) -> Table:

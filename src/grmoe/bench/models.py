@@ -68,12 +68,17 @@ class ModelShape(Shape):
         batch: int | None,
         length: int | None,
         hidden_act: str | None = None,
+        usual_length: int | None = None,
     ) -> ModelShape:
-        """Fill in defaults: sizes that are larger on a GPU, and the preset's activation."""
+        """Fill in defaults: sizes that are larger on a GPU, and the preset's activation.
+
+        usual_length: the default of `length` in place of 1024 or 128. A preset with less context gets all of that.
+        """
         cuda = device.type == "cuda"
         name = name or ("350m" if cuda else "tiny")
-        act = hidden_act or preset(name).hidden_act
-        return cls(name, batch or (16 if cuda else 2), length or (1024 if cuda else 128), act)
+        config = preset(name)
+        usual = min(usual_length or (1024 if cuda else 128), config.max_position_embeddings)
+        return cls(name, batch or (16 if cuda else 2), length or usual, hidden_act or config.hidden_act)
 
 
 class CastExperts(nn.Module):

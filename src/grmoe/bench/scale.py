@@ -60,7 +60,8 @@ class Usual:
     steps: int
 
 
-DEFAULTS = {"350m": Usual(16, 300), "1.3b": Usual(8, 80), "2.7b": Usual(4, 40)}
+# Batches that fit beside the states. The larger one is, the less of a step the optimisers take.
+DEFAULTS = {"350m": Usual(32, 300), "1.3b": Usual(16, 80), "2.7b": Usual(4, 40)}
 SMALL = Usual(2, 20)
 
 # Tokens of the paper's training: steps × sequences × tokens. It states no steps for the 2.7B: those of the 1.3B.

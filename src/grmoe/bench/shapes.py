@@ -48,16 +48,13 @@ class GateShape(Shape):
 
 
 @dataclass(frozen=True)
-class LayerShape(Shape):
+class ExpertsShape(Shape):
+    """Gate and experts. The rank is not part of it: a benchmark derives it, or takes it from `--rank`."""
+
     tokens: int
     dim: int
     experts: int
     width: int
-    top_k: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _at_least("experts", self.experts, max(2, self.top_k))
 
     def at_rank(self, rank: int) -> Self:
         checks.subspace(self.dim, rank)
@@ -65,19 +62,19 @@ class LayerShape(Shape):
 
 
 @dataclass(frozen=True)
-class DialShape(Shape):
-    tokens: int
-    dim: int
-    experts: int
-    width: int
+class LayerShape(ExpertsShape):
+    top_k: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least("experts", self.experts, 4)
+        _at_least("experts", self.experts, max(2, self.top_k))
 
-    def at_rank(self, rank: int) -> Self:
-        checks.subspace(self.dim, rank)
-        return self
+
+@dataclass(frozen=True)
+class DialShape(ExpertsShape):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least("experts", self.experts, 4)
 
 
 S = TypeVar("S", bound=Shape)

@@ -26,6 +26,7 @@ from grmoe.bench.models import FORMS, ModelShape, olmoe, ours
 from grmoe.bench.run import Benchmark, Plan
 from grmoe.bench.train_step import RATE, STEP, optimizers
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM, count
+from grmoe.optim import step_together
 from grmoe.probe.timing import Times, time_ratio
 from grmoe.terminal import Progress, Steps, silent
 
@@ -117,8 +118,8 @@ def _train_runs(
         else:
             loss.backward()
         nn.utils.clip_grad_norm_(parameters, CLIP)
+        step_together(steppers)
         for optimizer in steppers:
-            optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if isinstance(model, GrmoeForCausalLM):
             model.update_priors(RATE)

@@ -15,7 +15,7 @@ from grmoe.bench.measure import Contender, Result, Row, Runs
 from grmoe.bench.run import Benchmark
 from grmoe.bench.shapes import LayerShape
 from grmoe.layer import MoE
-from grmoe.optim import GrassmannAdam, split_parameters
+from grmoe.optim import GrassmannAdam, split_parameters, step_together
 from grmoe.probe.timing import Ratio
 
 # Small enough that hundreds of steps on one batch do not change the load.
@@ -58,8 +58,7 @@ def _step_runs(setting: Setting, block: Block) -> Runs:
 
     def step() -> None:
         block.call(setting.x_TD).backward(setting.grad_TD)
-        for optimizer in steppers:
-            optimizer.step()
+        step_together(steppers)
         if isinstance(module, MoE):
             module.router.update_prior(RATE)
         module.zero_grad(set_to_none=True)
