@@ -242,3 +242,22 @@ def test_a_plan_is_run_shown_and_saved(tmp_path: Path, capsys: pytest.CaptureFix
     shown = capsys.readouterr()
     assert shown.out == f"[4]\nNumbers: {tmp_path}/n.json\nFigure:  {tmp_path}/f.png\n"
     assert shown.err == "counting (0% done)\n"
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(1), OSError(28, "No space left on device"), KeyboardInterrupt()]
+)
+def test_what_cannot_be_printed_is_saved(error: BaseException) -> None:
+    """`grmoe dial RUN | head -1`: rich ends the program with SystemExit where nobody reads any more."""
+    saved: list[str] = []
+
+    def show(result: str) -> list[str]:
+        raise error
+
+    def save(result: str) -> dict[str, Path]:
+        saved.append(result)
+        return {}
+
+    with pytest.raises(type(error)):
+        run_plan("four", lambda plan, progress: plan, show, save)
+    assert saved == ["four"]

@@ -50,11 +50,10 @@ def decode(
 
         where, precision, _ = machine(device, dtype)
         cuda = where.type == "cuda"
-        context = length or (512 if cuda else 32)
         plan = Plan(
             benchmark=bench.benchmark(usual_form(form, where), tuple(budget or ())),
             shapes=[
-                ModelShape.on(where, preset, each, context)
+                ModelShape.on(where, preset, each, length, usual_length=512 if cuda else 32)
                 for each in batch or (bench.BATCHES if cuda else (1, 2))
             ],
             device=where,
@@ -103,7 +102,7 @@ def serve(
         plan = Plan(
             benchmark=bench.benchmark(),
             shapes=[
-                ModelShape.on(where, preset, each, length or usual)
+                ModelShape.on(where, preset, each, length, usual_length=usual)
                 for each in clients or (bench.CLIENTS if cuda else (1, 2))
             ],
             device=where,

@@ -20,7 +20,12 @@ Preset = Annotated[
 ]
 Batch = Annotated[int | None, typer.Option(min=1, help="Sequences.", show_default="16 on a GPU, 2 on a CPU")]
 Length = Annotated[
-    int | None, typer.Option(min=2, help="Tokens per sequence.", show_default="1024 on a GPU, 128 on a CPU")
+    int | None,
+    typer.Option(
+        min=2,
+        help="Tokens per sequence.",
+        show_default="1024 on a GPU, 128 on a CPU, at most the preset's context",
+    ),
 ]
 Form = Annotated[
     str | None,
@@ -201,6 +206,10 @@ def breakdown(
     whole: Annotated[
         bool, typer.Option("--whole/--parts-only", help="Time the whole model without ranges too.")
     ] = True,
+    kernels: Annotated[
+        int,
+        typer.Option(min=0, help="List this many slowest kernels of the whole model, by PyTorch's profiler."),
+    ] = 0,
     dtype: Dtype = None,
     device: Device = "auto",
     rounds: Rounds = 5,
@@ -236,6 +245,7 @@ def breakdown(
             passes=tuple(checks.one_of("pass", each, bench.PASSES) for each in only or bench.PASSES),
             form=usual_form(form, where),
             whole=whole,
+            kernels=kernels,
         )
         finish(plan, measure)
 
@@ -274,7 +284,7 @@ def scale(
 ) -> None:
     """Train large models for some steps on one GPU: tokens/s, MFU, memory, loss and load; prices the paper's training.
 
-    Example: [bold]grmoe bench scale --preset 1.3b --batch 8 --steps 60[/]
+    Example: [bold]grmoe bench scale --preset 1.3b --batch 16 --steps 60[/]
     """
     with shell("lm", "studies"):
         from grmoe.bench import scale as bench

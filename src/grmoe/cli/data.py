@@ -44,13 +44,14 @@ def prepare(
         str | None, typer.Option(help="Hold out this source instead. It may be one of the sources given.")
     ] = None,
     sequence_length: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
+            show_default="1024",
             help="Tokens per sequence that you will train with. Validation gets at least eight of them. Text that is "
             "too short for that, or for a batch of training, is refused.",
         ),
-    ] = 1024,
+    ] = None,
     chat: Annotated[
         bool,
         typer.Option(
@@ -110,6 +111,7 @@ def prepare(
         from grmoe.data.prepare import prepare as run
         from grmoe.data.progress import Reporter, next_command, show
         from grmoe.data.sources import STDLIB
+        from grmoe.data.splitting import SEQUENCE_LENGTH
 
         share = None
         if validation is not None:
@@ -117,8 +119,8 @@ def prepare(
         with show_progress() as progress:
             index = run(
                 source or [STDLIB], out, tokenizer=tokenizer, validation=share,
-                validation_source=validation_source, sequence_length=sequence_length, shard_tokens=shard_tokens,
-                chat=chat, text_field=text_field, domain_field=domain_field,
+                validation_source=validation_source, sequence_length=sequence_length or SEQUENCE_LENGTH,
+                shard_tokens=shard_tokens, chat=chat, text_field=text_field, domain_field=domain_field,
                 max_document=round(max_document_mb * 2**20), workers=workers, strict=strict, overwrite=overwrite,
                 progress=Reporter(progress),
             )  # fmt: skip

@@ -30,8 +30,8 @@ def dial(
     margin: Annotated[
         float | None,
         typer.Option(
-            help="How many times the increase on the calibration text must fit into --max-ppl-increase. Text of "
-            "another kind can grow by more. 1: the calibration text is like the text you will serve.",
+            help="How many times the increase on the calibration text must fit into --max-ppl-increase: perplexity can "
+            "grow by more on text of another kind. 1: the calibration text is like the text you will serve.",
             show_default="2.5",
         ),
     ] = None,
@@ -65,9 +65,9 @@ def dial(
     """Choose how sparse a trained model is: the cheapest setting that meets a target, with certificates.
 
     A token computes its most probable expert and those with at least some weight, or the fewest that reach probability
-    τ; at most as many as in training. The command compares one α for all layers, one α per layer, top-k with one k or a
-    k per layer, and experts by gate × output norm, all on the same text. Nothing is retrained. After an interruption
-    the same command uses what was measured.
+    τ; at most --cap. The command compares one α for all layers, one α per layer, top-k with one k or a k per layer, and
+    experts by gate × output norm, all on the same text. Nothing is retrained. After an interruption the same command
+    uses what was measured.
 
     The answer stands first, the tables behind it follow. A second dial replaces results.json and says so. Without
     --write it moves a model that an earlier dial saved to OUT/model-old, if that no longer belongs to the results.
@@ -98,8 +98,12 @@ def dial(
         if write:
             say(f"Next: grmoe serve {quote(str(place))}")
         elif result.loaded.is_run and result.body.budget is not None:
-            dtype = str(result.loaded.model.dtype)
-            say(f"Next: {export_command(model, result.body.budget, dtype, place)}")
+            # Other commands look for the curve of a run in its own folder alone.
+            if out.resolve() != results_folder(model, "dial").resolve():
+                say(f"Next: run it again with --write, which saves the model to {quote(str(place))}")
+                return
+            dtype, step = str(result.loaded.model.dtype), None if checkpoint == "best" else result.loaded.step
+            say(f"Next: {export_command(model, result.body.budget, dtype, place, step)}")
 
 
 def _asked(

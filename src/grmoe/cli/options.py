@@ -32,7 +32,7 @@ Budget = Annotated[
 CalibrationText = Annotated[
     str | None,
     typer.Option(
-        help="Calibration text: a folder of prepared tokens, or a .txt, .jsonl or .parquet file.",
+        help="Calibration text: prepared tokens, or any file or folder that `grmoe prepare` reads.",
         show_default="the run's validation split",
     ),
 ]

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from grmoe.cli import options
-from grmoe.cli.shell import shell
+from grmoe.cli.shell import list_and_exit, shell
 from grmoe.terminal import console, say_written, show_progress
 
 Names = Annotated[
@@ -45,7 +45,8 @@ def reproduce(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="A recipe, method or benchmark of a study to run. Repeatable.", show_default="all parts"
+            help="A recipe, method or benchmark of a study to run; `?` lists them. Repeatable.",
+            show_default="all parts",
         ),
     ] = None,
     seeds: Annotated[
@@ -72,7 +73,8 @@ def reproduce(
     keep: Annotated[
         list[str] | None,
         typer.Option(
-            help="Keep the models of this recipe once they are measured; `none` keeps none. Repeatable.",
+            help="Keep the models of this recipe once they are measured; `none` keeps none, `?` lists recipes. "
+            "Repeatable.",
             show_default="all models",
         ),
     ] = None,
@@ -101,12 +103,14 @@ def reproduce(
     with shell("lm", "studies", continues=True):
         from grmoe.studies.pages import status_table, write_pages
         from grmoe.studies.queue import run_studies
-        from grmoe.studies.registry import check_keep, check_only, find_studies
+        from grmoe.studies.registry import check_keep, check_only, find_studies, list_kept, list_parts
         from grmoe.studies.study import Place
 
         if not (chosen or status or pages):
             raise ValueError("name a study, or all; --status lists them")
         studies = find_studies(chosen)
+        list_and_exit(only, list_parts(studies))
+        list_and_exit(keep, list_kept(studies))
         check_only(only or (), studies)
         check_keep(keep or (), studies)
         if not status and not pages:

@@ -12,7 +12,9 @@ from grmoe.serve.options import Options, parse_range
 
 
 def serve(
-    folder: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of `grmoe export`.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Folder of an exported model, or RUN/dial/model.")
+    ],
     name: Annotated[
         str | None,
         typer.Option(help="The model's id in requests and answers.", show_default="the folder's name"),

@@ -18,7 +18,7 @@ from typing import NoReturn, TypeVar
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from grmoe.extras import explain, install_line, missing
 from grmoe.terminal import Progress, say_all, say_written, show_progress
@@ -29,8 +29,8 @@ R = TypeVar("R")
 
 def fail(message: str, status: int = 2) -> NoReturn:
     """Print one line on stderr and exit. Status 2: a mistake in the request. Status 1: a problem of the machine."""
-    text = f"[bold red]error:[/] {escape(message)}"
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+    text = Text.assemble(("error:", "bold red"), " ", message)
+    Console(stderr=True).print(text, soft_wrap=True)
     raise typer.Exit(status)
 
 
@@ -89,7 +89,11 @@ def run_plan(
     """Run a plan under a progress bar, print what it shows, write what it saves and say where."""
     with show_progress() as progress:
         result = run(plan, progress)
-    say_all(show(result))
+    try:
+        say_all(show(result))
+    except BaseException:  # `| head` has read enough, the disk behind `>` is full, Ctrl-C: the work is kept
+        save(result)
+        raise
     say_written(**save(result))
     return result
 
