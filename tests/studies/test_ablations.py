@@ -33,12 +33,14 @@ def put(
     cv: float | Sequence[float] = 0.1,
     collapsed: bool = False,
     overlap: float | None = None,
+    kappa: float | None = None,
 ) -> None:
     """Three seeds, with losses apart. cv: of all of them, or of each."""
     cvs = [cv] * 3 if isinstance(cv, float) else cv
     runs = []
     for seed in range(3):
-        run = a_run(seed, loss + seed / 10, max_overlap=overlap)
+        kappas = None if kappa is None else [[1.0, 2.0], [1.5, kappa + seed / 10]]
+        run = a_run(seed, loss + seed / 10, max_overlap=overlap, kappa=kappas)
         rows = [replace(run.rows[0], collapsed_paper=collapsed, load_cv=cvs[seed])]
         runs.append(replace(run, rows=rows))
     for name in names:
@@ -88,6 +90,22 @@ def test_the_penalty_is_tried_with_16_experts_too(tmp_path: Path) -> None:
     assert verdict(tmp_path, "The same at 1.3B") is OPEN
     put(tmp_path, FREE_16.name, cv=0.2)
     assert verdict(tmp_path, "The same at 1.3B") is CHANGED
+
+
+def test_the_penalty_keeps_kappa_low_if_the_largest_is_higher_without_it(tmp_path: Path) -> None:
+    start = "κ > 10 is never reached"
+    put(tmp_path, "grmoe", kappa=5.0)
+    put(tmp_path, "overlap-none", kappa=7.0)
+    assert verdict(tmp_path, start) is OPEN  # it may hold for the paper's gate
+    put(tmp_path, "grmoe-paper", "paper-gate-free", kappa=2.5)
+    assert verdict(tmp_path, start) is CHANGED
+    assert "ours: 7.10 ± 0.25 without, 5.10 ± 0.25 with it, difference +2.00" in claim(tmp_path, start).ours
+    put(tmp_path, "overlap-none", kappa=4.0)
+    assert verdict(tmp_path, start) is UNDECIDED
+    put(tmp_path, "paper-gate-free", kappa=2.1)
+    assert verdict(tmp_path, start) is FAILS
+    put(tmp_path, "paper-gate-free", kappa=3.0)
+    assert verdict(tmp_path, start) is HOLDS
 
 
 def test_the_papers_hinge_is_compared_with_the_papers_others(tmp_path: Path) -> None:
@@ -166,6 +184,7 @@ def test_the_best_rank_is_in_the_middle_if_both_ends_are_worse(tmp_path: Path) -
     assert verdict(tmp_path, start) is OPEN
     put(tmp_path, "rank-32")
     assert verdict(tmp_path, start) is CHANGED
+    assert "; minus rank 32: rank 8 +0.0500 ± 0.0000, rank 128 +0.05" in claim(tmp_path, start).ours
     put(tmp_path, "rank-128")  # as good as the best between the ends
     assert verdict(tmp_path, start) is UNDECIDED
     put(tmp_path, "rank-128", loss=2.9)
@@ -197,6 +216,21 @@ def test_a_matrix_does_not_improve_if_it_is_not_better(tmp_path: Path) -> None:
     put(tmp_path, "amortiser-matrix", loss=2.995)  # lower by .005 nats in every seed: .0055 are allowed
     assert verdict(tmp_path, start) is CHANGED
     put(tmp_path, "amortiser-matrix", loss=2.99)
+    assert verdict(tmp_path, start) is FAILS
+
+
+def test_the_manifold_matters_if_both_projections_are_worse(tmp_path: Path) -> None:
+    """Before, a QR decomposition after each step decided alone."""
+    start = "Training on the manifold"
+    put(tmp_path, "grmoe")
+    put(tmp_path, "optimiser-projected", loss=3.1)
+    assert verdict(tmp_path, start) is OPEN
+    put(tmp_path, "optimiser-qr", loss=3.05)
+    assert verdict(tmp_path, start) is CHANGED
+    assert "QR frame: +0.0500" in claim(tmp_path, start).ours
+    put(tmp_path, "optimiser-qr")
+    assert verdict(tmp_path, start) is UNDECIDED
+    put(tmp_path, "optimiser-qr", loss=2.9)
     assert verdict(tmp_path, start) is FAILS
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ def test_a_comparison_and_the_same_again(
     assert (tmp_path / "out" / "models" / "compare" / "mine-lr-3e-3.json").is_file()
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 0, again.output
+    assert len(started) == 2
+    # Models that were removed to save room: their numbers are shown, their curves are not drawn.
+    for name, figures in (("mine-lr-1e-3-0", True), ("mine-lr-3e-3-0", False)):
+        shutil.rmtree(tmp_path / "out" / "models" / "compare" / name)
+        without = CliRunner().invoke(app, arguments)
+        assert without.exit_code == 0, without.output
+        assert ("curves.png" in without.output) == figures
     assert len(started) == 2
     # Losses of other text cannot be compared with these, so nothing is shown.
     for other, said in (

@@ -67,3 +67,15 @@ def test_no_expert_is_starved_at_any_point(least: float, verdict: Verdict, tmp_p
     shown, found = claim(tmp_path, "GrMoE has stable, balanced routing")
     assert found is verdict
     assert shown.startswith("GrMoE 0/3" if verdict is Verdict.CHANGED else "GrMoE 1/3")
+
+
+def test_the_amortised_gate_is_judged_by_itself(tmp_path: Path) -> None:
+    """An amortiser can starve an expert where the plain gate does not. The paper's gate is shown beside ours."""
+    ours, amortised = "GrMoE has stable, balanced routing", "GrMoE + Amort. has stable"
+    put(tmp_path, {name: [3.0, 3.0, 3.0] for name in ("grmoe", "grmoe-amortised")}, curve=curve(*DOWN))
+    assert (claim(tmp_path, ours)[1], claim(tmp_path, amortised)[1]) == (Verdict.CHANGED, Verdict.CHANGED)
+    put(tmp_path, {"grmoe-paper": [3.0]}, curve=curve(*DOWN, min_load=0.0))
+    put_one(tmp_path, "grmoe-amortised", a_run(1, curve=curve(*DOWN, min_load=0.0)))
+    assert claim(tmp_path, amortised) == ("1/3 (6–79 %)", Verdict.FAILS)
+    shown, found = claim(tmp_path, ours)
+    assert (shown.endswith("penalty 1/1 (21–100 %)"), found) == (True, Verdict.CHANGED)

@@ -129,6 +129,16 @@ def test_softmax_is_compared_at_the_entropy_of_grmoe(tmp_path: Path) -> None:
     assert table(tmp_path, "Which part").rows[1][-1].startswith("none")
 
 
+def test_a_claim_of_the_paper_holds_with_a_change_in_our_form(tmp_path: Path) -> None:
+    """The paper's ranks have its own prior, scaling and hinge."""
+    base = base_of("two", gates.STEPS)
+    put(tmp_path, base, gate_parts.GRMOE, models([3.0, 3.1, 3.2]))
+    put(tmp_path, base, gate_parts.QUARTER, models([3.1, 3.2, 3.31]))
+    (found,) = (c for c in gates.STUDY.page(tmp_path).claims if c.where == "Table 5")
+    assert found.verdict is Verdict.CHANGED
+    assert found.reason.endswith("With our prior, scaling and hinge.")
+
+
 def test_narrow_parts_are_compared_with_narrow_models(tmp_path: Path) -> None:
     """A recipe of the same name with two of eight experts is another model."""
     two, fine = base_of("two", gates.STEPS), base_of("fine", gates.STEPS)
@@ -163,7 +173,7 @@ def test_narrow_gates_by_budget(tmp_path: Path) -> None:
     assert (found.verdict, found.ours) == (Verdict.HOLDS, "-0.1000 ± 0.0000")
     rows = {row[0]: row[1:] for row in table(tmp_path, "32 narrow experts: loss by").rows}
     assert len(rows) == len(narrow_gates.ROWS)
-    assert rows[narrow_gates.SOFTMAX.label] == ("0", "–", "–", "–", "–", "–")
+    assert rows[narrow_gates.SOFTMAX.label] == ("0", *["–"] * 6)
     assert rows[narrow_gates.ELASTIC_BOTH.label][0] == "3"
 
 
@@ -230,6 +240,30 @@ def test_one_model_for_every_budget_is_judged_for_softmax_too(tmp_path: Path) ->
     seeds = {(g.base.name, r.name): g.seeds for g in budgets.STUDY.groups for r in g.recipes}
     assert seeds[base.name, "softmax-fine-4"] == seeds[budgets.BASE.name, "token-mass"] == 5
     assert seeds[budgets.BASE.name, "step-count"] == 3
+
+
+@pytest.mark.parametrize(
+    ("costs", "verdict"),
+    [
+        ([0.009, 0.010, 0.0095], Verdict.CHANGED),
+        ([0.007, 0.010, 0.013], Verdict.UNDECIDED),  # 0.010 ± 0.007, where the paper has 0.011
+        ([0.013, 0.014, 0.0135], Verdict.FAILS),
+    ],
+)
+def test_what_fewer_experts_cost_is_below_the_papers_with_its_interval(
+    costs: list[float], verdict: Verdict, tmp_path: Path
+) -> None:
+    def claim() -> Verdict:
+        return next(
+            c.verdict for c in budgets.STUDY.page(tmp_path).claims if c.text.startswith("Fewer experts")
+        )
+
+    runs = halved([3.0, 3.1, 3.2], costs)
+    put(tmp_path, budgets.BASE, recipes.BUDGETS[0], runs)
+    assert claim() is Verdict.OPEN  # other text decides too
+    more = [replace(run, rows=[*run.rows, *(replace(row, text="web") for row in run.rows)]) for run in runs]
+    put(tmp_path, budgets.BASE, recipes.BUDGETS[0], more)
+    assert claim() is verdict
 
 
 def test_a_way_to_draw_is_compared_with_the_default_on_its_own_seeds(tmp_path: Path) -> None:

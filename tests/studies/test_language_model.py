@@ -84,6 +84,20 @@ def test_the_amortiser_is_judged_in_the_papers_form_and_in_ours(tmp_path: Path) 
     assert language_model.STUDY.state(tmp_path) == State(12, 84)
 
 
+def test_load_and_collapse_of_the_amortised_gate_are_judged_too(tmp_path: Path) -> None:
+    never, even = "GrMoE + Amort. never collapses", "The amortiser makes the load more even"
+    put_rows(tmp_path, "grmoe", [{"load_cv": cv} for cv in (0.1, 0.12, 0.14)])
+    for name, more, lost, found in (
+        ("grmoe-amortised", -0.05, False, (OPEN, OPEN)),  # the paper's network reads the token
+        ("grmoe-amortised-input", 0.05, True, (CHANGED, CHANGED)),
+        ("grmoe-amortised", 0.05, True, (FAILS, FAILS)),
+        ("grmoe-amortised-input", -0.05, False, (CHANGED, CHANGED)),  # the prior is ours
+    ):
+        rows = [{"load_cv": cv + more, "collapsed_paper": lost} for cv in (0.1, 0.121, 0.14)]
+        put_rows(tmp_path, name, rows)
+        assert (verdict(tmp_path, never), verdict(tmp_path, even)) == found
+
+
 def test_what_holds_for_ours_alone_holds_with_a_change(tmp_path: Path) -> None:
     lower = "GrMoE has a lower perplexity"
     put(
@@ -134,6 +148,17 @@ def test_collapse_of_three_baselines_together(
 def test_soft_moe_cannot_collapse(tmp_path: Path) -> None:
     put_rows(tmp_path, "soft-moe", [{"collapsed_paper": False}] * 3)
     assert verdict(tmp_path, "Soft MoE collapses") is FAILS
+
+
+def test_the_load_of_soft_moe_is_even(tmp_path: Path) -> None:
+    even = "Soft MoE has a less even load"
+    put_rows(tmp_path, "soft-moe", [{"load_cv": 0.0}] * 3)
+    put_rows(tmp_path, "grmoe-amortised", [{"load_cv": cv} for cv in (0.1, 0.11, 0.12)])
+    assert verdict(tmp_path, even) is OPEN  # the paper's network reads the token
+    put_rows(tmp_path, "grmoe-amortised-input", [{"load_cv": cv} for cv in (0.1, 0.11, 0.12)])
+    assert verdict(tmp_path, even) is FAILS
+    put_rows(tmp_path, "soft-moe", [{"load_cv": 0.3}] * 3)
+    assert verdict(tmp_path, even) is CHANGED
 
 
 def test_how_even_the_load_is_decides(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from grmoe.config import from_dict, read_tree
 from grmoe.runs.config import TrainConfig
 from grmoe.studies import tasks
 from grmoe.studies.models import (
@@ -125,6 +126,15 @@ def test_a_real_job_is_trained_measured_and_kept(place: Place, monkeypatch: pyte
     assert [row.setting for row in run.rows] == ["top-2", "top-1", "mass 0.3", "mass 0.5", "mass 0.7"]
     assert [row.experts_per_token for row in run.rows[:2]] == [2.0, 1.0]
     assert run.trained == "top-2"
+    # The text that it was trained on is kept apart: it is no other text to judge by.
+    assert run.training is not None
+    assert [row.setting for row in run.training] == [row.setting for row in run.rows]
+    assert {row.text for row in run.rows} == {"validation"}
+    seen, held_out = run.row("training"), run.row()
+    assert seen is not None
+    assert held_out is not None
+    assert seen.text == "training"
+    assert seen.loss != held_out.loss
     assert run.kappa is not None
     assert run.max_overlap is not None
     monkeypatch.setattr(
@@ -257,7 +267,11 @@ def test_recipes_of_ones_own_and_lists() -> None:
     assert [r.name for r in ranks] == ["my-z-router_rank-8", "my-z-router_rank-16"]
     assert ranks[1].settings == (*mine.settings, "model.router_rank=16")
     for wrong, message in (
-        ("?", "recipe must be one of 'grmoe'"),
+        ("?", r"unknown recipe '\?'\. `grmoe compare --recipe \?` lists all \d\d$"),
+        (
+            "softmax-bais",
+            r"unknown recipe 'softmax-bais'; did you mean 'softmax-bias' or .*\? `grmoe compare",
+        ),
         ("a b: x=1", "the name of a recipe must have letters"),
         ("grmoe: x=1", "must have a new name"),
     ):
@@ -291,6 +305,15 @@ def test_texts_of_one_name_are_refused(place: Place, tmp_path: Path) -> None:
     texts = (tmp_path / "a" / "x.txt", tmp_path / "b" / "x.txt")
     with pytest.raises(ValueError, match=r"texts must have different names, got x\.txt, x\.txt"):
         run_jobs(jobs(seeds=1), replace(place, texts=texts))
+
+
+def test_folders_with_unusual_names(place: Place, prepared: Path, tmp_path: Path) -> None:
+    """All models of `--out 'a: b #1'` were once to be trained in the folder a, or in none."""
+    work, data = tmp_path / "a: b #1", tmp_path / "x: y"
+    data.symlink_to(prepared)
+    (task,) = runner.training_tasks([Job(BASE, MINE, 0)], replace(place, work=work, data=data))
+    config = from_dict(TrainConfig, read_tree(None, task.order["settings"]))
+    assert (config.out, config.data.path) == (str(work / "models" / "tiny" / "mine-0"), str(data))
 
 
 @pytest.mark.parametrize("setting", ["optim.lr=0.5", "steps=2", "seed=3", "out=elsewhere"])

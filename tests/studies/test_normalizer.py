@@ -112,6 +112,12 @@ def test_orders_and_the_prior_are_judged_by_the_rows() -> None:
         planted = [replace(row, kume_wood_1=row.dim**-order, log_z=-row.kappa) for row in rows]
         assert verdict(planted, z) is wanted
         assert verdict(planted, "lower concentration") is Verdict.HOLDS
+    assert verdict(rows, "from 0.4 to 4.2") is Verdict.CHANGED  # the printed formula is not Z
+    right = [replace(row, printed_2=0.01) for row in rows]
+    assert verdict(right, "from 0.4 to 4.2") is Verdict.HOLDS
+    for error, wanted in ((0.002, Verdict.HOLDS), (0.004, Verdict.CHANGED)):  # of the second reading of it
+        planted = [replace(row, printed_gradient_2=error, gradient_1=0.001) for row in rows]
+        assert verdict(planted, "gradient is within 0.3 %") is wanted
     slow = [replace(row, kume_wood_1=row.dim ** -(1.0 if row.kappa == 0.4 else 3.0)) for row in rows]
     assert verdict(slow, z) is Verdict.FAILS  # at one κ
 

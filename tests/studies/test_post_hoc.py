@@ -97,6 +97,11 @@ def test_the_ends_of_the_frontier_need_loss_and_speed(tmp_path: Path) -> None:
     put_speeds(tmp_path, a1=100.0, a0_5=81.0, a2=123.0, a5=142.0)
     assert claim(tmp_path, text).verdict is FAILS
     assert claim(tmp_path, "α = 2 has 1.24").verdict is FAILS
+    put_speeds(tmp_path, a1=100.0, a2=123.6)  # before, "1.24×" and "does not hold"
+    assert (claim(tmp_path, "α = 2 has 1.24").ours, claim(tmp_path, "α = 2 has 1.24").verdict) == (
+        "1.24×",
+        CHANGED,
+    )
     put_speeds(tmp_path, a1=100.0, a0_5=83.0, a5=142.0)
     put_dial(tmp_path, AS_PAPER | {5.0: 0.05})
     assert claim(tmp_path, text).verdict is FAILS

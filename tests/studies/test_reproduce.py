@@ -95,10 +95,12 @@ def test_a_part_is_of_one_of_the_studies() -> None:
     studies = find_studies([])
     check_only([part for study in studies for part in study.parts], studies)
     assert all(study.parts for study in studies)
-    with pytest.raises(ValueError, match=r"only must be one of 'grmoe', 'grmoe-amortised', got 'magic'"):
+    with pytest.raises(
+        ValueError, match=r"unknown part \(--only\) 'magic'\. `grmoe reproduce STUDY --only \?` lists"
+    ):
         check_only(["grmoe", "magic"], find_studies(["depth"]))
     check_keep(["none", "grmoe"], find_studies(["gates"]))
-    with pytest.raises(ValueError, match="keep must be one of"):
+    with pytest.raises(ValueError, match=r"unknown recipe \(--keep\) 'grmoo'; did you mean 'grmoe'"):
         check_keep(["grmoo"], find_studies(["gates"]))
 
 
@@ -145,6 +147,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert "name a study, or all" in nothing.output
     unknown = run.invoke(app, ["reproduce", "magic"])
     assert "study must be one of 'synthetic'" in unknown.output
+    parts = run.invoke(app, ["reproduce", "depth", "--only", "?"])
+    assert parts.exit_code == 0, parts.output
+    assert parts.output.split() == ["grmoe", "depth", "grmoe-amortised", "depth"]
+    kept = run.invoke(app, ["reproduce", "depth", "--keep", "?"])
+    assert [line.split()[0] for line in kept.output.splitlines()] == ["none", "grmoe", "grmoe-amortised"]
     no_data = run.invoke(app, ["reproduce", "hash", "language-model", "--results", str(tmp_path)])
     assert no_data.exit_code == 2
     assert run.invoke(app, ["reproduce", "dynamics", "--results", str(tmp_path)]).exit_code == 2

@@ -203,6 +203,14 @@ def test_the_amortiser_is_ours_and_both_signs_decide() -> None:
     assert verdict(judged({"grmoe_amortized": [seed_score(0.95)] * 3}), words) is Verdict.UNDECIDED
 
 
+def test_the_amortised_gate_must_not_collapse_either() -> None:
+    words = "Amort. collapses in 0 %"
+    assert verdict(judged(), words) is Verdict.CHANGED
+    once = [seed_score(0.95), seed_score(0.95), seed_score(0.95, lead=0.0)]
+    assert verdict(judged({"grmoe_amortized": once}), words) is Verdict.FAILS
+    assert verdict(judged({"grmoe_amortized": once}), "GrMoE collapses in 0 %") is Verdict.HOLDS
+
+
 def test_results_of_before_are_marked(tmp_path: Path) -> None:
     marked = [claim.ours.endswith("(settings of before)") for claim in judged(old=("soft_moe",)).claims]
     texts = [claim.text for claim in judged().claims]
@@ -261,6 +269,12 @@ def test_alpha_verdicts_follow_the_sweeps(tmp_path: Path) -> None:
     page = study.page(store(tmp_path / "c", dials={"grmoe_paper": rising}, methods=GATES))
     assert verdict(page, "smooth, monotonic") is Verdict.CHANGED
     assert verdict(page, "within the bounds") is Verdict.CHANGED
+    assert verdict(page, "tight") is Verdict.FAILS  # a lower bound of zero says nothing
+    useful = replace(falling(), paper_lower=[1.0, 0.1, -1.0])
+    page = study.page(store(tmp_path / "g", dials={"grmoe": useful}, methods=GATES))
+    assert verdict(page, "tight") is Verdict.CHANGED
+    page = study.page(store(tmp_path / "h", dials={"grmoe_paper": useful}, methods=GATES))
+    assert verdict(page, "tight") is Verdict.HOLDS
     broken = dict.fromkeys(("grmoe", "grmoe_paper"), rising)
     page = study.page(store(tmp_path / "e", dials=broken, methods=GATES))
     assert verdict(page, "smooth, monotonic") is Verdict.FAILS

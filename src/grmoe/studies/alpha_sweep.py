@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -139,6 +141,29 @@ def _bounds(found: Found) -> Answer:
     )
 
 
+def _tight(found: Found) -> Answer:
+    """At the α of training. No entropy is below zero, so a lower bound below zero says nothing."""
+    dials: Any = {key: [found(s, key).dial for s in ("easy", "hard")] for key in FORMS}
+    lower = {key: [_at_one(dial, dial.paper_lower) for dial in of] for key, of in dials.items()}
+    upper = [_at_one(dial, dial.paper_upper) for of in dials.values() for dial in of]
+    verdict = by_form(lambda key: holds(min(lower[key]) > 0))
+    paper, ours = ("{:.1f} easy, {:.1f} hard".format(*lower[key]) for key in FORMS)
+    return (
+        f"mean lower bound at α = 1, nats: as in the paper {paper}; ours {ours}; upper bounds {min(upper):.2f} to "
+        f"{max(upper):.2f}",
+        verdict,
+        why(
+            verdict,
+            f"Without a theorem, an entropy of eight experts lies between zero and log 8 = {math.log(8):.2f}. It holds "
+            "if the mean lower bound is above zero in both settings.",
+        ),
+    )
+
+
+def _at_one(dial: Any, bound: Sequence[float]) -> float:
+    return bound[min(range(len(bound)), key=lambda i: abs(dial.alphas[i] - 1))]
+
+
 def _predictable(found: Found) -> Answer:
     rows = [found(s, key) for s in ("easy", "hard") for key in DIALED]
     dials: Any = [m.dial for m in rows]
@@ -173,6 +198,9 @@ _ALPHA_QUESTIONS = (
     ),
     Question(
         "Theorem 1", "Entropy stays within the bounds of the theorem.", ("easy", "hard"), FORMS, _bounds
+    ),
+    Question(
+        "Abstract", "The bounds of concentration on entropy are tight.", ("easy", "hard"), FORMS, _tight
     ),
     Question(
         "Section 6.2, Synthetic Task Results",

@@ -13,6 +13,7 @@ from typing import Any
 
 from grmoe import checks
 from grmoe.files import write_file
+from grmoe.runs.folder import read_log
 from grmoe.studies.models import Base, Job, Recipe, Run, Store, run_folder, run_jobs
 from grmoe.studies.models.summary import model_table, short_name, texts_of
 from grmoe.studies.study import Place
@@ -126,13 +127,17 @@ def _setting(name: str, trained: str) -> str | None:
 
 
 def save(result: Result, out: Path) -> dict[str, Path]:
-    """table.md, curves.png with the first seed of each recipe, and every number in models/."""
+    """table.md, curves.png with the first seed of each recipe, and every number in models/.
+
+    A model whose folder was removed, to save room, has numbers and no curve.
+    """
     written = {"Numbers": out / "models" / _NAME, "Table": out / "table.md"}
     tables = [part for part in show(result) if isinstance(part, Table)]
     write_file(written["Table"], "\n\n".join(f"{t.title}\n\n{t.markdown()}\n" for t in tables).encode())
     plan = result.plan
     first = [run_folder(out, Job(plan.base, recipe, plan.first_seed)) for recipe in plan.recipes]
-    return {**written, "Figure": draw_curves(first, out / "curves.png")}
+    drawn = [folder for folder in first if read_log(folder)]
+    return {**written, "Figure": draw_curves(drawn, out / "curves.png")} if drawn else written
 
 
 def _words(tree: Mapping[str, Any], where: str = "") -> Iterator[str]:

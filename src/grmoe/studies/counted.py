@@ -34,17 +34,23 @@ def _amortizer_claim() -> Claim:
         f"{shown[0]} if it reads the token, {shown[1]} if it reads the energies (`350m` and `1.3b`)",
         with_change(*verdicts),
         f"With a network that reads the N energies; the paper's reads the token. Two layers, {HIDDEN} wide inside: the "
-        "paper states no width.",
+        f"paper states no width. One on the token stays below the limit with at most {_widest('350m')} and "
+        f"{_widest('1.3b')} units inside.",
     )
 
 
-def amortizer_share(size: str, kind: AmortizerKind) -> float:
+def amortizer_share(size: str, kind: AmortizerKind, hidden: int = HIDDEN) -> float:
     """Parameters of the network over those of frames and κ, in a preset's router."""
     shape: dict[str, Any] = PRESETS[size]
     dim, experts, rank = (shape[name] for name in ("hidden_size", "num_experts", "router_rank"))
     with torch.device("meta"):
-        network = build_amortizer(kind, dim, experts, HIDDEN)
+        network = build_amortizer(kind, dim, experts, hidden)
     return sum(p.numel() for p in network.parameters()) / (experts * dim * rank + experts)
+
+
+def _widest(size: str) -> int:
+    """Units inside a network on the token that stays below the limit."""
+    return max(width for width in range(1, HIDDEN) if amortizer_share(size, "input", width) < LIMIT)
 
 
 def _frames_claim() -> Claim:

@@ -10,7 +10,8 @@ from grmoe.runs.config_groups import RoutingConfig
 from grmoe.studies.gate_parts import Models, parts_table
 from grmoe.studies.judging import below, in_doubt
 from grmoe.studies.models.recipes import BUDGETS, GATES, SOFTMAX_BUDGET, Recipe, on_fine
-from grmoe.studies.models.summary import difference, mean_of, show_mean
+from grmoe.studies.models.store import TRAINING
+from grmoe.studies.models.summary import VALIDATION, difference, mean_of, show_mean
 from grmoe.studies.page import OWN, Claim
 from grmoe.tables import Table
 
@@ -44,8 +45,8 @@ ELASTIC_FLATTER = ELASTIC.plus(
     "token-mass-linear-pairs-kappa-1", f"{ELASTIC_BOTH.label}, κ starts at 1", _LINEAR, _PAIRS, _FLAT
 )
 
-PARTS, SEEDS = (LINEAR, BOTH, FLATTER, ELASTIC_BOTH), 5
-TRIED, TRIED_SEEDS = (PAIRS, FLAT, SHARPER, LIGHTER, ELASTIC_FLAT, ELASTIC_FLATTER), 3
+PARTS, SEEDS = (LINEAR, BOTH, FLATTER, ELASTIC_BOTH, ELASTIC_FLATTER), 5
+TRIED, TRIED_SEEDS = (PAIRS, FLAT, SHARPER, LIGHTER, ELASTIC_FLAT), 3
 PLAIN = (GRMOE, SOFTMAX, LINEAR, PAIRS, FLAT, BOTH, FLATTER, SHARPER, LIGHTER)
 RANDOM = {
     "GrMoE, random budgets": ELASTIC,
@@ -86,11 +87,24 @@ def _by_budget(models: Models) -> Table:
     """Loss at each number of experts per token, whatever the model was trained with; load at the full budget."""
     table = Table(
         "32 narrow experts: loss by experts per token, with full and with random budgets in training",
-        ["gate", "seeds", *(f"top-{count}" for count in COUNTS), f"load CV at top-{COUNTS[0]}"],
+        [
+            "gate",
+            "seeds",
+            *(f"top-{count}" for count in COUNTS),
+            f"load CV at top-{COUNTS[0]}",
+            "load CV on training text",
+        ],
     )
     for label, recipe in {**{recipe.label: recipe for recipe in PLAIN}, **RANDOM}.items():
         runs = models[recipe.name]
         losses = (mean_of(runs, lambda row: row.loss, setting=f"top-{count}") for count in COUNTS)
-        load = mean_of(runs, lambda row: row.load_cv, setting=f"top-{COUNTS[0]}")
-        table.add(label, str(len(runs)), *(show_mean(loss, 4) for loss in losses), show_mean(load, 3))
+        loads = (
+            mean_of(runs, lambda row: row.load_cv, t, f"top-{COUNTS[0]}") for t in (VALIDATION, TRAINING)
+        )
+        table.add(
+            label,
+            str(len(runs)),
+            *(show_mean(loss, 4) for loss in losses),
+            *(show_mean(cv, 3) for cv in loads),
+        )
     return table

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from grmoe.studies.judging import MIN_SEEDS, any_of, at_most, below, changed, in_doubt
+from grmoe.studies.judging import MIN_SEEDS, all_of, any_of, at_most, below, changed, in_doubt
 from grmoe.studies.measured import read_measured
 from grmoe.studies.measuring import Kind
 from grmoe.studies.model_study import Group
@@ -116,9 +116,10 @@ def _redundant(rows: Sequence[Pruned]) -> Claim:
         WHERE,
         "Subspace overlap identifies redundant experts, which can be merged without retraining",
         f"{show_mean(gap, 4, '+')}; to the trained model {show_mean(cost, 4, '+')}" if gap else "",
-        changed(below(gap)),
-        f"Loss with {EXPERTS} of 8 experts minus that of dropping the least loaded ones, by seed. {in_doubt(gap)} "
-        f"{OURS}",
+        changed(all_of([at_most(cost, NEAR), below(gap)])),
+        f"Loss with {EXPERTS} of 8 experts minus that of dropping the least loaded ones, by seed. {in_doubt(gap)} It "
+        "holds if merging is better than that, and costs at most "
+        f"{NEAR:g} nats: what was redundant is not missed. {OURS}",
     )
 
 
@@ -139,16 +140,22 @@ def _preserves(rows: Sequence[Pruned]) -> Claim:
 
 def _guarantees(bounds: Sequence[Bound]) -> Claim:
     ratios = [bound.bound / bound.error for bound in bounds if bound.error]
+    sizes = [bound.bound / bound.output for bound in bounds if bound.output]
     verdict = Verdict.OPEN
     if len({bound.seed for bound in bounds}) >= MIN_SEEDS:
-        verdict = Verdict.HOLDS if all(bound.bound >= bound.error for bound in bounds) else Verdict.FAILS
+        kept = all(bound.error <= bound.bound < bound.output for bound in bounds)
+        verdict = Verdict.HOLDS if kept else Verdict.FAILS
     return Claim(
         WHERE,
         "Certificates guarantee what pruning costs",
-        f"the bound is {min(ratios):.0f} to {max(ratios):.0f} times the error" if ratios else "",
+        f"the bound is {min(ratios):.0f} to {max(ratios):.0f} times the error, and {min(sizes):.0f} to "
+        f"{max(sizes):.0f} times the output"
+        if ratios and sizes
+        else "",
         changed(verdict),
-        "In every layer of every model the certified change of its output must not be below the measured one, in the "
-        "mean over tokens. The paper says it of other work; the certificate is ours, of one layer at a time.",
+        "The certified change of a layer's output must not be below the measured one. It must also be below the output "
+        "itself: dropping the whole layer changes no more. Means over tokens; every layer of every model decides. The "
+        "paper says it of other work; the certificate is ours, of one layer at a time.",
     )
 
 

@@ -27,15 +27,30 @@ def find_studies(names: list[str]) -> list[Study]:
     return [find_study(name) for name in (NAMES if not names or "all" in names else dict.fromkeys(names))]
 
 
+def list_parts(studies: Sequence[Study]) -> dict[str, str]:
+    """What `--only` takes: the parts of the studies, each with the studies that have it."""
+    names: dict[str, list[str]] = {}
+    for study in studies:
+        for part in dict.fromkeys(study.parts):
+            names.setdefault(part, []).append(study.name)
+    return {part: ", ".join(found) for part, found in names.items()}
+
+
+def list_kept(studies: Sequence[Study]) -> dict[str, str]:
+    """What `--keep` takes: the recipes of the studies, without a base."""
+    parts = {part: found for part, found in list_parts(studies).items() if "/" not in part}
+    return {"none": "no model is kept"} | parts
+
+
 def check_only(only: Sequence[str], studies: Sequence[Study]) -> None:
     """Refuse a part that none of the studies has."""
-    known = tuple(dict.fromkeys(part for study in studies for part in study.parts))
+    known = tuple(list_parts(studies))
     for name in only:
-        checks.one_of("only", name, known)
+        checks.one_of_many("part (--only)", name, known, "grmoe reproduce STUDY --only ?")
 
 
 def check_keep(keep: Sequence[str], studies: Sequence[Study]) -> None:
     """Refuse a recipe that none of the studies has: its models would be removed, and those that were meant too."""
-    known = tuple(dict.fromkeys(part for study in studies for part in study.parts if "/" not in part))
+    known = tuple(list_kept(studies))
     for name in keep:
-        checks.one_of("keep", name, ("none", *known))
+        checks.one_of_many("recipe (--keep)", name, known, "grmoe reproduce STUDY --keep ?")

@@ -10,6 +10,7 @@ from grmoe.bench import scale
 from grmoe.bench.train_step import STEP
 from grmoe.hardware import peak_flops
 from grmoe.model import Cost, count, preset
+from grmoe.model.presets import PRESETS
 from grmoe.studies.benchmarks import BenchJob, BenchStudy, model_shape
 from grmoe.studies.judging import with_change
 from grmoe.studies.page import Claim, Page, Verdict
@@ -18,8 +19,10 @@ from grmoe.tables import Table
 WHERE = "Appendix, Extended Experimental Details"
 WHERE_SETUP = "Section 6.1"  # steps and batch
 NEAR = 0.1  # of the size in a name
-SIZES = {"350m": scale.Usual(16, 300), "350m-fine": scale.Usual(16, 300), "1.3b": scale.Usual(8, 80),
-         "1.3b-fine": scale.Usual(8, 80), "2.7b": scale.Usual(4, 40)}  # fmt: skip
+SIZES = {
+    name: scale.DEFAULTS[name.removesuffix("-fine")]
+    for name in ("350m", "350m-fine", "1.3b", "1.3b-fine", "2.7b")
+}
 
 
 def _job(name: str, usual: scale.Usual) -> BenchJob:
@@ -63,6 +66,7 @@ def _size_claims() -> list[Claim]:
             "Counted. The total must be within 10 % of the name. Embeddings are tied here; the paper does not say. "
             "Untied ones have 39 M more.",
         ),
+        _as_a_dense_layer(),
         Claim(
             WHERE,
             '"The total active parameter count per forward pass […] is approximately 1.3B"',
@@ -79,6 +83,20 @@ def _size_claims() -> list[Claim]:
             "The paper states neither width nor depth of it. The sizes of our preset are our choice.",
         ),
     ]  # fmt: skip
+
+
+def _as_a_dense_layer() -> Claim:
+    shape: dict[str, Any] = PRESETS["350m"]
+    one, dense = (2 * shape["hidden_size"] * shape[f"{kind}intermediate_size"] for kind in ("moe_", ""))
+    two = 2 * one
+    return Claim(
+        WHERE,
+        '"The total parameter count per MoE layer matches a dense model with d_ffn = 3072 when 2 experts are active": '
+        "350M",
+        f"two experts {two / 1e6:.2f} M weights, the dense layer {dense / 1e6:.2f} M",
+        Verdict.HOLDS if two == dense else Verdict.FAILS,
+        "Arithmetic, of the active experts. The layer has eight, and a router beside them.",
+    )
 
 
 def _sizes(cost: Cost) -> str:

@@ -103,7 +103,7 @@ def _theorem(models: Models) -> list[Claim]:
     found = [layer["separation"] for _, layer in _layers(runs)]
     holds = [f for f in found if f["holds"]]
     loose = [f for f in found if f["gaps"][1]["holds"]]
-    decided = len(runs) >= MIN_SEEDS
+    decided = _seeds(runs) >= MIN_SEEDS
     count = (
         f"{len(holds)} of {len(found)} layers; with 5 % of the tokens left out, {len(loose)}" if found else ""
     )
@@ -153,6 +153,11 @@ def _bound(holds: Sequence[dict[str, Any]]) -> tuple[Verdict, str]:
     )
 
 
+def _seeds(runs: Sequence[Measured]) -> int:
+    """Two models of one seed are not two seeds."""
+    return len({run.seed for run in runs})
+
+
 def _judge(holds: bool) -> Verdict:
     return Verdict.HOLDS if holds else Verdict.FAILS
 
@@ -161,11 +166,14 @@ def _corollary(models: Models) -> Claim:
     runs = [run for found in models.values() for run in found]
     masses = [m for _, layer in _layers(runs) for m in layer["top_mass"]]
     broken = [m.get("broken") for m in masses]
-    verdict, reason = Verdict.OPEN, "Every token must have a G_k that is not below the bound, in every layer."
+    verdict, reason = (
+        Verdict.OPEN,
+        f"{CHANGE} Every token must have a G_k that is not below the bound, in every layer.",
+    )
     if masses and None in broken:
         reason += " The stored results do not count such tokens."
-    elif len(runs) >= MIN_SEEDS:
-        verdict = _judge(not any(broken))
+    elif _seeds(runs) >= MIN_SEEDS:
+        verdict = changed(_judge(not any(broken)))
     shown, useful = [], []
     for k in sorted({m["k"] for m in masses}):
         of = [m for m in masses if m["k"] == k]

@@ -58,13 +58,16 @@ def _matrix(models: Models) -> Claim:
 
 
 def _manifold(models: Models) -> Claim:
-    gap = loss_gap(models, "optimiser-projected")
+    """The sentence can mean a projection after each step, or one in the forward pass. Both must be worse."""
+    names = {"Adam, then QR": "optimiser-projected", "Adam on a matrix with its QR frame": "optimiser-qr"}
+    gaps = {label: loss_gap(models, name) for label, name in names.items()}
     return Claim(
         "Section 5.3",
         "Training on the manifold is important, rather than unconstrained steps followed by a projection",
-        show_mean(gap, 4, "+"),
-        changed(above(gap)),
-        f"Loss with Adam and QR minus that with GrassmannAdam, by seed. {in_doubt(gap)} {OURS}",
+        list_gaps(gaps),
+        changed(all_of(map(above, gaps.values()))),
+        "Loss minus that with GrassmannAdam, by seed. Both must be higher: the paper's words fit either. They have the "
+        f"rate of the weights; no other was tried. {OURS}",
     )
 
 

@@ -36,6 +36,21 @@ def overlap_of(runs: Sequence[Run]) -> Mean | None:
     return mean(run.max_overlap for run in runs if run.max_overlap is not None)
 
 
+def kappa_gap(runs: Sequence[Run], others: Sequence[Run]) -> Mean | None:
+    """The largest κ of `runs` minus that of `others`, by seed."""
+    theirs = _largest_kappas(others)
+    return mean(kappa - theirs[seed] for seed, kappa in _largest_kappas(runs).items() if seed in theirs)
+
+
+def largest_kappa(runs: Sequence[Run]) -> Mean | None:
+    """Of all experts of a model, the mean over seeds."""
+    return mean(_largest_kappas(runs).values())
+
+
+def _largest_kappas(runs: Sequence[Run]) -> dict[int, float]:
+    return {run.seed: max(map(max, run.kappa)) for run in runs if run.kappa}
+
+
 def unchanged(gap: Mean | None, limit: float) -> Verdict:
     """Of "it changes by less than the limit": the mean is within it, and the interval within twice as much.
 

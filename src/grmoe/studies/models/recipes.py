@@ -223,7 +223,7 @@ def find_recipe(text: str) -> Recipe:
     """A recipe by its name, or one of your own: "NAME: key=value key=value …"."""
     name, colon, settings = (part.strip() for part in text.partition(":"))
     if not colon:
-        return RECIPES[checks.one_of("recipe", name, tuple(RECIPES))]
+        return RECIPES[checks.one_of_many("recipe", name, tuple(RECIPES), "grmoe compare --recipe ?")]
     checks.require(name not in RECIPES, f"a recipe of your own must have a new name, got {name!r}")
     return Recipe(name, name, tuple(settings.split()))
 

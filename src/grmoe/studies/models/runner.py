@@ -5,6 +5,7 @@ Models with results are not trained again, unless somebody needs the model itsel
 
 from __future__ import annotations
 
+import json
 import shutil
 import statistics
 from collections.abc import Callable, Collection, Sequence
@@ -90,9 +91,10 @@ def training_tasks(
 
 def _task(job: Job, plan: Trained, place: Place, store: Store, after: Callable[[Job], None]) -> Task:
     folder, steps = run_folder(place.work, job), int(plan.config["steps"])
-    settings = (
-        *plan.settings, f"seed={job.seed}", f"out={folder}", f"data.path={place.data}", f"device={place.device}",
-    )  # fmt: skip
+    places = {"out": folder, "data.path": place.data, "device": place.device}
+    # Quoted, because a path may be something else to YAML: a group of keys, a date.
+    quoted = (f"{name}={json.dumps(str(value), ensure_ascii=False)}" for name, value in places.items())
+    settings = (*plan.settings, f"seed={job.seed}", *quoted)
 
     def finish(result: Path) -> None:
         if not has_results(store, job):  # else the model was gone, and its numbers were not

@@ -6,21 +6,19 @@ never taken for this one's.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from grmoe.checks import require
-from grmoe.files import read_json, write_file
+from grmoe.files import alone_in, read_json, write_file
 from grmoe.runs.results import plain
 from grmoe.studies.models.recipes import Base, Recipe
 
 FOLDER = "models"
+TRAINING = "training"  # the text that a model was trained on
 DIGITS = 6  # significant digits of a number that is kept
 
 
@@ -29,7 +27,7 @@ class Row:
     """One model at one setting on one text. Means over MoE layers, unless it says otherwise."""
 
     text: str
-    """"validation", or the name of the file."""
+    """"validation", "training", or the name of the file."""
     setting: str
     """"top-1", "top-2", "mass 0.5", …"""
     experts_per_token: float
@@ -87,13 +85,16 @@ class Run:
     """Smallest and largest concentration of each MoE layer, after training."""
     measured: int | None = None
     """Tokens of each text that were asked for; None: the default."""
+    training: list[Row] | None = None
+    """Its rows on text that it was trained on. None: not measured."""
     source: str = ""
     """Where it was taken from, if no job of this store made it."""
 
     def row(self, text: str = "validation", setting: str | None = None) -> Row | None:
         """The row of a text at a setting; by default the setting it was trained with."""
         wanted = setting or self.trained
-        return next((row for row in self.rows if (row.text, row.setting) == (text, wanted)), None)
+        rows = self.rows if text != TRAINING else self.training or ()
+        return next((row for row in rows if (row.text, row.setting) == (text, wanted)), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,18 +114,6 @@ class Trained:
     @property
     def seeds(self) -> list[int]:
         return [run.seed for run in self.runs]
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Inside, no other process adds to a file of this folder: a file is read, changed and written again."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a network file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 class Store:
@@ -154,8 +143,7 @@ class Store:
     def add(self, base: Base, about: Trained) -> None:
         """Add models to a recipe's file, or replace those of the same seed. Raises if the file is of other settings."""
         path = self.path(base, about.recipe)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone_in(path.parent):
+        with alone_in(path.parent):
             self._add(base, about, path)
 
     def _add(self, base: Base, about: Trained, path: Path) -> None:
@@ -209,9 +197,12 @@ def describe_data(data: Mapping[str, Any]) -> str:
     return f"{data['tokens'] / 1e6:.3g} M tokens, vocabulary {data['vocabulary']}{checksum}"
 
 
+_LISTS = {"curve": Point, "rows": Row, "training": Row}
+
+
 def _trained(tree: dict[str, Any]) -> Trained:
     runs = [
-        Run(**{**run, "curve": _each(Point, run["curve"]), "rows": _each(Row, run["rows"])})
+        Run(**run | {name: _each(kind, run[name]) for name, kind in _LISTS.items() if name in run})
         for run in tree["runs"]
     ]
     return Trained(**{**tree, "settings": tuple(tree["settings"]), "runs": runs})

@@ -22,16 +22,16 @@ from grmoe.data import TokenDataset
 from grmoe.dial.setting import Setting, apply, current, mass, top_k
 from grmoe.files import read_json, write_file
 from grmoe.hardware import device_name
-from grmoe.model import GrmoeConfig
+from grmoe.model import GrmoeConfig, GrmoeForCausalLM
 from grmoe.model.choices_grmoe import OWN_CHOICE
 from grmoe.probe.losses import measure
-from grmoe.probe.windows import read_texts
+from grmoe.probe.windows import Text, read_texts, spread_windows
 from grmoe.runs.config import TrainConfig, may_change_on_resume
 from grmoe.runs.folder import CHECKPOINTS, data_checksum, read_log
 from grmoe.runs.open import open_model
 from grmoe.runs.start import starting_config
 from grmoe.studies.models.recipes import POINTS
-from grmoe.studies.models.store import Point, Row, Run
+from grmoe.studies.models.store import TRAINING, Point, Row, Run
 from grmoe.studies.study import short_revision
 from grmoe.train.loop import TrainingStopped, train
 
@@ -79,22 +79,17 @@ def measure_run(folder: Path, seed: int, order: Order) -> Run:
     """A trained run at every setting on every text, with the curve of its training."""
     loaded = open_model(folder, "last", dtype="served")
     model = loaded.model
-    texts = read_texts((None, *order.texts), loaded, None, order.tokens)
+    held_out = read_texts((None, *order.texts), loaded, None, order.tokens)
+    # As many windows of the text that the model was trained on, from all of it.
+    stream = TokenDataset(loaded.held_out().folder, "train")
+    seen = spread_windows(TRAINING, stream, held_out[0].length, held_out[0].tokens)
     trained, settings = settings_of(model.config)
-    rows = []
+    rows, on_training = [], []
     for name, setting in settings.items():
         if setting is not None:
             apply(model, setting)
-        for text in texts:
-            found = measure(model, text)
-            rows.append(
-                Row(
-                    text=Path(text.name).name, setting=name, experts_per_token=found.experts_per_token, loss=found.loss,
-                    load_cv=found.load_cv, min_load=found.min_load, collapsed=found.collapsed,
-                    collapsed_paper=found.collapsed_paper, entropy=found.entropy,
-                    effective_experts=found.effective_experts_inverse, leading_cv=found.leading_cv,
-                )
-            )  # fmt: skip
+        rows += [row_of(model, text, name) for text in held_out]
+        on_training.append(row_of(model, seen, name))
     lines = read_log(folder)
     last = next(line for line in reversed(lines) if line["kind"] == "train")
     kappas = [[layer.get("kappa_min"), layer.get("kappa_max")] for layer in last["layers"]]
@@ -109,8 +104,26 @@ def measure_run(folder: Path, seed: int, order: Order) -> Run:
         machine=f"{device_name(model.device)}, torch {torch.__version__}{company}",
         curve=curve_of(lines),
         rows=rows,
+        training=on_training,
         max_overlap=last.get("max_overlap"),
         kappa=None if None in kappas[0] else kappas,
+    )
+
+
+def row_of(model: GrmoeForCausalLM, text: Text, setting: str) -> Row:
+    found = measure(model, text)
+    return Row(
+        text=Path(text.name).name,
+        setting=setting,
+        experts_per_token=found.experts_per_token,
+        loss=found.loss,
+        load_cv=found.load_cv,
+        min_load=found.min_load,
+        collapsed=found.collapsed,
+        collapsed_paper=found.collapsed_paper,
+        entropy=found.entropy,
+        effective_experts=found.effective_experts_inverse,
+        leading_cv=found.leading_cv,
     )
 
 

@@ -49,11 +49,11 @@ def costs(runs: Sequence[Run], alpha: float) -> tuple[Mean | None, Mean | None]:
 
 
 def as_fast(speeds: Speeds, alpha: float) -> Verdict:
-    """Of "it has the paper's throughput": at least that."""
+    """Of "it has the paper's throughput": at least that, to the two digits that both have."""
     found = relative(speeds, DENSE, cut(alpha))
     if found is None:
         return Verdict.OPEN
-    return Verdict.HOLDS if found >= float(PAPER[alpha][2]) else Verdict.FAILS
+    return Verdict.HOLDS if round(found, 2) >= float(PAPER[alpha][2]) else Verdict.FAILS
 
 
 def _fewer(runs: Sequence[Run]) -> Claim:

@@ -6,7 +6,7 @@ A seed has collapsed if some expert gets less than 1 % of the tokens, the paper'
 from __future__ import annotations
 
 from grmoe.studies.intervals import out_of, wilson
-from grmoe.studies.judging import all_of, below, never, not_worse, with_change
+from grmoe.studies.judging import all_of, below, changed, never, not_worse, with_change
 from grmoe.studies.models.summary import mean as over_seeds
 from grmoe.studies.page import Verdict
 from grmoe.studies.synthetic.accuracy_claims import BASELINES, BOTH, EASY, RESULTS, SETUP, TABLE
@@ -39,6 +39,16 @@ def _no_collapse(found: Found) -> Answer:
     verdict = by_form(lambda key: all_of(never(count_starved(found(s, key))) for s in BOTH))
     ours = "; ".join(f"{setting}: {both(found, setting, _collapses)}" for setting in BOTH)
     return ours, verdict, why(verdict, "A seed counts if some expert leads less than 1 % of the tokens.")
+
+
+def _amortized_no_collapse(found: Found) -> Answer:
+    result = found("easy", "grmoe_amortized")
+    return (
+        _collapses(result),
+        changed(never(count_starved(result))),
+        "With our prior and scaling; the amortiser reads the energies, the paper's the token. A seed counts if some "
+        "expert leads less than 1 % of the tokens.",
+    )
 
 
 def _prevents(kept: tuple[int, int], without: tuple[int, int]) -> Verdict:
@@ -120,14 +130,22 @@ def _unequal(found: Found) -> Answer:
     lost = paired(balanced, paper)
     verdict = all_of([never(count_starved(paper)), not_worse(over_seeds(lost), POINT)])
     reason = (
-        "Theorem 2 assumes equally frequent classes; here π_e ∝ 0.7^e. It holds if no expert is without a lead, and if "
-        f"balancing gains at most one point. It gains {points(lost)}."
+        "Theorem 2 assumes equally frequent classes; here π_e ∝ 0.7^e. It holds if no expert is without a lead, and "
+        "the whole interval of what balancing gains is below one point; it fails if that is above zero. It gains "
+        f"{points(lost)}."
     )
     return ours, verdict, reason
 
 
 QUESTIONS = (
     Question(TABLE, "GrMoE collapses in 0 % of 50 seeds, easy and hard.", BOTH, FORMS, _no_collapse),
+    Question(
+        TABLE,
+        "GrMoE + Amort. collapses in 0 % of 50 seeds.",
+        EASY,
+        ("grmoe_amortized",),
+        _amortized_no_collapse,
+    ),
     Question(
         RESULTS,
         "L_subspace prevents collapse without auxiliary balancing losses.",
