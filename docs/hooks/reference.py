@@ -183,7 +183,7 @@ def _default(param: Any) -> str:
         return "required"
     if isinstance(param.show_default, str):
         return _cell(param.show_default)
-    if param.default is None or param.default is False:
+    if param.default is None or param.default is False or param.default == "":
         return ""
     if isinstance(param.default, list | tuple):
         return _cell(", ".join(f"`{v}`" for v in param.default))

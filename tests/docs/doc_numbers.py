@@ -15,7 +15,7 @@ from typing import Any
 
 from doc_pages import FENCE, ROOT
 
-MARK = re.compile(r"<!-- (numbers|not measured): (.*?) -->", re.DOTALL)
+MARK = re.compile(r"<!-- (numbers|not measured):\s(.*?) -->", re.DOTALL)
 COMMAND = re.compile(r"(?:\$ )?(?:grmoe|pytest|python|make|torchrun) +[\w./-]")
 NOT_REPEATED = re.compile(r"no\s+command\s+repeats", re.IGNORECASE)
 ENTRY = re.compile(r"\n(?= *(?:- |\d+\. ))")

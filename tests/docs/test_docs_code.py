@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from counting import write_corpus
-from doc_pages import FENCE, NAMES, NOTHING, all_pages, find_object
+from doc_pages import FENCE, NAMES, NOTHING, ROOT, all_pages, find_object, without_code
 from typer.testing import CliRunner
 
 from grmoe.cli import app
@@ -105,3 +105,15 @@ def test_dotted_names_exist(name: str) -> None:
         pytest.skip("names of the past")
     for dotted in set(re.findall(r"`(grmoe(?:\.\w+)+)(?:\([^`]*\))?`", all_pages()[name])):
         assert find_object(dotted) is not NOTHING, f"{name} names {dotted}"
+
+
+def test_names_with_an_underscore_exist() -> None:
+    """Fields, options and settings that a page names alone, such as `load_of_type`, are words of the source."""
+    others = {"extra_body", "retain_graph", "save_to_disk"}  # of openai, torch and datasets
+    files = [f for room in ("src", "benchmarks", "configs") for f in (ROOT / room).rglob("*") if f.is_file()]
+    source = " ".join(f.read_text() for f in files if f.suffix in (".py", ".js", ".yaml"))
+    known = set(re.findall(r"\w+", source)) | others
+    for name in NAMES:
+        if name != "CHANGELOG.md":  # it names what is gone
+            named = set(re.findall(r"`([a-z]\w*_\w+)`", without_code(all_pages()[name])))
+            assert named <= known, f"{name} names {sorted(named - known)}"

@@ -35,6 +35,10 @@ def test_every_command_and_option_is_listed() -> None:
                 assert param.help in ("", None) or param.help.split()[0].replace("<", "&lt;") in section
 
 
+def test_no_default_is_shown_as_nothing_in_quotes() -> None:
+    assert "| `` |" not in generated()["docs/reference/cli.md"]
+
+
 def test_every_configuration_key_is_listed() -> None:
     page = generated()["docs/reference/configuration.md"]
     for key in keys(TrainConfig):
