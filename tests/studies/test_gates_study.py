@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_models_store import a_run
 
-from grmoe.studies import budgets, gate_parts, gates, narrow_gates
+from grmoe.studies import budgets, gate_parts, gate_room, gates, narrow_gates
 from grmoe.studies.learning_rates import (
     FULL_LENGTH,
     RATES,
@@ -175,6 +175,39 @@ def test_narrow_gates_by_budget(tmp_path: Path) -> None:
     assert len(rows) == len(narrow_gates.ROWS)
     assert rows[narrow_gates.SOFTMAX.label] == ("0", *["–"] * 6)
     assert rows[narrow_gates.ELASTIC_BOTH.label][0] == "3"
+
+
+def test_what_a_gate_can_gain_is_counted_from_one_that_learns_nothing(tmp_path: Path) -> None:
+    """From a hash with one expert per token, and from GrMoE as drawn otherwise: each beside models of its own kind."""
+    two, fine = base_of("two", gates.STEPS), base_of("fine", gates.STEPS)
+    put(tmp_path, two, gate_room.HASH, models([3.0, 3.1, 3.2]))
+    put(tmp_path, two, GATES["one"]["grmoe"], models([3.0, 3.09, 3.21]))
+    put(tmp_path, two, GATES["one"]["vmf"], models([2.98, 3.08, 3.18]))
+    put(tmp_path, two, gate_room.FIXED, models([2.9, 3.0, 3.1]))
+    put(tmp_path, two, gate_room.GRMOE, models([2.85, 2.95, 3.05]))
+    put(tmp_path, two, gate_room.NO_CHOICE, models([2.8, 2.9]))
+    put(tmp_path, fine, gate_room.FIXED_FINE, models([2.5, 2.6, 2.7]))
+    put(tmp_path, fine, gate_room.FINE, models([2.6, 2.7, 2.8]))
+    found = [
+        c.verdict
+        for c in gates.STUDY.page(tmp_path).claims
+        if "gate has to learn" in c.text or "learns nothing" in c.text or "Six more" in c.text
+    ]
+    assert found == [Verdict.UNDECIDED, Verdict.HOLDS, Verdict.FAILS, Verdict.OPEN]
+    rows = {row[:2]: row[3:] for row in table(tmp_path, "What a gate can gain").rows}
+    assert rows["one of eight", gate_room.HASH.label] == ("3.1000 ± 0.2484", "–")
+    assert rows["one of eight", GATES["one"]["vmf"].label][1] == "-0.0200 ± 0.0000"
+    assert rows["two of eight", "GrMoE"][1] == "-0.0500 ± 0.0000"
+    assert rows["two of two", gate_room.NO_CHOICE.label][1] == "-0.1000 ± 0.0000"
+    assert rows["eight of 32", "GrMoE"][1] == "+0.1000 ± 0.0000"
+
+
+def test_gates_that_learn_nothing_keep_what_was_drawn() -> None:
+    """Rates of zero, and no other rate that would undo them."""
+    for recipe in (gate_room.FIXED, gate_room.FIXED_FINE):
+        settings = dict(setting.split("=", 1) for setting in recipe.settings)
+        assert settings["optim.frames_lr"] == settings["optim.kappa_lr"] == "0"
+        assert float(settings["optim.lr"]) > 0
 
 
 def table(results: Path, start: str) -> Table:

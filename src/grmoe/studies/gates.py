@@ -1,14 +1,15 @@
 """Gates at equal experts per token: is GrMoE the better gate, and which part of it makes the difference?
 
 Five gates with two of eight experts per token, with one of eight, and with eight of 32 narrow ones. Then one part of
-GrMoE at a time (`gate_parts`), and what narrow experts ask of a gate (`narrow_gates`).
+GrMoE at a time (`gate_parts`), what narrow experts ask of a gate (`narrow_gates`), and how much any gate can gain
+(`gate_room`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from grmoe.studies import gate_parts, halving, narrow_gates
+from grmoe.studies import gate_parts, gate_room, halving, narrow_gates
 from grmoe.studies.judging import below_on, in_doubt
 from grmoe.studies.model_study import Group, ModelStudy, runs_of
 from grmoe.studies.models.recipes import EQUAL, GATES, SETTINGS, Setting, base_of
@@ -69,15 +70,30 @@ def write(store: Store) -> Page:
             tables.append(halving.table(title, labelled, full, texts))
     parts = runs_of(store, base_of("two", STEPS), *gate_parts.ROWS)
     narrow = runs_of(store, base_of("fine", STEPS), *narrow_gates.ROWS)
+    room = runs_of(store, base_of("two", STEPS), *gate_room.ROWS)
+    fine = runs_of(store, base_of("fine", STEPS), *gate_room.FINE_ROWS)
     return Page(
-        claims=[*claims, *gate_parts.claims(parts), *narrow_gates.claims(narrow)],
-        tables=[*tables, *gate_parts.tables(parts), *narrow_gates.tables(narrow)],
+        claims=[
+            *claims,
+            *gate_parts.claims(parts),
+            *narrow_gates.claims(narrow),
+            *gate_room.claims(room, fine),
+        ],
+        tables=[
+            *tables,
+            *gate_parts.tables(parts),
+            *narrow_gates.tables(narrow),
+            *gate_room.tables(room, fine),
+        ],
         notes=[
             "Presets `small` and `small-fine`, 2500 steps of 32 × 512 tokens, full budgets, weights not renormalised, "
             "each method at its own best learning rate in each setting.",
             "The entropy term is the mean over tokens of (H − target)² with weight 0.1. Like a z-loss, its gradient "
             "reaches the tokens as well as the gate, so it may change more than the gate. It upsets the balance of "
             "the load (see its CV), and so says little about a flat gate.",
+            "Two gates with equal losses may be equally good, or the choice of experts may hardly matter. So the last "
+            "table has gates that learn nothing: a hash of the token's id, and GrMoE with the subspaces and κ that it "
+            "started with. Their experts learn like all others.",
             "A negative difference is a lower loss. Parts of a gain need not add up, because they act on each other.",
         ],
     )
@@ -113,6 +129,9 @@ STUDY = ModelStudy(
         Group(base_of("two", STEPS), gate_parts.PARTS, gate_parts.PART_SEEDS),
         Group(base_of("fine", STEPS), narrow_gates.PARTS, narrow_gates.SEEDS),
         Group(base_of("fine", STEPS), narrow_gates.TRIED, narrow_gates.TRIED_SEEDS),
+        Group(base_of("two", STEPS), (gate_room.HASH,), gate_room.HASH_SEEDS),
+        Group(base_of("two", STEPS), (gate_room.FIXED, gate_room.NO_CHOICE), gate_room.SEEDS),
+        Group(base_of("fine", STEPS), (gate_room.FIXED_FINE,), gate_room.SEEDS),
     ),
     write=write,
 )
