@@ -27,6 +27,7 @@ from grmoe.studies.tasks import Task
 from grmoe.terminal import silent
 
 OTHER = replace(MINE, name="other", settings=(*MINE.settings, "optim.lr=1e-3"))
+THIRD = replace(MINE, name="third", settings=(*MINE.settings, "optim.lr=2e-3"))
 LONG = Base("long", tuple("steps=30" if s == "steps=3" else s for s in BASE.settings))
 
 
@@ -99,10 +100,12 @@ def jobs(recipe: Recipe = MINE, seeds: int = 2) -> list[Job]:
     return [Job(BASE, recipe, seed) for seed in range(seeds)]
 
 
-def test_all_studies_share_one_queue_with_the_first_seeds_first(place: Place, started: list[str]) -> None:
-    studies = [Asks(Needs(jobs=jobs(MINE))), Asks(Needs(jobs=[*jobs(OTHER), *jobs(MINE)]))]
+def test_all_studies_share_one_queue_and_each_has_its_first_seeds_first(
+    place: Place, started: list[str]
+) -> None:
+    studies = [Asks(Needs(jobs=jobs(MINE))), Asks(Needs(jobs=[*jobs(THIRD), *jobs(OTHER), *jobs(MINE)]))]
     run_queue(studies, place, silent)
-    assert started == ["mine-0", "other-0", "mine-1", "other-1"]
+    assert started == ["mine-0", "mine-1", "third-0", "other-0", "third-1", "other-1"]
     assert [study.finished for study in studies] == [[True], [True]]
 
 

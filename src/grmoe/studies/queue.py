@@ -1,7 +1,8 @@
 """One queue for the trained models of all studies: a free place goes to the next model, of whichever study.
 
-First seeds come first, and a model is measured as soon as it is trained. What must run alone, such as timing, waits
-until the queue is done.
+Studies come in their order, because a study with all its models has verdicts, and two studies with half of theirs have
+none. Within a study first seeds come first. A model is measured as soon as it is trained. What must run alone, such as
+timing, waits until the queue is done.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Needs:
 
     @property
     def all_jobs(self) -> list[Job]:
-        return [*self.jobs, *(wanted.job for wanted in self.measurements), *self.models]
+        """First seeds first."""
+        found = [*self.jobs, *(wanted.job for wanted in self.measurements), *self.models]
+        return sorted(found, key=lambda job: job.seed)
 
 
 class QueueStudy:
@@ -62,12 +65,8 @@ def run_queue(studies: Sequence[QueueStudy], place: Place, progress: Progress) -
         pending[job] -= 1
         trained(job)
 
-    def by_seed(job: Job) -> int:
-        return job.seed
-
-    tasks = [
-        measuring_task(m, place, measured) for m in sorted(measurements, key=lambda m: by_seed(m.job))
-    ] + training_tasks(sorted(jobs, key=by_seed), place, {*pending, *opened}, trained)
+    tasks = [measuring_task(m, place, measured) for m in measurements]
+    tasks += training_tasks([*jobs], place, {*pending, *opened}, trained)
     failed: StudyError | None = None
     try:
         run_tasks(tasks, place, progress)
