@@ -229,6 +229,8 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
         "apply": lambda _, setting: applied.append(setting), "Steps": NotingSteps,
         "use_curve": lambda _, curve, budget: used.append((curve, budget)),
         "Levels": lambda *_: SimpleNamespace(measure=lambda _, p: p, within=lambda *given: given[-1]),
+        "Gates": lambda *_: None,
+        "straighten": lambda curve, *_: curve,
         "_check": lambda m, t, trained, chosen, text, step, book: (a_check(text.name), f"base {text.name}"),
         "Saved": lambda folder: SimpleNamespace(found=0, book=lambda *_: None),
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,13 @@ from grmoe.probe.losses import Measurement, increase, within
 Searched = tuple[Meter, list[Sensitivity]]
 
 
-def point(experts: float, loss: float, family: Family = "uniform", layers: int = 1) -> Point:
+def point(
+    experts: float,
+    loss: float,
+    family: Family = "uniform",
+    layers: int = 1,
+    alphas: tuple[float, ...] | None = None,
+) -> Point:
     measured = Measurement(
         losses_W=torch.full((8,), loss, dtype=torch.float64),
         layer_experts=(experts,) * layers,
@@ -30,7 +37,7 @@ def point(experts: float, loss: float, family: Family = "uniform", layers: int =
         effective_experts_entropy=2.0,
         effective_experts_inverse=2.0,
     )
-    return Point(mass((1.0,) * layers, 0.5, 2), family, measured)
+    return Point(mass(alphas or (1.0,) * layers, 0.5, 2), family, measured)
 
 
 @given(st.lists(st.tuples(st.floats(1, 2), st.floats(1, 5)), min_size=1, max_size=12))
@@ -68,6 +75,22 @@ def test_per_layer_is_nowhere_above_uniform(searched: Searched) -> None:
 def test_gains_find_a_layer_that_can_do_without() -> None:
     points = [point(1.2, 3.0), point(1.8, 2.0), point(1.7, 1.5, "per layer"), point(1.1, 1.0, "top-k")]
     assert [row.gain for row in gains(points)] == pytest.approx([0.0, 0.5])
+
+
+def test_an_alpha_that_every_layer_has_learned_is_no_search_by_layer() -> None:
+    """Least weights at the trained α are the simple rule, whatever that α is. They were a gain of "one α per layer"."""
+    learned, foreign = (0.812345, 1.3), (1.0, 1.0)
+    trained = point(2.0, 2.0, "trained", 2, learned)
+    trained = replace(trained, setting=top_k(learned, 2))
+    points = [
+        trained,
+        point(1.5, 2.5, "uniform", 2, foreign),
+        point(1.5, 2.1, "per layer", 2, learned),
+        point(1.2, 2.4, "per layer", 2, (0.5, 3.0)),
+    ]
+    assert points[2] in uniform_points(points)
+    assert points[3] not in uniform_points(points)
+    assert {row.gain for row in gains(points)} == {0.0}
 
 
 def test_sensitivity_is_measured_one_layer_at_a_time(searched: Searched) -> None:

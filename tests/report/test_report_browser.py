@@ -308,9 +308,10 @@ def test_any_curve_is_followed_as_the_library_follows_it(page: Path, show: Calla
         {"experts_per_token": 1.4, "tau": [0.3, 0.5, 0.4], "alpha": 1.5, "cap": 2, "bias": [[0.1, -0.1]] * 3},
         {"experts_per_token": 2.0, "tau": 1.0, "alpha": 1.0, "cap": [2, 3, 2]},
         {"experts_per_token": 2.2, "tau": 1.0, "alpha": 1.0, "cap": [2, 2, 4]},
+        {"experts_per_token": 4.0, "tau": 1.0, "alpha": 2.0, "cap": [4, 5, 4], "bias": [[0.2, -0.3]] * 3},
     ]
     shown = show(page)
-    for budget in (1.0, 1.1, 1.25, 1.39, 1.4, 1.7, 1.99, 2.0, 2.05, 2.15, 2.2):
+    for budget in (1.0, 1.1, 1.25, 1.39, 1.4, 1.7, 1.99, 2.0, 2.05, 2.15, 2.2, 2.6, 3.1, 3.7, 4.0):
         found = shown.js("return curveNumbers(arguments[0], arguments[1], 3)", curve, budget)
         for mine, want in zip(found, curve_numbers(curve, budget, 3), strict=True):
             assert mine["cap"] == want.cap

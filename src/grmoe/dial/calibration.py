@@ -12,6 +12,7 @@ from grmoe.dial.beside import check_tokens, measure_budgets, model_names, round_
 from grmoe.dial.certify import certify
 from grmoe.dial.curve import MAX_POINTS, build_curve, chosen_budget, measured_at, use_curve
 from grmoe.dial.frontier import dial_points, frontier, gains, rule_points, top_k_points, uniform_points
+from grmoe.dial.gates import Gates
 from grmoe.dial.level import Levels
 from grmoe.dial.meter import RULES, Meter, Point
 from grmoe.dial.results import (
@@ -27,6 +28,7 @@ from grmoe.dial.saved import Book, Saved
 from grmoe.dial.search import ALPHAS, expected, search
 from grmoe.dial.setting import apply, at_least, check_router, mass
 from grmoe.dial.speed import ROUNDS, Speed, time_points
+from grmoe.dial.straight import straighten
 from grmoe.dial.target import REFINEMENTS, Target, choose, refine
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM
 from grmoe.probe.losses import Measurement, increase, increase_by_domain
@@ -109,7 +111,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
         note(f"{saved.found} of about {total} measurements were made before ({saved.path})")
 
     meter = Meter(model, text, step, book)
-    trained, levels = meter.trained, Levels(model, text)
+    trained, levels, gates = meter.trained, Levels(model, text), Gates(model, text, cap)
     sensitivities = search(meter, cap, target.value if target.kind == "experts" else None)
     refine(target, meter)
     points = list(meter.points.values())
@@ -134,6 +136,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
         cap,
         model.config.gate_experts,
         lambda p: levels.measure(meter, p),
+        lambda found, describe_point: straighten(found, gates, meter, describe_point),
     )
     budget = chosen_budget(curve, chosen)
     apply(model, trained.setting)

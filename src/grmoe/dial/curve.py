@@ -17,7 +17,10 @@ from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.losses import Measurement
 from grmoe.routing.curve import NO_WEIGHT
 
-MAX_POINTS = 12
+Describe = Callable[[Point], dict[str, Any] | None]
+Pairs = list[tuple[Point, dict[str, Any]]]
+
+MAX_POINTS = 12  # beside those that `between` adds
 _ONE = 0.5001  # no second expert has this weight
 
 
@@ -28,24 +31,21 @@ def build_curve(
     cap: int,
     num_experts: int,
     level: Callable[[Point], Point] = lambda point: point,
+    between: Callable[[Pairs, Describe], Pairs] = lambda curve, describe: curve,
 ) -> list[dict[str, Any]]:
     """Points in the words of config.json, strictly ascending in experts per token.
 
     num_experts: that the gate chooses from, identity experts too.
     level: measures a point again with an even load. The trained setting stays as it is: training made its load even.
+    between: adds points (`grmoe.dial.straight`).
 
     A point stays where its loss is above that of a point with fewer experts: without it, budgets in between would get
     another number of experts than asked for. The losses beside the points show where the curve turns up.
     """
-    alphas = (
-        trained.setting.alphas,
-        mass(trained.setting.alphas, 1.0, cap).alphas,
-        *([chosen.setting.alphas] if chosen.setting.selection == "mass" else []),
-    )  # a mass setting is rounded
-    family = [p for p in (*points, trained) if p.setting.alphas in alphas]
+    family = _family([*points, trained], trained, chosen, cap)
     if chosen.setting.caps is not None:
         levelled = [p if p in (trained, chosen) else level(p) for p in _nested(family, chosen)]
-        return _ascending(levelled, chosen, lambda p: _point(p, p.setting.point))
+        return [numbers for _, numbers in _ascending(levelled, chosen, lambda p: _point(p, p.setting.point))]
     family = [
         p
         for p in family
@@ -71,17 +71,29 @@ def build_curve(
     ascending = [by_experts[count] for count in sorted(by_experts)]
     forced = {ascending[0], ascending[-1], *({chosen} & set(ascending))}
     levelled = [p if p in (trained, chosen) else level(p) for p in _thinned(ascending, forced)]
-    return _ascending(levelled, chosen, lambda p: found.get(p) or describe(p) or {})
+    curve = _ascending(levelled, chosen, lambda p: found.get(p) or describe(p) or {})
+    return [numbers for _, numbers in between(curve, describe)]
 
 
-def _ascending(
-    points: list[Point], chosen: Point, describe: Callable[[Point], dict[str, Any]]
-) -> list[dict[str, Any]]:
+def _family(points: list[Point], trained: Point, chosen: Point, cap: int) -> list[Point]:
+    """The points at the curve's α: the trained one, unless a mass at another α was chosen.
+
+    Then points at the trained α are only its ends, top-k: with two α between them, fewer experts may need a larger τ.
+    """
+    rounded = mass(trained.setting.alphas, 1.0, cap).alphas  # as of a mass setting
+    at_trained = [p for p in points if p.setting.alphas in (trained.setting.alphas, rounded)]
+    if chosen.setting.selection != "mass" or chosen in at_trained:
+        return at_trained
+    ends = [p for p in at_trained if p is trained or p.setting.selection == "topk"]
+    return [*ends, *(p for p in points if p.setting.alphas == chosen.setting.alphas and p not in ends)]
+
+
+def _ascending(points: list[Point], chosen: Point, describe: Callable[[Point], dict[str, Any]]) -> Pairs:
     """Levelled points may have traded places, or share a number of experts: then one of them stays."""
-    found: dict[float, dict[str, Any]] = {}
+    found: dict[float, tuple[Point, dict[str, Any]]] = {}
     for p in sorted(points, key=lambda p: p is not chosen):
-        point = describe(p)
-        found.setdefault(point["experts_per_token"], point)
+        numbers = describe(p)
+        found.setdefault(numbers["experts_per_token"], (p, numbers))
     return [found[count] for count in sorted(found)]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from grmoe.dial.meter import Family, Point
+from grmoe.dial.setting import mass
 from grmoe.probe.losses import ONE_SIDED
 
 
@@ -19,8 +20,17 @@ def frontier(points: Iterable[Point]) -> list[Point]:
 
 
 def uniform_points(points: Iterable[Point]) -> list[Point]:
-    """One α for all layers, the trained setting included."""
-    return [p for p in points if p.family in ("uniform", "trained")]
+    """One α for all layers, or the trained α of each: a model may have learned another one in every layer."""
+    every = list(points)
+    trained = (p.setting.alphas for p in every if p.family == "trained")
+    own = {
+        kept for alphas in trained for kept in (alphas, mass(alphas, 1.0, 1).alphas)
+    }  # settings are rounded
+    return [
+        p
+        for p in every
+        if p.family in ("uniform", "trained") or (p.family == "per layer" and p.setting.alphas in own)
+    ]
 
 
 def dial_points(points: Iterable[Point]) -> list[Point]:

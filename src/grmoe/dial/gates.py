@@ -19,7 +19,8 @@ from grmoe.dial.setting import Norms
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.gates import AffineGate, affine_gates
 from grmoe.probe.windows import Text
-from grmoe.routing.curve import NO_WEIGHT
+from grmoe.routing.curve import NO_WEIGHT, LayerNumbers
+from grmoe.routing.selection import largest
 
 TOKENS = 2048  # gives the mean number of experts to about one percent
 STEPS = 30  # of a bisection
@@ -35,12 +36,25 @@ class Gates:
 
     def times(self, norms: Norms) -> Gates:
         """The same for experts chosen by gate × norm: softmax(ℓ + log n)."""
+        return self.biased([[math.log(n) for n in layer] for layer in norms])
+
+    def biased(self, bias: Sequence[Sequence[float] | None]) -> Gates:
+        """The same with a bias for each expert of each layer; None: without."""
         other = copy.copy(self)
         other.layers = [
-            AffineGate(g.a_TN + g.a_TN.new_tensor(n).log(), g.b_TN)
-            for g, n in zip(self.layers, norms, strict=True)
+            gate if b is None else AffineGate(gate.a_TN + gate.a_TN.new_tensor(b), gate.b_TN)
+            for gate, b in zip(self.layers, bias, strict=True)
         ]
         return other
+
+    def count(self, numbers: Sequence[LayerNumbers]) -> float:
+        """Experts per token with these numbers, a mean over layers."""
+        gates = self.biased([n.bias for n in numbers]).layers
+        chosen = (
+            largest(gate.probs(n.alpha), n.tau, n.cap).sum(-1).double().mean()
+            for gate, n in zip(gates, numbers, strict=True)
+        )
+        return float(torch.stack([*chosen]).mean())
 
     def experts(self, layer: int, alpha: float, tau: float) -> float:
         """Mean over tokens of 1 + #{j < cap : the j most probable experts hold less than τ}."""

@@ -74,7 +74,7 @@ class Book:
             return measured
         fields = dict(self.entries[key])
         losses_W = torch.tensor(fields.pop("losses_W"), dtype=torch.float64)
-        tuples = {name: tuple(fields[name]) for name in ("layer_experts", "domains_W")}
+        tuples = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
         return Measurement(**fields | tuples | {"losses_W": losses_W})
 
 

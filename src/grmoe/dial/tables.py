@@ -15,6 +15,7 @@ from grmoe.probe.losses import Increase, verdict
 from grmoe.tables import Table, percent, span
 
 _CARD_POINTS = 3  # of the frontier, in the model card
+_OFF = 0.05  # share of a budget by which other experts are computed than asked for, that is worth saying
 
 
 def show(result: Result) -> Iterator[Table | str]:
@@ -134,14 +135,23 @@ def _frontier_table(body: DialResults, families: Mapping[str, Sequence[PointResu
     return table
 
 
+def _steps_to(row: BudgetRow) -> str:
+    """What is computed, where that is not the budget."""
+    off = abs(row.experts_per_token - row.budget) > _OFF * row.budget
+    return f", with {row.experts_per_token:.2f}" if off else ""
+
+
 def budget_table(rows: Sequence[BudgetRow]) -> Table:
-    """Perplexity by experts per token: one row per budget, one column per model."""
+    """Perplexity by experts per token: one row per budget, one column per model.
+
+    A curve with a k per layer has steps. Where a budget lies between two of them, the cell says what is computed.
+    """
     models = list(dict.fromkeys(row.model for row in rows))
     title = "Perplexity by experts per token, and its increase over the same model as trained"
     table = Table(title, ["experts per token", *models])
     for budget in sorted({row.budget for row in rows}, reverse=True):
         cells = {
-            row.model: f"{row.perplexity:.2f} ({percent(row.increase.value)})"
+            row.model: f"{row.perplexity:.2f} ({percent(row.increase.value)}){_steps_to(row)}"
             for row in rows
             if row.budget == budget
         }

@@ -4,7 +4,8 @@
 const gateSize = (run) => run.model.experts + run.model.identity_experts;
 
 // τ, α, cap and bias of every layer at a budget, as `grmoe.routing.curve_numbers` has them. Between two points, τ and
-// bias are linear and α is geometric. Where the caps of a layer differ, layers take the upper point one after another.
+// bias are linear and α is geometric. Where the caps of a layer differ, layers move to the upper point one after another,
+// and where caps alone decide, expert by expert.
 function curveNumbers(curve, budget, L) {
   const counts = curve.map((p) => p.experts_per_token);
   const after = counts.findIndex((c) => c > budget);
@@ -15,25 +16,35 @@ function curveNumbers(curve, budget, L) {
   const grown = apart.map((i) => above[i].cap - below[i].cap);
   const gains = grown.some((g) => g < 0) ? grown.map(() => 1) : grown; // a smaller cap with a larger τ
   let left = share * gains.reduce((sum, g) => sum + g, 0) + 1e-9;
-  const turned = new Set();
+  const got = {};
   for (const [place, i] of apart.entries()) {
-    left -= gains[place];
-    if (left < 0) break;
-    turned.add(i);
+    const gain = gains[place], inSteps = gain > 1 && byCap(below[i]) && byCap(above[i]);
+    got[i] = Math.min(gain, inSteps ? Math.floor(left) : left >= gain ? gain : 0);
+    left -= got[i];
+    if (got[i] < gain) break;
   }
   return below.map((a, i) => {
-    const b = above[i];
-    if (share === 0 || share === 1 || a.cap !== b.cap) return share === 1 || turned.has(i) ? b : a;
-    const mix = (x, y) => (1 - share) * x + share * y;
-    const geometric = a.alpha !== b.alpha && Math.min(a.alpha, b.alpha) > 0;
-    const zero = (a.bias || b.bias || []).map(() => 0);
-    return {
-      tau: mix(a.tau, b.tau),
-      alpha: geometric ? a.alpha ** (1 - share) * b.alpha ** share : mix(a.alpha, b.alpha),
-      cap: a.cap,
-      bias: a.bias || b.bias ? (a.bias || zero).map((x, e) => mix(x, (b.bias || zero)[e])) : null,
-    };
+    const b = above[i], gain = gains[apart.indexOf(i)];
+    if (share === 0 || share === 1) return share === 1 ? b : a;
+    if (a.cap === b.cap) return mixPoints(a, b, share);
+    if (got[i] > 0 && got[i] < gain) return { ...mixPoints(a, b, got[i] / gain), cap: a.cap + got[i] };
+    return got[i] ? b : a;
   });
+}
+
+// Whether the cap alone decides.
+const byCap = ({ tau }) => tau >= 1 || (-NO_WEIGHT <= tau && tau < 0);
+
+function mixPoints(a, b, share) {
+  const mix = (x, y) => (1 - share) * x + share * y;
+  const geometric = a.alpha !== b.alpha && Math.min(a.alpha, b.alpha) > 0;
+  const zero = (a.bias || b.bias || []).map(() => 0);
+  return {
+    tau: mix(a.tau, b.tau),
+    alpha: geometric ? a.alpha ** (1 - share) * b.alpha ** share : mix(a.alpha, b.alpha),
+    cap: a.cap,
+    bias: a.bias || b.bias ? (a.bias || zero).map((x, e) => mix(x, (b.bias || zero)[e])) : null,
+  };
 }
 
 const NO_WEIGHT = 1e-6; // a weight that every expert has: the cap alone decides

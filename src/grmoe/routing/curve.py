@@ -45,8 +45,8 @@ def curve_numbers(curve: Iterable[Mapping[str, Any]], budget: float, layers: int
     """The numbers of every layer for `budget` experts per token. Exact at the points of the curve.
 
     Between two points, τ and the bias are linear and α is geometric. A layer with two different caps has no rule in
-    between: there the layers take the numbers of the upper point one after another, so that the mean is at most the
-    budget.
+    between. There layers move to the upper point one after another, so that the mean is at most the budget. Where caps
+    alone decide, a layer gets one expert after another.
     """
     points = list(curve)
     counts = [point["experts_per_token"] for point in points]
@@ -62,23 +62,37 @@ def curve_numbers(curve: Iterable[Mapping[str, Any]], budget: float, layers: int
     gains = {i: above[i].cap - below[i].cap for i in apart}
     if any(gain < 0 for gain in gains.values()):  # a smaller cap with a larger τ: caps say nothing of experts
         gains = dict.fromkeys(apart, 1)
-    turned, left = set(), share * sum(gains.values()) + 1e-9
+    got, left = dict.fromkeys(apart, 0), share * sum(gains.values()) + 1e-9
     for i, gain in gains.items():
-        left -= gain
-        if left < 0:
+        in_steps = gain > 1 and _by_cap(below[i]) and _by_cap(above[i])
+        got[i] = min(gain, int(left) if in_steps else gain * (left >= gain))
+        left -= got[i]
+        if got[i] < gain:
             break
-        turned.add(i)
     found = []
     for i, (a, b) in enumerate(zip(below, above, strict=True)):
-        if share in (0.0, 1.0) or a.cap != b.cap:
-            found.append(b if share == 1.0 or i in turned else a)
+        if share in (0.0, 1.0):
+            found.append(b if share == 1.0 else a)
+        elif a.cap == b.cap:
+            found.append(_mix(a, b, share))
+        elif 0 < got[i] < gains[i]:
+            found.append(_mix(a, b, got[i] / gains[i])._replace(cap=a.cap + got[i]))
         else:
-            tau = a.tau + share * (b.tau - a.tau)
-            alpha = a.alpha + share * (b.alpha - a.alpha)
-            if a.alpha != b.alpha and min(a.alpha, b.alpha) > 0:
-                alpha = a.alpha ** (1 - share) * b.alpha**share
-            found.append(LayerNumbers(tau, alpha, a.cap, _between(a.bias, b.bias, share)))
-    return [n._replace(tau=NO_LIMIT if n.tau >= 1 or -NO_WEIGHT <= n.tau < 0 else n.tau) for n in found]
+            found.append(b if got[i] else a)
+    return [n._replace(tau=NO_LIMIT if _by_cap(n) else n.tau) for n in found]
+
+
+def _by_cap(numbers: LayerNumbers) -> bool:
+    """Whether the cap alone decides."""
+    return numbers.tau >= 1 or -NO_WEIGHT <= numbers.tau < 0
+
+
+def _mix(a: LayerNumbers, b: LayerNumbers, share: float) -> LayerNumbers:
+    """Between two points that have the same cap."""
+    alpha = a.alpha + share * (b.alpha - a.alpha)
+    if a.alpha != b.alpha and min(a.alpha, b.alpha) > 0:
+        alpha = a.alpha ** (1 - share) * b.alpha**share
+    return LayerNumbers(a.tau + share * (b.tau - a.tau), alpha, a.cap, _between(a.bias, b.bias, share))
 
 
 def curve_loss(curve: Iterable[Mapping[str, Any]], budget: float) -> float | None:
