@@ -52,7 +52,7 @@ def answers() -> Answers:
 def test_a_replay_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     replayed = answers()
     assert replayed.captured >= 4
-    monkeypatch.setattr(graphs, "warmed_up", lambda run, device: run)
+    monkeypatch.setattr(graphs, "warmed_up", lambda run, device, pool: run)
     plain = answers()
     assert replayed.tokens == plain.tokens
     assert replayed.experts == pytest.approx(plain.experts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from small_model import CURVE, make_model, offline, options
 from test_serve_batching import Asked, crowd, together
 
+from grmoe.serve import server
 from grmoe.serve.batching import BatchGenerator, Sequence
 from grmoe.serve.graphs import GraphGenerator
 from grmoe.serve.sampling import Sampling, TokenSampler
 from grmoe.serve.server import make_service
+from grmoe.serve.service import Service
 
 
 @pytest.mark.parametrize(
@@ -131,6 +134,54 @@ def test_sizes_are_few_and_rows_are_reused() -> None:
     assert [generator._round_rows(n) for n in (1, 2, 3, 4, 5, 8, 9, 12)] == [1, 2, 4, 4, 8, 8, 12, 12]
     generator.model.config.max_position_embeddings = 1000
     assert [generator._round_length(n) for n in (1, 256, 257, 600)] == [256, 256, 512, 1000]
+
+
+def test_captured_sizes_are_those_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at the start, the largest first. Then no step captures, and answers are the same."""
+    captured: list[tuple[int, int]] = []
+    compute = GraphGenerator._compute
+
+    def note(self: GraphGenerator, B: int, L: int) -> None:
+        captured.append((B, L))
+        compute(self, B, L)
+
+    monkeypatch.setattr(GraphGenerator, "_compute", note)
+    monkeypatch.setattr("grmoe.serve.graphs.SHORTEST", 16)
+    model = make_model()
+    asked = crowd(1, 3)
+    expected = [offline(model, a.prompt, a.alpha, a.tokens, a.sampling) for a in asked]
+    generator = GraphGenerator(model, rows=6)
+    assert generator.capture(range(10, 40), 3) == 9
+    assert captured == [(B, L) for B in (4, 2, 1) for L in (64, 32, 16)]
+    assert generator.capture([64]) == 1  # the rest of the rows
+    assert captured.pop() == (6, 64)
+    before = dict(generator.replays)
+    assert together(generator, asked) == expected
+    assert generator.replays == before
+    assert set(captured[9:]) <= before.keys()
+
+
+def test_the_server_captures_at_its_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a request can arrive, and only where there are graphs."""
+    found: list[list[tuple[int, int]]] = []
+
+    class Served:
+        def __init__(self, service: Service) -> None:
+            found.append(list(service.engine.generator.replays))  # type: ignore[attr-defined]
+
+        def run(self, sockets: list[socket.socket]) -> None: ...
+
+    monkeypatch.setattr(server, "Server", Served)
+    monkeypatch.setattr(server.signal, "signal", lambda *_: None)
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(server.log, name, getattr(server.log, name))
+    for captures in (True, False):
+        service = make_service(options(folder, graphs=True, concurrency=3))
+        service.engine.generator.captures = captures  # type: ignore[attr-defined]
+        with socket.socket() as sock:
+            server.run(service, sock)
+        service.engine.stop()
+    assert found == [[(3, 128), (2, 128), (1, 128)], []]  # 128 positions are all that the model has
 
 
 @torch.no_grad()

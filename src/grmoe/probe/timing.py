@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -62,8 +62,12 @@ def pause_ms(host_ms: float) -> float:
     return min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, 1.25 * _CALLS_PER_TURN * host_ms))
 
 
-def warmed_up(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The call, after it ran once. On a GPU the replay of its CUDA graph."""
+def warmed_up(run: Callable[[], object], device: torch.device, pool: Any = None) -> Callable[[], object]:
+    """The call, after it ran once. On a GPU the replay of its CUDA graph.
+
+    pool: of `torch.cuda.graph_pool_handle`. Graphs that share one use the same memory, so they must run one after the
+    other, and what a later one reads must lie outside.
+    """
     if device.type != "cuda":
         run()
         return run
@@ -74,7 +78,7 @@ def warmed_up(run: Callable[[], object], device: torch.device) -> Callable[[], o
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         run()
     return graph.replay
 

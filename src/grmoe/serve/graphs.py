@@ -1,9 +1,12 @@
 """Decoding by CUDA graphs: one replay per step, for all sequences of a batch.
 
 A step of a small batch takes the device less time than the host needs to launch its kernels. So everything a step reads
-lies in buffers that stay where they are: tokens, positions, τ, α and cap of each row, and a cache of fixed length. A
-graph is captured the first time a size is needed: rows and length are rounded up to few sizes. On a CPU the same
-operations run without a graph.
+lies in buffers that stay where they are: tokens, positions, τ, α and cap of each row, and a cache of fixed length. Rows
+and length are rounded up to few sizes. A size is captured by `capture`, or the first time it is needed. On a CPU the
+same operations run without a graph.
+
+All graphs share one pool of memory. They run one after the other, and no step reads what another left there: results
+are copied into buffers outside.
 
 Prompts that wait are read together, padded on the right. A causal model never looks there.
 
@@ -15,7 +18,7 @@ Legend: R rows, B rows of a step, L positions of a step, V tokens of the vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -85,6 +88,28 @@ class GraphGenerator(BatchGenerator):
         self.next_R = zeros(rows, dtype=torch.int64)
         self.experts_R = zeros(rows)
         self.replays: dict[tuple[int, int], Callable[[], object]] = {}
+        self.captures = device.type == "cuda"
+        self.pool = torch.cuda.graph_pool_handle() if self.captures else None
+
+    def capture(self, positions: Iterable[int], rows: int | None = None) -> int:
+        """Capture all sizes of steps over these numbers of positions, by 1 to `rows` sequences (None: all rows).
+
+        Return how many were new. No other thread may use the model meanwhile. The largest comes first, and the others
+        then fit into its memory.
+        """
+        counts = range(1, 1 + (len(self.next_R) if rows is None else rows))
+        lengths = {self._round_length(each) for each in positions}
+        wanted = {(self._round_rows(count), length) for count in counts for length in lengths}
+        new = sorted(wanted - self.replays.keys(), reverse=True)
+        for size in new:
+            self._replay(size)
+        return len(new)
+
+    def _replay(self, size: tuple[int, int]) -> Callable[[], object]:
+        """A step of this size. Its capture may run it several times: a row writes the same values again."""
+        if size not in self.replays:
+            self.replays[size] = warmed_up(lambda: self._compute(*size), self.model.device, self.pool)
+        return self.replays[size]
 
     def takes(self, sequences: list[Sequence]) -> bool:
         longest = max(len(s.prompt) for s in sequences)
@@ -118,12 +143,7 @@ class GraphGenerator(BatchGenerator):
         count, longest = len(self.batch), max(s.length for s in self.batch) + 1
         given = [[s.tokens[-1] for s in self.batch], [s.length for s in self.batch]]
         self.inputs[:, :count] = torch.tensor(given)
-        size = (self._round_rows(count), self._round_length(longest))
-        replay = self.replays.get(size)
-        if replay is None:
-            # The warm-up before a capture may run the step several times: it writes the same values again.
-            replay = self.replays[size] = warmed_up(lambda: self._compute(*size), self.model.device)
-        replay()
+        self._replay((self._round_rows(count), self._round_length(longest)))()
         asked = any(s.alternatives is not None or s.sampler.generator is not None for s in self.batch)
         logits_BV = self.logits_RV[:count].cpu() if asked else None
         found = zip(self.batch, self.next_R[:count].tolist(), self.experts_R[:count].tolist(), strict=True)

@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from dataclasses import replace
 from shlex import quote
 from types import FrameType
@@ -25,7 +26,7 @@ from grmoe.serve.batching import BatchGenerator, why_not_batch
 from grmoe.serve.chat import ChatTemplate
 from grmoe.serve.connections import Config, Connection
 from grmoe.serve.engine import Engine
-from grmoe.serve.graphs import GraphGenerator
+from grmoe.serve.graphs import SHORTEST, GraphGenerator
 from grmoe.serve.options import Options
 from grmoe.serve.service import Service
 
@@ -140,6 +141,7 @@ def run(service: Service, sock: socket.socket) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.INFO)
+    _capture(service.engine.generator)
     # uvicorn raises a signal again after it has handled it. Nothing is left to do then.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
@@ -148,6 +150,15 @@ def run(service: Service, sock: socket.socket) -> None:
     service.engine.start()
     Server(service).run(sockets=[sock])
     log.info("stopped")
+
+
+def _capture(generator: BatchGenerator) -> None:
+    """Capture the graphs that every answer begins with. The first requests then need not wait for them."""
+    if isinstance(generator, GraphGenerator) and generator.captures:
+        log.info(f"capturing CUDA graphs for answers over up to {SHORTEST} positions")
+        start = time.monotonic()
+        count = generator.capture([SHORTEST])
+        log.info(f"captured {count} CUDA graphs in {time.monotonic() - start:.1f} s")
 
 
 def _fit_connections(wanted: int) -> int:
