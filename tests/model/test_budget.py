@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from transformers import AutoModelForCausalLM
 
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM
 from grmoe.routing import Dense, Mass, Threshold, TopK, routers
@@ -161,6 +162,44 @@ def test_alpha_ends_a_budget(build: Build, tmp_path: Path) -> None:
     assert in_use(GrmoeForCausalLM(config)) == [(0.2, 1.0, 2)] * 2
     config.update({"selection": "dense", "num_experts_per_tok": 4})
     assert config.budget is None
+
+
+@pytest.mark.parametrize(
+    "other", [{"alpha": 2.0}, {"selection": "mass"}, {"selection_tau": 0.3}, {"num_experts_per_tok": 1}]
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_budget_beside_another_setting_is_refused(
+    build: Build, tmp_path: Path, other: dict[str, Any], turned: bool
+) -> None:
+    """The last one named would win: half of the settings would be lost without a word."""
+    build(budget_curve=CURVE, budget=1.5).save_pretrained(tmp_path)
+    both = {"budget": 1.0} | other
+    both = dict(reversed(both.items())) if turned else both
+    message = f"give budget or {next(iter(other))}, not both"
+    for load in (
+        GrmoeForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained, GrmoeConfig.from_pretrained
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path, **both)
+    config = GrmoeConfig.from_pretrained(tmp_path)
+    before = config.to_dict()
+    with pytest.raises(ValueError, match=message):
+        config.update(both)
+    assert config.to_dict() == before
+    config.update({"budget": None} | other)  # the end of a budget is no second setting
+    assert config.budget is None
+
+
+def test_a_saved_budget_stands_beside_the_trained_setting(build: Build, tmp_path: Path) -> None:
+    model = build(budget_curve=CURVE, budget=1.5, alpha=3.0, num_experts_per_tok=1)
+    model.save_pretrained(tmp_path)
+    for _ in range(2):  # and again, resaved
+        loaded = GrmoeForCausalLM.from_pretrained(tmp_path)
+        config = loaded.config
+        assert (config.budget, config.alpha, config.num_experts_per_tok) == (1.5, 3.0, 1)
+        assert in_use(loaded) == HALF
+        loaded.save_pretrained(tmp_path)
+    assert GrmoeConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -57,6 +59,29 @@ def test_random_budgets_are_set_for_all_routers_or_none() -> None:
         set_elastic(SwitchRouter(8, 4), Elastic())
 
 
+def test_random_budgets_by_mass_are_refused_where_the_budget_is_a_least_weight() -> None:
+    """min(τ, u) of a negative τ is τ: every step would compute the same, without a word."""
+    torch.manual_seed(0)
+    found = model(TopK(3), TopK(3))
+    found[1].budget.set_numbers(-0.25, 3)
+    with pytest.raises(ValueError, match=r"draw nothing.*a least weight.*set_budget\(None\)"):
+        set_elastic(found, Elastic())
+    assert [r.budget.elastic for r in routers(found)] == [None, None]
+    set_elastic(found, None)
+    found[1].budget.tau = torch.tensor([0.5, -0.25]).view(2, 1, 1)  # one sequence is enough
+    with pytest.raises(ValueError, match="draw nothing"):
+        set_elastic(found, Elastic())
+    found[1].budget.set_numbers(-0.1, 3)
+    set_elastic(found, Elastic(rule="count"))  # the cap is drawn whatever τ is
+    x, counts = torch.randn(40, 8), set()
+    for step in range(5):
+        set_draw(found, step_key(0, step))
+        counts.add(int(found[1].train()(x).selected.sum()))
+    assert len(counts) > 1
+    found[1].budget.set_numbers(0.5, 3)
+    set_elastic(found, Elastic())
+
+
 def test_draws_are_filled_in_place() -> None:
     """In place, because captured graphs read the same memory."""
     found = model(TopK(2), TopK(3))
@@ -89,3 +114,15 @@ def test_priors_count_what_they_are_told() -> None:
     assert [r.budget.balances for r in routers(found)] == ["candidates", "leading"]
     with pytest.raises(ValueError, match="balances must be one of"):
         set_balances(found, "all")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["candidates", "leading", "both"])
+def test_priors_count_what_is_computed_while_the_choice_has_numbers_of_its_own(kind: Any) -> None:
+    found = model(TopK(2), TopK(2))
+    first, second = (router.budget for router in routers(found))
+    first.set_weight_alpha(1.0)
+    set_balances(found, kind)
+    assert [first.balances, second.balances] == ["computed", kind]
+    first.set_weight_alpha(None)
+    second.biased = True
+    assert [first.balances, second.balances] == [kind, "computed"]

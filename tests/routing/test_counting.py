@@ -304,10 +304,12 @@ def test_metrics_of_the_frames() -> None:
     assert half.max_overlap == pytest.approx(0.5)
 
 
-def test_candidates_of_budgets_per_sequence() -> None:
-    router = GrassmannRouter(16, 4, 4, selection=Mass(0.9))
-    router.budget.balances = "candidates"
-    x = torch.randn(2, 5, 16)
+@pytest.mark.parametrize("backend", ["reference", "triton"])  # Triton runs here in its interpreter
+@pytest.mark.parametrize("kind", ["candidates", "both"])
+def test_candidates_of_budgets_per_sequence(kind: Any, backend: Any) -> None:
+    router = GrassmannRouter(16, 4, 4, selection=Mass(0.9), generator=rng())
+    router.budget.balances, router.backend = kind, backend
+    x = torch.randn(2, 5, 16, generator=rng(1))
     expected = torch.zeros(5)
     for tau, row in zip((0.3, 0.9), x, strict=True):
         router.prior_sums.zero_()
@@ -318,3 +320,11 @@ def test_candidates_of_budgets_per_sequence() -> None:
     router.budget.tau = torch.tensor([0.3, 0.9]).view(2, 1, 1)
     router(x)
     torch.testing.assert_close(router.prior_sums, expected)
+    router.prior_sums.zero_()
+    router.budget.use(TopK(4))  # one τ and one cap for all
+    router.budget.cap = torch.tensor([1, 3], dtype=torch.int32).view(2, 1, 1)
+    routing = router(x)
+    # Nothing is drawn, so candidates are those computed.
+    computed = (routing.selected / routing.selected.sum(-1, keepdim=True)).sum((0, 1))
+    if kind == "candidates":
+        torch.testing.assert_close(router.prior_sums[:4], computed)

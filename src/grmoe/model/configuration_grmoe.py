@@ -5,6 +5,7 @@ Fields, and the values that follow from them. This file is copied beside every e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -27,6 +28,15 @@ from .parts_grmoe import numbers as policy_numbers
 
 # The setting without a budget. A budget replaces it, so setting one of these ends the budget.
 _SETTING = ("alpha", "selection", "selection_tau", "num_experts_per_tok")
+
+
+def _check_one_setting(changes: Mapping[str, Any]) -> None:
+    """Raise for a budget beside what it replaces: the last one named would win, and the trained setting be lost."""
+    beside = [name for name in _SETTING if changes.get(name) is not None]
+    checks.require(
+        changes.get("budget") is None or not beside,
+        f"give budget or {', '.join(beside)}, not both: a budget sets α and the selection too",
+    )
 
 
 class GrmoeConfig(PreTrainedConfig):
@@ -177,6 +187,18 @@ class GrmoeConfig(PreTrainedConfig):
         if name in _SETTING and "budget" in self.__dict__ and getattr(self, name) is not None:
             super().__setattr__("budget", None)  # not while the fields are filled in for the first time
         super().__setattr__(name, value)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers. A saved configuration has a budget beside its trained setting; what is changed while
+        loading is one of the two."""
+        _check_one_setting(kwargs)
+        return super().from_dict(config_dict, **kwargs)
+
+    def update(self, config_dict: dict[str, Any]) -> None:
+        """As in transformers, for a budget or for another setting."""
+        _check_one_setting(config_dict)
+        super().update(config_dict)
 
     # -- derived values ------------------------------------------------------------------------------------
 

@@ -20,13 +20,17 @@ from .attention_grmoe import head_router
 from .block_grmoe import OWN_EXPERTS, GrmoeDecoderLayer, GrmoeMoE
 from .configuration_grmoe import GrmoeConfig
 from .parts_grmoe import (
+    AtLeast,
     ExpertWeights,
     FrameRouter,
     HashRouter,
     HeadRouter,
+    Mass,
     Router,
     RoutingMetrics,
+    Selection,
     SlotRouter,
+    TopK,
     all_routers,
     checks,
     overlap_penalty,
@@ -41,6 +45,11 @@ from .router_grmoe import config_policy, config_router
 _TRAINS_AT_BUDGET = (
     "this model trains at its budget, with as few experts as in use. To train all of it, first call "
     "model.set_budget(None) and set model.config.budget_curve = None: the curve belongs to the old weights"
+)
+_NOT_SAVED = (
+    "{names} of the routers differ from the configuration and are not saved. To keep them, set selection, "
+    "selection_tau, num_experts_per_tok, norm_topk_prob or weight_alpha of model.config, or call model.set_budget with "
+    "a budget_curve that has them"
 )
 
 
@@ -215,10 +224,16 @@ class GrmoePreTrainedModel(PreTrainedModel):
         self._use_config_numbers()
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As in transformers. Frames are orthonormal when they are written, whatever trained them."""
+        """As in transformers. Frames are orthonormal when they are written, whatever trained them.
+
+        Warns if routers compute with other numbers than those of the configuration, which is what is saved.
+        """
         for router in all_routers(self):
             if isinstance(router, FrameRouter):
                 router.retract()
+        names = _not_in_configuration(self)
+        if names:
+            warnings.warn(_NOT_SAVED.format(names=", ".join(names)), stacklevel=2)
         # `router.alpha` may have been set directly. Its fp32 value is rounded; the configuration keeps all digits.
         now = self.alpha
         if now != torch.tensor([n.alpha for n in self.config.numbers], dtype=torch.float32).tolist():
@@ -227,3 +242,37 @@ class GrmoePreTrainedModel(PreTrainedModel):
             if had_budget:
                 self._use_config_numbers()
         super().save_pretrained(save_directory, *args, **kwargs)
+
+
+def _not_in_configuration(model: GrmoePreTrainedModel) -> list[str]:
+    """Names of what routers compute with and the configuration does not have, because someone set it on them. α is left
+    out: saving takes it into the configuration."""
+    config, policy = model.config, config_policy(model.config)
+    found: set[str] = set()
+    # Not strict: a warning must not stop what is being saved.
+    for router, numbers, weight_alpha in zip(
+        routers(model), config.numbers, config.weight_alphas, strict=False
+    ):
+        budget, own = router.budget, router.selection
+        if budget.weighs_apart != (weight_alpha is not None) or _differs(budget.weight_alpha, weight_alpha):
+            found.add("weight_alpha")
+        if policy is None:  # it chooses by itself
+            continue
+        if _rule(own) != _rule(policy) or own.renormalize != policy.renormalize:
+            found.add("selection")
+        elif not own.dense:
+            found |= {"tau"} if _differs(budget.tau, numbers.tau) else set()
+            found |= {"cap"} if _rule(own) == "rank" and _differs(budget.cap, numbers.cap) else set()
+        if _differs(budget.bias, numbers.bias or 0.0):
+            found.add("bias")
+    return sorted(found)
+
+
+def _rule(policy: Selection) -> str:
+    """Policies by rank are one rule: their numbers tell them apart."""
+    return "rank" if isinstance(policy, TopK | Mass | AtLeast) else type(policy).__name__
+
+
+def _differs(number: Tensor, given: float | tuple[float, ...] | None) -> bool:
+    """Whether a router's number, or one of several, is another one in fp32. None: nothing was given."""
+    return given is not None and bool((number.detach().cpu().float() != torch.tensor(given).float()).any())

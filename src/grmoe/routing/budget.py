@@ -42,6 +42,8 @@ class Budget(Restarted):
     balances: the experts for which the balanced prior evens out the load (`grmoe.routing.counting.prior_shares`).
         "computed": those computed. "candidates": those of the full budget, whatever was drawn. "leading": the most
         probable one, always so for a dense gate, where all are computed. "both": the mean of the last two.
+        With `weight_alpha` or a bias it reads "computed", whatever was set: the gate of the weights does not tell who
+        else was a candidate, or who led.
     """
 
     tau: Tensor
@@ -71,7 +73,10 @@ class Budget(Restarted):
 
     @property
     def balances(self) -> Balances:
-        """What the prior counts. Where the choice has a bias or an α of its own, the gate does not tell candidates."""
+        """What the prior counts. Where the choice has a bias or an α of its own, the gate does not tell candidates.
+
+        What was set is kept, and holds again without them.
+        """
         if self.policy.dense:
             return "leading"
         return "computed" if self.weighs_apart or self.biased else self._balances

@@ -68,6 +68,7 @@ def set_elastic(module: nn.Module, elastic: Elastic | None) -> None:
     """Draw random budgets while a model trains (`grmoe.routing.elastic`); None: no longer.
 
     `set_draw` must follow before each forward pass. Until then budgets are full.
+    A least weight, as a calibrated curve sets it, has no mass to draw: "mass" is refused there.
     """
     found = routers(module)
     for router in found if elastic is not None else ():
@@ -77,10 +78,22 @@ def set_elastic(module: nn.Module, elastic: Elastic | None) -> None:
             f"elastic needs a selection TopK or Mass with more than one expert, got {router.selection} "
             f"in a {type(router).__name__}",
         )
+        assert elastic is not None
+        checks.require(
+            elastic.rule != "mass" or not _by_weight(router),
+            "elastic would draw nothing, because the budget in use is a least weight: first call "
+            f"model.set_budget(None), or give the rule 'count'; got {elastic}",
+        )
     for number, router in enumerate(found):
         router.budget.elastic = elastic
         if len(found) > 1:  # each layer draws its own; one router alone keeps the number it has
             router.budget.layer = number
+
+
+def _by_weight(router: Router) -> bool:
+    """Whether experts are chosen by a least weight, a negative τ. Waits for the device."""
+    tau = router.budget.tau
+    return not tau.is_meta and bool((tau < 0).any())
 
 
 def set_entropy(module: nn.Module, term: EntropyTerm | None) -> None:
@@ -119,7 +132,10 @@ def set_draw(module: nn.Module, key: int, first_row: int = 0) -> None:
 
 
 def set_balances(module: nn.Module, kind: Balances) -> None:
-    """Which experts' load the balanced priors of a model even out (`Budget.balances`)."""
+    """Which experts' load the balanced priors of a model even out (`Budget.balances`).
+
+    Routers with `weight_alpha` or a bias go on counting what is computed.
+    """
     for router in routers(module):
         router.budget.balances = kind
 

@@ -168,9 +168,10 @@ def prior_shares(probs: Tensor, selected: Tensor, budget: Budget) -> Tensor:
 
 
 def _kernel_knows(prior: Budget | None) -> bool:
-    """The kernel finds candidates by rank only."""
-    candidates = prior is not None and prior.balances in ("candidates", "both")
-    return not candidates or (prior is not None and type(prior.policy) in BY_RANK)
+    """The kernel finds candidates by rank only, with one τ and one cap for all sequences."""
+    if prior is None or prior.balances not in ("candidates", "both"):
+        return True
+    return type(prior.policy) in BY_RANK and prior.tau.ndim == prior.cap.ndim == 0
 
 
 def _prior_rule(budget: Budget) -> dict[str, Any]:
