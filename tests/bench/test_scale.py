@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from counting import prepare_corpus
 from typer.testing import CliRunner
 
 from grmoe.bench import scale as bench
 from grmoe.bench.measure import Row
 from grmoe.bench.models import ModelShape
 from grmoe.cli import app
+from grmoe.data import TokenDataset
 from grmoe.model import PRESETS
 from grmoe.probe.timing import Times
 
@@ -51,6 +53,25 @@ def test_command(tmp_path: Path) -> None:
     assert 0 <= row["min load"] <= 1
     assert row["bytes per parameter"] == 16
     assert "paper" not in found
+
+
+@pytest.mark.parametrize("vocabulary", [64, 4096])
+def test_the_vocabulary_is_the_presets_unless_the_text_has_more(
+    vocabulary: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, a text of few tokens made the head smaller, and with it the price of a step."""
+    text = prepare_corpus(tmp_path)
+    monkeypatch.setitem(PRESETS, "micro", MICRO | {"vocab_size": vocabulary})
+    built = []
+    real = bench.build
+    monkeypatch.setattr(bench, "build", lambda *given: built.append(real(*given)) or built[-1])
+    found = run(tmp_path / "out", "--steps", "4", "--data", str(text))
+    assert found["rows"][0]["failure"] is None
+    assert found["data"] == text.name
+    ((trainer, _),) = built
+    own = TokenDataset(text).vocab_size
+    assert 64 < own < 4096
+    assert trainer.model.config.vocab_size == max(own, vocabulary)
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def test_scale_from_numbers(tmp_path: Path) -> None:
     }  # fmt: skip
     write(
         tmp_path, "scale", "350m", rows=[facts], steps=300, shape={"batch": 16, "length": 1024},
-        paper={"gpu_hours": 7.28},
+        paper={"gpu_hours": 7.28}, data="Zipf",
     )  # fmt: skip
     page = scale.STUDY.page(tmp_path)
     (claim,) = verdicts(page, "`350m` trains")
@@ -239,6 +239,60 @@ def test_scale_from_numbers(tmp_path: Path) -> None:
     assert verdicts(page, "2.7B model")[0][1] is Verdict.UNTESTABLE  # the paper states no width
     assert scale._named(1.1 * 350e6 - 1, 350e6) is Verdict.HOLDS
     assert scale._named(1.11 * 350e6, 350e6) is Verdict.FAILS
+
+
+def sizes(data: str, **changes: float) -> dict[str, dict[str, Any]]:
+    """Results of all sizes, with changes in the last one."""
+    facts = {
+        "tokens/s": 1e6, "MFU %": 40.0, "first loss": 10.8, "last loss": 7.5, "min load": 0.7, "peak_bytes": 10**10,
+        "times": {"step": {}},
+    }  # fmt: skip
+    changed = facts | {key.replace("_", " "): value for key, value in changes.items()}
+    rows = {name: changed if name == "2.7b" else facts for name in scale.SIZES}
+    return {name: {"rows": [row], "steps": 300, "data": data} for name, row in rows.items()}
+
+
+def test_steps_of_large_models_are_judged() -> None:
+    """Before, every verdict of what was measured was "not testable here"."""
+
+    def found(data: str = "text", **changes: float) -> list[Verdict]:
+        return [claim.verdict for claim in scale._step_claims(sizes(data, **changes))]
+
+    steps, *_ = scale._step_claims(sizes("text"))
+    assert steps.ours.startswith("`350m` 300 steps, 1,000,000 tokens/s, MFU 40.0 %, 10.0 GB; ")
+    holds, fails = Verdict.HOLDS, Verdict.FAILS
+    assert found() == [holds] * 3
+    assert found(last_loss=9.9) == [holds, fails, holds]
+    assert found(last_loss=float("nan")) == [holds, fails, holds]
+    assert found(min_load=0.09) == [holds, holds, fails]
+    assert found("Zipf", min_load=0.09)[2] is Verdict.UNTESTABLE  # frequencies say nothing of experts
+    some = {name: shape for name, shape in sizes("text").items() if name != "1.3b"}
+    assert [claim.verdict for claim in scale._step_claims(some)] == [Verdict.OPEN] * 3
+    assert "The text is `text`" in scale._notes(some)[0]
+    assert "Zipf" not in scale._notes(some)[0]
+
+
+def test_large_models_take_steps_on_the_prepared_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, on drawn tokens, whatever data was given."""
+    seen = []
+
+    def measure(plan: Any, progress: Any, **options: Any) -> list[Any]:
+        seen.append(options["data"])
+        plan.out.mkdir(parents=True, exist_ok=True)
+        plan.write([])
+        return []
+
+    monkeypatch.setattr(scale.scale, "run", measure)
+    for name, data in (("text", tmp_path / "prepared"), ("drawn", None)):
+        place = Place(results=tmp_path / name, work=tmp_path / "work", device="cpu", data=data)
+        scale.STUDY.run(place, silent)
+        assert scale.STUDY.state(place.results) == State(5, 5)
+        kept = (place.results / "scale" / "350m.json").read_text()
+        assert str(tmp_path) not in kept
+        assert ("--data prepared" in json.loads(kept)["command"]) is (data is not None)
+    assert seen == [tmp_path / "prepared"] * 5 + [None] * 5
 
 
 def test_jobs_run_the_benchmarks_that_they_name() -> None:

@@ -2,7 +2,8 @@
 
 A step is the trainer's own (`grmoe.train.step`), with full budgets: forward, backward, clipping, both optimisers,
 overlap penalty, priors, learning rates with their warm-up. Tokens come from prepared data. Without any they are drawn
-one by one by Zipf's law, so that their frequencies are all there is to learn.
+one by one by Zipf's law, so that their frequencies are all there is to learn. The model has the preset's vocabulary,
+also where that of the data is smaller: its head is part of what a step costs.
 
 Weights, gradients and moments are fp32 where they fit (16 bytes per parameter). Where they do not, they are bf16
 (8 bytes), except for the routers. That is enough for the rate and the memory; nobody should train a model that way.
@@ -42,6 +43,7 @@ from grmoe.train.setup import Learner, build_learner
 from grmoe.train.step import InFlightStep, resolve, train_step
 
 NAME = "training"
+ZIPF = "Zipf"  # the name of tokens that were drawn
 FP32, BF16 = 16, 8  # bytes per parameter: it, its gradient and two moments
 ROOM = 0.85  # of the memory, for parameters and their states
 CROWDED = 0.6  # from this share on, activations are recomputed
@@ -109,7 +111,7 @@ def run(
         gc.collect()
         torch.cuda.empty_cache()
         result = plan.benchmark.compare(shape, [row])
-        result.extra |= {"steps": steps, "form": form, "data": "Zipf" if data is None else data.name}
+        result.extra |= {"steps": steps, "form": form, "data": ZIPF if data is None else data.name}
         results.append(result)
         plan.write(results)
     return results
@@ -191,7 +193,7 @@ def build(
         data=DataConfig(batch_size=shape.batch, sequence_length=shape.length),
         elastic=ElasticConfig(unit="off"),
     ).resolved()
-    vocabulary = preset(shape.preset).vocab_size if text is None else text.vocab_size
+    vocabulary = max(preset(shape.preset).vocab_size, 0 if text is None else text.vocab_size)
     model_config = config.model_config(vocabulary, 0 if text is None else text.end_of_text)
     world = World(0, 1, 0, device, None)
     masked = text is not None and text.masked

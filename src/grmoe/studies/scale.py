@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,28 +13,37 @@ from grmoe.hardware import peak_flops
 from grmoe.model import Cost, count, preset
 from grmoe.model.presets import PRESETS
 from grmoe.studies.benchmarks import BenchJob, BenchStudy, model_shape
-from grmoe.studies.judging import with_change
-from grmoe.studies.page import Claim, Page, Verdict
+from grmoe.studies.judging import all_of, with_change
+from grmoe.studies.page import OWN, Claim, Page, Verdict
+from grmoe.studies.study import Place
 from grmoe.tables import Table
+from grmoe.terminal import Progress
 
 WHERE = "Appendix, Extended Experimental Details"
 WHERE_SETUP = "Section 6.1"  # steps and batch
 NEAR = 0.1  # of the size in a name
+FALLEN = 1.0  # nats per token that the loss must fall: losses of batches differ by far less
+LEAST_LOAD = 0.1  # of a fair share: an expert with less is collapsed
 SIZES = {
     name: scale.DEFAULTS[name.removesuffix("-fine")]
     for name in ("350m", "350m-fine", "1.3b", "1.3b-fine", "2.7b")
 }
 
 
-def _job(name: str, usual: scale.Usual) -> BenchJob:
+def _job(name: str, usual: scale.Usual, data: Path | None = None) -> BenchJob:
+    command = f"grmoe bench scale --preset {name} --batch {usual.batch} --length 1024 --steps {usual.steps}"
     return BenchJob(
         name=name,
-        command=f"grmoe bench scale --preset {name} --batch {usual.batch} --length 1024 --steps {usual.steps}",
+        command=command if data is None else f"{command} --data {data.name}",
         benchmark=lambda device: scale.benchmark(peak_flops(device)),
         shapes=model_shape(name, usual.batch),
-        measure=partial(scale.run, steps=usual.steps, form="graphs"),
+        measure=partial(scale.run, steps=usual.steps, form="graphs", data=data),
         rounds=1,
     )
+
+
+def _jobs(data: Path | None = None) -> tuple[BenchJob, ...]:
+    return tuple(_job(name, usual, data) for name, usual in SIZES.items())
 
 
 class ScaleStudy(BenchStudy):
@@ -41,7 +51,11 @@ class ScaleStudy(BenchStudy):
     where = f"Sections 6.1 and 6.3, {WHERE}"
 
     def __init__(self) -> None:
-        super().__init__("scale", tuple(_job(name, usual) for name, usual in SIZES.items()))
+        super().__init__("scale", _jobs())
+
+    def run(self, place: Place, progress: Progress) -> None:
+        """On the prepared data, if there is any: only text tells whether experts share the load."""
+        BenchStudy(self.name, _jobs(place.data)).run(place, progress)
 
     def page(self, results: Path) -> Page:
         found = {name: self.results(results, name) for name in SIZES}
@@ -49,8 +63,9 @@ class ScaleStudy(BenchStudy):
         claims = [
             *_size_claims(),
             *(_training_claim(name, rows.get(name)) for name in _ASSUMED),
+            *_step_claims(rows),
         ]
-        return Page(claims, [_table(rows)] if rows else [], notes=_notes())
+        return Page(claims, [_table(rows)] if rows else [], notes=_notes(rows))
 
 
 def _size_claims() -> list[Claim]:
@@ -126,6 +141,59 @@ def _training_claim(name: str, shape: dict[str, Any] | None) -> Claim:
     return Claim(WHERE_SETUP, text, ours, Verdict.UNTESTABLE, reason)
 
 
+def _step_claims(shapes: Mapping[str, dict[str, Any]]) -> list[Claim]:
+    """Questions of our own, of all sizes. shapes: by size, those with results."""
+    rows = {name: shape["rows"][0] for name, shape in shapes.items()}
+    drawn = [name for name, shape in shapes.items() if shape["data"] == scale.ZIPF]
+
+    def verdict(holds: Mapping[str, bool]) -> Verdict:
+        return all_of(
+            Verdict.OPEN if name not in holds else Verdict.HOLDS if holds[name] else Verdict.FAILS
+            for name in SIZES
+        )
+
+    def join(shown: Mapping[str, str]) -> str:
+        return "; ".join(f"`{name}` {text}" for name, text in shown.items())
+
+    falls = {name: row["first loss"] - row["last loss"] >= FALLEN for name, row in rows.items()}
+    even = verdict({name: row["min load"] > LEAST_LOAD for name, row in rows.items()})
+    return [
+        Claim(
+            OWN,
+            "The paper's sizes take optimiser steps on one GPU",
+            join({name: _speed(shapes[name], row) for name, row in rows.items()}),
+            verdict({name: STEP in row["times"] for name, row in rows.items()}),
+            "Steps of `grmoe train`: forward, backward, clipping and both optimisers. Of the last three quarters of "
+            "the steps: tokens/s, MFU and the most memory that was allocated.",
+        ),
+        Claim(
+            OWN,
+            "The loss falls over these steps",
+            join({name: f"{row['first loss']:.2f} to {row['last loss']:.2f}" for name, row in rows.items()}),
+            verdict(falls),
+            f"From the first step to the mean of the last twentieth. It must fall by {FALLEN:g} nat per token in "
+            "each size. A first part of any fall is that tokens differ in frequency.",
+        ),
+        Claim(
+            OWN,
+            "No expert is starved: the least loaded one receives more than a tenth of a fair share",
+            join({name: f"{row['min load']:.2f} of it" for name, row in rows.items()}),
+            Verdict.UNTESTABLE if drawn else even,
+            "The smallest load over experts and layers, of the last three quarters of the steps. On tokens that are "
+            "drawn one by one it is not testable: only their frequencies tell them apart."
+        ),
+    ]  # fmt: skip
+
+
+def _speed(shape: dict[str, Any], row: dict[str, Any]) -> str:
+    parts = [f"{shape['steps']} steps", f"{row['tokens/s']:,.0f} tokens/s"] if STEP in row["times"] else []
+    if row.get("MFU %") is not None:
+        parts.append(f"MFU {row['MFU %']:.1f} %")
+    if row["peak_bytes"] is not None:
+        parts.append(f"{row['peak_bytes'] / 1e9:.1f} GB")
+    return ", ".join(parts) or "no step"
+
+
 HEADINGS = (
     "preset", "parameters", "bytes per parameter", "tokens per step", "steps", "tokens/s", "MFU", "peak memory",
     "first loss", "last loss", "load CV", "min load", "GPU-hours of the paper's training",
@@ -157,11 +225,22 @@ def _table(rows: dict[str, dict[str, Any]]) -> Table:
     return table
 
 
-def _notes() -> list[str]:
+def _notes(shapes: Mapping[str, dict[str, Any]]) -> list[str]:
+    texts = sorted({shape["data"] for shape in shapes.values()} - {scale.ZIPF})
+    drawn = any(shape["data"] == scale.ZIPF for shape in shapes.values())
+    tokens = (
+        [f"The text is {', '.join(f'`{name}`' for name in texts)}, in the preset's vocabulary."]
+        if texts
+        else []
+    )
+    if drawn or not shapes:
+        tokens.append(
+            "Without prepared text, tokens are random, drawn by Zipf's law, so that only their frequencies can be "
+            "learned."
+        )
     return [
-        "Tokens are random, drawn by Zipf's law, so that only their frequencies can be learned. Load CV is the mean "
-        "over MoE layers, min load the smallest share of a fair load. Both are of the last three quarters of the "
-        "steps.",
+        f"{' '.join(tokens)} Load CV is the mean over MoE layers, min load the smallest share of a fair load. Both are "
+        "of the last three quarters of the steps.",
         "16 bytes per parameter are fp32 weights, gradients and moments; 8 are bf16, where fp32 does not fit.",
     ]
 
