@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from grmoe import head
 from grmoe.probe.losses import (
@@ -23,6 +24,7 @@ from grmoe.probe.losses import (
 )
 from grmoe.probe.routing import recorded, routing_figures
 from grmoe.probe.windows import MIN_WINDOWS, Text
+from grmoe.routing import Routing, build_router
 
 
 def measurement(losses: list[float], domains: tuple[str, ...] = ()) -> Measurement:
@@ -81,6 +83,33 @@ def test_measuring_starts_from_nothing_and_leaves_nothing(make: Any) -> None:
     for name, value in vars(routing_figures(model)).items():
         assert getattr(first, name) == pytest.approx(value)
     assert torch.equal(measure(model, text).losses_W, first.losses_W)
+
+
+def test_starved_experts_are_counted_by_layer_and_by_both_rules() -> None:
+    """A flag says that there is one. Where there always is, only their number tells models apart."""
+    T, N = 1000, 4
+    received = [(1000, 965, 30, 5), (1000, 940, 50, 10), (500, 500, 500, 500), (1000, 1000, 0, 0)]
+    routers = [build_router("softmax", 8, N) for _ in received]
+    model = nn.ModuleList(routers)
+    for router, counts in zip(routers, received, strict=True):
+        selected = torch.arange(T).unsqueeze(-1) < torch.tensor(counts)
+        probs, zero = torch.full((T, N), 1 / N), torch.zeros(())
+        weights = torch.where(selected, probs, 0.0)
+        router.counter.add(
+            Routing(logits=probs.log(), probs=probs, selected=selected, weights=weights, aux_loss=zero)
+        )
+    found = routing_figures(model)
+    # Of a fair load of 500, exactly a tenth is enough; so is exactly 1 % of the tokens.
+    assert found.starved == (2, 1, 0, 2)
+    assert found.starved_paper == (1, 0, 0, 2)
+    for layer, router in enumerate(routers):
+        metrics = router.counter.read()
+        assert (found.starved[layer] > 0, found.starved_paper[layer] > 0) == (
+            metrics.collapsed,
+            metrics.collapsed_paper,
+        )
+        router.reset_metrics()
+    assert routing_figures(model).starved == (0, 0, 0, 0)
 
 
 def test_a_window_s_loss_does_not_depend_on_the_others(make: Any) -> None:

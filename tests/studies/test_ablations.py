@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,21 @@ from pathlib import Path
 import pytest
 from test_models_store import a_run
 
-from grmoe.studies.ablations import STUDY
+from grmoe.studies.ablations import STUDY, choices, penalty, ranks
 from grmoe.studies.ablations.measures import unchanged
-from grmoe.studies.ablations.recipes import ALL, FREE_16, GROUPS
-from grmoe.studies.models import Store, Trained
+from grmoe.studies.ablations.recipes import (
+    ALL,
+    CHOICES,
+    COPIES,
+    FREE_16,
+    GROUPS,
+    PAPER_FORM,
+    REFERENCE,
+    SAME,
+    SHOWN,
+    UNHINGED,
+)
+from grmoe.studies.models import Run, Store, Trained
 from grmoe.studies.models.summary import Mean
 from grmoe.studies.page import Claim, Verdict
 from grmoe.studies.scaling import BASE
@@ -26,19 +38,31 @@ HOLDS, CHANGED, FAILS, UNDECIDED, OPEN = (
 )
 
 
+class Asked(dict[str, list[Run]]):
+    """Models without any, which note the recipes that are looked at."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> list[Run]:
+        self.names.add(name)
+        return []
+
+
 def put(
     results: Path,
     *names: str,
+    seeds: int = 3,
     loss: float = 3.0,
     cv: float | Sequence[float] = 0.1,
     collapsed: bool = False,
     overlap: float | None = None,
     kappa: float | None = None,
 ) -> None:
-    """Three seeds, with losses apart. cv: of all of them, or of each."""
-    cvs = [cv] * 3 if isinstance(cv, float) else cv
+    """Some seeds, with losses apart. cv: of all of them, or of each."""
+    cvs = [cv] * seeds if isinstance(cv, float) else cv
     runs = []
-    for seed in range(3):
+    for seed in range(seeds):
         kappas = None if kappa is None else [[1.0, 2.0], [1.5, kappa + seed / 10]]
         run = a_run(seed, loss + seed / 10, max_overlap=overlap, kappa=kappas)
         rows = [replace(run.rows[0], collapsed_paper=collapsed, load_cv=cvs[seed])]
@@ -83,6 +107,25 @@ def test_the_penalty_prevents_collapse_if_the_load_is_less_even_without_it(
     assert verdict(tmp_path, text) is (HOLDS if found is HOLDS else CHANGED)
 
 
+@pytest.mark.parametrize("start", ["Without the overlap penalty", "κ > 10 is never reached"])
+def test_a_hinge_that_never_acts_decides_without_chance(tmp_path: Path, start: str) -> None:
+    """The paper's gate with and without such a penalty is one training: their difference is noise between runs."""
+    with_it, without = PAPER_FORM
+    put(tmp_path, "grmoe", cv=0.1, kappa=5.0)
+    put(tmp_path, "overlap-none", cv=0.05, kappa=4.0)
+    put(tmp_path, with_it, cv=0.8, kappa=2.0, overlap=0.131)
+    put(tmp_path, without, cv=0.9, kappa=3.0, overlap=0.129)
+    assert verdict(tmp_path, start) is FAILS
+    assert (
+        "the paper's gate: the hinge never acts: ρ_max is at most 0.131 in 6 models"
+        in claim(tmp_path, start).ours
+    )
+    put(tmp_path, "overlap-none", cv=0.2, kappa=6.0)
+    assert verdict(tmp_path, start) is CHANGED  # ours does act
+    put(tmp_path, without, cv=0.9, kappa=3.0, overlap=0.31)  # so it may act where there is a penalty
+    assert verdict(tmp_path, start) is HOLDS
+
+
 def test_the_penalty_is_tried_with_16_experts_too(tmp_path: Path) -> None:
     assert "routing.overlap_weight=0" in FREE_16.settings
     assert "model.num_experts=16" in FREE_16.settings
@@ -119,6 +162,39 @@ def test_the_papers_hinge_is_compared_with_the_papers_others(tmp_path: Path) -> 
     assert verdict(tmp_path, "ρ₀ = 0.3 is the best") is UNDECIDED
     put(tmp_path, "overlap-paper-0.8", loss=2.9, cv=0.05)
     assert verdict(tmp_path, "ρ₀ = 0.3 is the best") is FAILS
+
+
+def test_the_papers_hinge_is_no_trade_off_if_it_never_acts(tmp_path: Path) -> None:
+    """Then ρ₀ = 0.3, 0.5, 0.8 and none are one training, with one seed each beside those of none."""
+    start = "ρ₀ = 0.3 is the best"
+    put(tmp_path, "overlap-paper-0.1", loss=3.05, overlap=0.09)  # below its hinge, which acts from the start
+    put(tmp_path, *UNHINGED[1:], loss=3.0, seeds=1, overlap=0.15)
+    assert verdict(tmp_path, start) is FAILS  # three models are enough
+    assert verdict(tmp_path, "The largest overlap") is FAILS
+    assert "ρ₀ = 0.1: loss –" in claim(tmp_path, start).ours
+    put(tmp_path, "overlap-none", overlap=0.16)
+    told = claim(tmp_path, start).ours
+    assert told.startswith(
+        "ρ₀ = 0.3, 0.5, 0.8 and none are one training, the hinge never acts: ρ_max is at most 0.160"
+    )
+    assert "in 6 models; ρ₀ = 0.1: loss +0.0500 ± 0.0000" in told
+    put(tmp_path, "overlap-paper-0.8", seeds=1, overlap=0.3)
+    assert verdict(tmp_path, start) is OPEN
+    put(tmp_path, "overlap-paper-0.8", seeds=1)  # its overlap is not known
+    assert verdict(tmp_path, start) is OPEN
+
+
+def test_a_choice_against_a_hinge_that_never_acts_is_one_against_no_penalty(tmp_path: Path) -> None:
+    """It has three seeds with no job of its own."""
+    text = "a hinge that is active, at half the random overlap, against the paper's ρ₀ = 0.3"
+    put(tmp_path, "grmoe")
+    put(tmp_path, *UNHINGED[1:], loss=3.2, seeds=1, overlap=0.2)
+    put(tmp_path, "overlap-none", loss=3.1, overlap=0.4)
+    rows = {row[0]: row for row in STUDY.page(tmp_path).tables[0].rows}
+    assert rows[text][1:3] == ("1", "+0.2000")
+    put(tmp_path, "overlap-none", loss=3.1, overlap=0.15)
+    rows = {row[0]: row for row in STUDY.page(tmp_path).tables[0].rows}
+    assert rows[f"{text}, which never acts: the models without a penalty"][1:3] == ("3", "+0.1000 ± 0.0000")
 
 
 def test_load_and_overlap_follow_the_hinge(tmp_path: Path) -> None:
@@ -179,17 +255,19 @@ def test_frames_and_pairs_keep_the_load(tmp_path: Path) -> None:
 
 
 def test_the_best_rank_is_in_the_middle_if_both_ends_are_worse(tmp_path: Path) -> None:
+    """The ends are 8 and d/N = 64, as in the paper. At rank 64 the paper's models overfit."""
     start = "The best rank"
-    put(tmp_path, "grmoe", "rank-8", "rank-16", "rank-128", loss=3.05)
+    put(tmp_path, "grmoe", "rank-8", "rank-16", loss=3.05)
     assert verdict(tmp_path, start) is OPEN
     put(tmp_path, "rank-32")
     assert verdict(tmp_path, start) is CHANGED
-    assert "; minus rank 32: rank 8 +0.0500 ± 0.0000, rank 128 +0.05" in claim(tmp_path, start).ours
-    put(tmp_path, "rank-128")  # as good as the best between the ends
+    assert "; minus rank 32: rank 8 +0.0500 ± 0.0000, rank 64 +0.05" in claim(tmp_path, start).ours
+    put(tmp_path, "rank-1", "rank-128", loss=2.0)  # beyond the paper's range
+    assert verdict(tmp_path, start) is CHANGED
+    put(tmp_path, "rank-1", "rank-128", loss=4.0)
+    put(tmp_path, "grmoe")  # as good as the best between the ends
     assert verdict(tmp_path, start) is UNDECIDED
-    put(tmp_path, "rank-128", loss=2.9)
-    assert verdict(tmp_path, start) is FAILS
-    put(tmp_path, "rank-1", loss=2.0)  # not one of the paper's
+    put(tmp_path, "grmoe", loss=2.9)
     assert verdict(tmp_path, start) is FAILS
 
 
@@ -205,7 +283,11 @@ def test_ranks_of_one_and_of_d_over_n(tmp_path: Path) -> None:
     assert verdict(tmp_path, "The heuristic") is FAILS
     put(tmp_path, "rank-1", loss=2.9, collapsed=True)
     assert verdict(tmp_path, "Subspaces of higher rank") is FAILS
+    assert verdict(tmp_path, "0 % collapse") is CHANGED  # the paper has no lines
+    put(tmp_path, "rank-8", collapsed=True)
     assert verdict(tmp_path, "0 % collapse") is FAILS
+    put(tmp_path, "rank-128", loss=2.0)
+    assert claim(tmp_path, "The best rank").ours.count("rank 128: -1.0") == 1  # shown
 
 
 def test_a_matrix_does_not_improve_if_it_is_not_better(tmp_path: Path) -> None:
@@ -241,6 +323,36 @@ def test_random_budgets_are_shown_against_full_ones(tmp_path: Path) -> None:
     rows = {row[0]: row for row in STUDY.page(tmp_path).tables[0].rows}
     assert rows["an overlap penalty"][2] == "+0.1000 ± 0.0000"
     assert rows["random budgets in training, the default of `grmoe train`"][2] == "-0.1000 ± 0.0000"
+
+
+def test_seeds_go_where_they_decide() -> None:
+    """Before, every row had three: too few for "it makes no difference", and too many for rows that nobody asks for."""
+    seeds = Counter(job.recipe.name for job in STUDY.jobs())
+    assert len(seeds) == len(ALL)
+    asked = Asked()
+    for part in (penalty, ranks, choices):
+        part.claims(asked)
+    asked.names |= {name for choice in CHOICES for name in (choice.without, choice.has)}
+    shown, copies = {r.name for r in SHOWN}, {r.name for r in COPIES}
+    # rank 128 stands in a claim, and in no verdict
+    assert seeds.keys() - asked.names == shown - {"rank-128"}
+    assert {seeds[name] for name in shown | copies} == {1}
+    assert all(seeds[name] >= 3 for name in seeds.keys() - shown - copies)
+    for choice in CHOICES:  # the table has three seeds, those of no penalty if the paper's hinge never acts
+        assert seeds[choice.without] >= 3 or choice.without in UNHINGED
+    assert {name for name, count in seeds.items() if count == 5} == {recipe.name for recipe in SAME}
+    same = {"grmoe", "beta-0.005", "beta-0.02", "init-pca", "init-identity", "pairs-8", "pairs-16"}
+    assert {recipe.name for recipe in SAME} == same | {
+        f"grmoe-n{n}{end}" for n in (16, 32) for end in ("", "-all-pairs")
+    }
+
+
+def test_rows_that_are_only_shown_wait_for_the_others() -> None:
+    """They have the last seed of the default, from which they differ by seed."""
+    jobs = STUDY.jobs()
+    last = jobs[-len(SHOWN) :]
+    assert [job.recipe for job in last] == list(SHOWN)
+    assert {job.seed for job in last} == {max(job.seed for job in jobs if job.recipe == REFERENCE)}
 
 
 def test_rows_have_names_and_headings_no_greek_capitals(tmp_path: Path) -> None:

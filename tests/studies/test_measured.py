@@ -11,16 +11,19 @@ from typing import Any
 
 import pytest
 
+from grmoe.routing import GrassmannRouter
 from grmoe.runs.config import TrainConfig
 from grmoe.studies import (
     depth,
     downstream,
+    kappa_start,
     learned_normalizer,
     metrics,
     model_analysis,
     separation,
     token_analysis,
 )
+from grmoe.studies.kappa_start import Kappas, count_within
 from grmoe.studies.measured import Measured
 from grmoe.studies.metrics import metric_claims
 from grmoe.studies.models.recipes import Base, Recipe
@@ -36,6 +39,9 @@ from grmoe.train.loop import train
 
 ANALYSED = (separation, token_analysis, depth, learned_normalizer)
 BASE, MINE = Base("tiny", ()), Recipe("mine", "Mine", ())
+# κ of the literal gate by seed and layer: near its start, and away from it without the paper's spread.
+KEPT: Kappas = [[[1.4, 1.6], [1.3, 1.8]]] * 3
+MOVED: Kappas = [[[0.2, 0.5], [0.3, 0.7]]] * 3
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +114,8 @@ def with_types(body: dict[str, Any], r: float = -0.5) -> dict[str, Any]:
 @pytest.mark.parametrize("module", ANALYSED)
 def test_pages_of_a_measured_run(module: Any, body: dict[str, Any], tmp_path: Path) -> None:
     body = with_types(body)
-    page = module.write(measured(body))
+    literal = (KEPT,) if module in (token_analysis, depth) else ()
+    page = module.write(measured(body), *literal)
     assert Verdict.OPEN not in verdicts(page)
     assert all(claim.ours for claim in page.claims if claim.verdict is not Verdict.UNTESTABLE)
     assert all(table.rows for table in page.tables)
@@ -160,8 +167,8 @@ def test_verdicts_follow_the_numbers(body: dict[str, Any]) -> None:
     """Measurements as the paper has them, and the opposite."""
     paper = as_paper(body)
     runs = seeds_of(paper)
-    assert set(verdicts(Page(claims(runs)))) == {Verdict.CHANGED}  # the gate is ours
-    assert verdicts(Page(depth._claims(runs)))[:4] == [Verdict.CHANGED] * 4
+    assert set(verdicts(Page(claims(runs, MOVED)))) == {Verdict.CHANGED}  # the gate is ours
+    assert verdicts(Page(depth._claims(runs, MOVED)))[:4] == [Verdict.CHANGED] * 4
     found = specialists(paper)
     assert (found.code, found.math, found.nouns) == (0.8, 0.7, 0.75)
     tokens = paper["type_tokens"]
@@ -173,10 +180,9 @@ def test_verdicts_follow_the_numbers(body: dict[str, Any]) -> None:
         type_entropy=[[0.3, 0.3, 0.4, 0.4, 0.4, 0.4, 0.4]] * 2, amortized=[amortized(0.97, 1.3, 1.3)] * 2,
     )  # fmt: skip
     runs = seeds_of(flat)
-    assert set(verdicts(Page(claims(runs)))) == {Verdict.FAILS}
-    assert [verdict for i, verdict in enumerate(verdicts(Page(depth._claims(runs)))[:4]) if i != 1] == [
-        Verdict.FAILS
-    ] * 3
+    assert set(verdicts(Page(claims(runs, MOVED)))) == {Verdict.FAILS}
+    found_by_layer = verdicts(Page(depth._claims(runs, MOVED)))[:4]
+    assert [verdict for i, verdict in enumerate(found_by_layer) if i != 1] == [Verdict.FAILS] * 3
 
 
 def claim(page: Page, start: str) -> Verdict:
@@ -243,7 +249,52 @@ def test_a_range_is_found_within_a_factor_of_two(
     body: dict[str, Any], first: tuple[float, float], last: tuple[float, float], expected: Verdict
 ) -> None:
     found = planted(with_types(body), kappa=[[*first, *first], [*last, *last]])
-    assert claim(Page(depth._claims(seeds_of(found))), "κ ranges") is expected
+    assert claim(Page(depth._claims(seeds_of(found), MOVED)), "κ ranges") is expected
+    # The literal gate decides first.
+    literal = [[first, last]] * 3
+    wide = planted(with_types(body), kappa=[[0.01, 90.0] * 2] * 2)
+    assert claim(Page(depth._claims(seeds_of(wide), literal)), "κ ranges") is expected
+
+
+def test_a_start_that_kappa_never_left_refutes_nothing(body: dict[str, Any], tmp_path: Path) -> None:
+    """Before, "does not hold": of ours, which starts at 4 where the literal gate starts at 1.5."""
+    claims_of = {"Two experts have": claims, "κ ranges": depth._claims}
+    ours = {
+        name: planted(with_types(body), kappa=[[kappa] * 4] * 2)
+        for name, kappa in (("high", 4.0), ("low", 0.1))
+    }
+    for start, judged in claims_of.items():
+        for found in ours.values():
+            runs = seeds_of(found)
+            assert claim(Page(judged(runs, KEPT)), start) is Verdict.UNTESTABLE
+            assert claim(Page(judged(runs, MOVED)), start) is Verdict.FAILS
+            assert claim(Page(judged(runs, KEPT[:2])), start) is Verdict.OPEN
+            assert claim(Page(judged(runs[:2], KEPT)), start) is Verdict.OPEN
+        assert claim(Page(judged(seeds_of(as_paper(body)), KEPT)), start) is Verdict.CHANGED
+    # The stored models are read, and κ starts where it is said to start.
+    results = Path(__file__).parents[2] / "results"
+    literal = kappa_start.literal_kappas(results)
+    assert len(literal) >= 3
+    (shown,) = (c.ours for c in find_study("depth").page(results).claims if c.text.startswith("κ ranges"))
+    assert f"literal gate: last {min(layers[-1][0] for layers in literal):.2f}" in shown
+    scaling = next(s for s in kappa_start.LITERAL.settings if "scaling" in s).partition("=")[2]
+    assert GrassmannRouter(8, 2, 2, scaling=scaling).kappa.tolist()[0] == pytest.approx(kappa_start.START)
+
+
+def test_experts_are_counted_from_the_ends_of_layers() -> None:
+    """Of four experts with κ 1, 2, 3, 4 and no more known than 1 and 4."""
+    layers = [[1.0, 4.0]]
+    assert count_within(layers, 0.0, 5.0, 4) == (4, 4)
+    assert count_within(layers, 5.0, 6.0, 4) == count_within(layers, 0.0, 0.5, 4) == (0, 0)
+    assert count_within(layers, 3.0, math.inf, 4) == (1, 3)
+    assert count_within(layers, 2.0, 3.0, 4) == (0, 2)
+    assert count_within([*layers, [3.5, 4.0]], 3.0, math.inf, 4) == (5, 7)
+    two = token_analysis.claims.has_two_sharp
+    assert two([(2, 2)] * 3, [(0.5, 0.5)] * 3) is Verdict.HOLDS
+    assert two([(1, 7)] * 3, [(0.5, 0.5)] * 3) is Verdict.UNDECIDED
+    assert two([(2, 2)] * 3, [(0.5, 0.5), (0.4, 0.6), (0.5, 0.5)]) is Verdict.UNDECIDED
+    assert two([(2, 2), (1, 1), (2, 2)], [(0.4, 0.6)] * 3) is Verdict.FAILS
+    assert two([(2, 2)] * 2, [(0.5, 0.5)] * 2) is Verdict.OPEN
 
 
 @pytest.mark.parametrize(

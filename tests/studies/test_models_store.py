@@ -137,6 +137,11 @@ def test_a_real_job_is_trained_measured_and_kept(place: Place, monkeypatch: pyte
     assert seen.loss != held_out.loss
     assert run.kappa is not None
     assert run.max_overlap is not None
+    for row in (*run.rows, *run.training):
+        assert row.starved is not None
+        assert row.starved_paper is not None
+        assert len(row.starved) == len(row.starved_paper) == len(run.kappa)  # by layer
+        assert (any(row.starved), any(row.starved_paper)) == (row.collapsed, row.collapsed_paper)
     monkeypatch.setattr(
         FakeProcess, "behave", staticmethod(lambda _: pytest.fail("a finished job ran again"))
     )
@@ -182,6 +187,17 @@ def test_a_setting_that_is_newer_than_the_file_counts_by_its_default(place: Plac
     path.write_text(json.dumps(old))
     with pytest.raises(ValueError, match=r"optim\.clip: 2\.0 → 1\.0"):
         run_jobs(jobs(), place)
+
+
+def test_results_without_a_count_of_starved_experts_are_read_and_stay(tmp_path: Path) -> None:
+    store, base = Store(tmp_path), Base("small", ())
+    data = {"tokens": 1, "vocabulary": 8}
+    new = replace(a_run(1).rows[0], starved=[0, 3], starved_paper=[0, 0])
+    for run in (a_run(0), a_run(1, rows=[new])):
+        store.add(base, Trained(recipe="grmoe", label="", settings=(), config={}, data=data, runs=[run]))
+    rows = [run.rows[0] for run in store.runs(base, "grmoe")]
+    assert [(row.starved, row.starved_paper) for row in rows] == [(None, None), ([0, 3], [0, 0])]
+    assert store.path(base, "grmoe").read_text().count("starved") == 2  # both of the second model
 
 
 def test_other_data_is_refused(place: Place) -> None:

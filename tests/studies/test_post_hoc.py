@@ -7,23 +7,29 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from test_models_store import a_run
 
+from grmoe.probe.timing import Timer
 from grmoe.routing import SoftMoERouter
 from grmoe.studies import throughput
 from grmoe.studies.language_model import BASE
+from grmoe.studies.language_model import STUDY as LANGUAGE_MODEL
 from grmoe.studies.models import Run, Store, Trained, run_folder
 from grmoe.studies.page import Claim, Verdict
 from grmoe.studies.post_hoc import STUDY, study
-from grmoe.studies.post_hoc.claims import said_cost
-from grmoe.studies.post_hoc.models import cut, dense
+from grmoe.studies.post_hoc.claims import as_fast, said_cost
+from grmoe.studies.post_hoc.models import DENSE, LITERAL, cut, dense
 from grmoe.studies.study import Place
 from grmoe.studies.tasks import result_file
+from grmoe.studies.throughput import Measured, Speed, speed_ratio
+from grmoe.train.loop import train
 
-CHANGED, FAILS, UNDECIDED, OPEN = Verdict.CHANGED, Verdict.FAILS, Verdict.UNDECIDED, Verdict.OPEN
+HOLDS, CHANGED, FAILS = Verdict.HOLDS, Verdict.CHANGED, Verdict.FAILS
+UNDECIDED, OPEN = Verdict.UNDECIDED, Verdict.OPEN
 AS_PAPER = {0.5: 0.015, 1.0: 0.0, 2.0: 0.01, 5.0: 0.045}  # nats above α = 1
 EXPERTS = {0.5: 5.2, 1.0: 3.1, 2.0: 1.8, 5.0: 1.1}
 
@@ -38,33 +44,46 @@ def put_dial(
     costs: Mapping[float, float],
     experts: Mapping[float, float] = EXPERTS,
     cut_costs: float = 0.1,
+    recipe: str = DENSE.name,
 ) -> None:
-    """Three seeds of the model trained dense. cut_costs: what the 90 % rule costs at every α."""
+    """Three seeds of a model trained dense. cut_costs: what the 90 % rule costs at every α."""
     for seed in range(3):
         one = a_run(seed)
         rows = [
             replace(
                 one.rows[0], setting=setting(alpha), loss=3.0 + seed / 10 + cost + seed * cost / 100 + more,
-                effective_experts=experts[alpha],
+                effective_experts=experts[alpha], experts_per_token=8.0 if setting is dense else experts[alpha],
             )
             for alpha, cost in costs.items()
             for setting, more in ((dense, 0.0), (cut, cut_costs))
         ]  # fmt: skip
-        put_one(results, "grmoe-dense", replace(one, rows=rows))
+        put_one(results, recipe, replace(one, rows=rows))
+
+
+def inert(results: Path) -> None:
+    """A model in the paper's form whose gate gives one expert nearly all, at every α."""
+    put_dial(
+        results, {0.5: 2e-5, 1.0: 0.0, 2.0: 1e-5, 5.0: 2e-5}, {0.5: 1.02, 1.0: 1.01, 2.0: 1.005, 5.0: 1.001},
+        recipe=LITERAL.name,
+    )  # fmt: skip
+
+
+def write_speeds(results: Path, speeds: Mapping[tuple[str, str], float], spread: float = 0.0) -> None:
+    """By recipe and setting. spread: of the rounds of every second speed, as a share."""
+    rows = []
+    for number, ((recipe, setting), x) in enumerate(speeds.items()):
+        by = spread * (number % 2)
+        rows.append(
+            Speed(recipe=recipe, setting=setting, how="eager", rounds=(x * (1 - by), x, x * (1 + by)))
+        )
+    throughput.speed_file(results).write_text(json.dumps({"rows": [asdict(row) for row in rows]}))
 
 
 def put_speeds(results: Path, **speeds: float) -> None:
-    """Of the model trained dense by the 90 % rule: a0_5=82.0 is α = 0.5."""
-    rows = [
-        throughput.Speed(
-            recipe="grmoe-dense",
-            setting=cut(float(name[1:].replace("_", "."))),
-            tokens_per_second=speed,
-            how="eager",
-        )
-        for name, speed in speeds.items()
-    ]
-    throughput.speed_file(results).write_text(json.dumps({"rows": [asdict(row) for row in rows]}))
+    """Of models trained dense by the 90 % rule: a0_5=82.0 is α = 0.5. In the paper's form α changes nothing."""
+    alphas = {cut(float(name[1:].replace("_", "."))): speed for name, speed in speeds.items()}
+    ours = {(DENSE.name, setting): speed for setting, speed in alphas.items()}
+    write_speeds(results, ours | {(LITERAL.name, setting): 90.0 for setting in alphas})
 
 
 def claim(results: Path, start: str) -> Claim:
@@ -77,38 +96,83 @@ def test_what_an_alpha_costs_is_measured_by_one_rule(tmp_path: Path) -> None:
     text = "α = 2 costs"
     assert claim(tmp_path, text).verdict is OPEN
     put_dial(tmp_path, AS_PAPER)
+    assert claim(tmp_path, text).verdict is OPEN  # before, ours alone decided
+    inert(tmp_path)
     found = claim(tmp_path, text)
     assert found.verdict is CHANGED
-    assert found.ours.startswith("α = 2: +0.0101")
+    assert "GrMoE, trained dense: α = 2 +0.0101" in found.ours
     assert "dense +0.0101" in found.ours
     put_dial(tmp_path, AS_PAPER | {2.0: 0.012})
     assert claim(tmp_path, text).verdict is FAILS
+
+
+def test_the_papers_form_decides_first(tmp_path: Path) -> None:
+    """Before, Table 3 was tried with our gate alone and could hold with a change at best."""
+    texts = ("A larger α", "α = 1, as trained", "α = 2 costs", "The frontier spans", "α = 2 has 1.24")
+    put_dial(tmp_path, AS_PAPER, recipe=LITERAL.name)
+    alphas = {0.5: 83.0, 1.0: 100.0, 2.0: 125.0, 5.0: 142.0}
+    write_speeds(tmp_path, {(LITERAL.name, cut(alpha)): speed for alpha, speed in alphas.items()})
+    assert [claim(tmp_path, text).verdict for text in texts] == [HOLDS] * 5
+    put_dial(tmp_path, {0.5: -0.02, 1.0: 0.0, 2.0: 0.1, 5.0: 0.2}, dict.fromkeys(EXPERTS, 2.0))  # ours
+    assert [claim(tmp_path, text).verdict for text in texts] == [HOLDS] * 5
+
+
+def test_an_alpha_that_changes_nothing_is_not_cheap(tmp_path: Path) -> None:
+    """It costs nothing, because nothing is left out."""
+    texts = ("A larger α", "α = 2 costs", "The frontier spans")
+    inert(tmp_path)
+    put_speeds(tmp_path, a1=100.0, a0_5=83.0, a2=124.0, a5=142.0)
+    put_dial(tmp_path, AS_PAPER)
+    assert [claim(tmp_path, text).verdict for text in texts] == [CHANGED] * 3
+    put_dial(tmp_path, AS_PAPER, {0.5: 1.02, 1.0: 1.01, 2.0: 1.005, 5.0: 1.001})
+    assert [claim(tmp_path, text).verdict for text in texts] == [FAILS] * 3
+
+
+def test_the_papers_form_needs_no_training_of_its_own() -> None:
+    """Of all its models, and of the one that is timed: the language models train it anyway."""
+    place = Place(results=Path("nowhere"), work=Path("nowhere"))
+    mine = {job for job in (*STUDY.jobs(), *STUDY.needs(place).models) if job.recipe == LITERAL}
+    assert len(mine) == 3
+    assert mine <= set(LANGUAGE_MODEL.jobs())
 
 
 def test_the_ends_of_the_frontier_need_loss_and_speed(tmp_path: Path) -> None:
     text = "The frontier spans"
     assert [round(said_cost(alpha), 4) for alpha in (0.5, 1.0, 2.0, 5.0)] == [0.0164, 0.0, 0.011, 0.0485]
     put_dial(tmp_path, AS_PAPER)
+    inert(tmp_path)
     assert claim(tmp_path, text).verdict is OPEN
     put_speeds(tmp_path, a1=100.0, a0_5=83.0, a2=124.0, a5=142.0)
     assert claim(tmp_path, text).verdict is CHANGED
-    assert "1.42× at α = 5" in claim(tmp_path, text).ours
+    assert "1.42× (1.42 to 1.42) at α = 5" in claim(tmp_path, text).ours
     assert claim(tmp_path, "α = 2 has 1.24").verdict is CHANGED
     put_speeds(tmp_path, a1=100.0, a0_5=81.0, a2=123.0, a5=142.0)
     assert claim(tmp_path, text).verdict is FAILS
     assert claim(tmp_path, "α = 2 has 1.24").verdict is FAILS
     put_speeds(tmp_path, a1=100.0, a2=123.6)  # before, "1.24×" and "does not hold"
-    assert (claim(tmp_path, "α = 2 has 1.24").ours, claim(tmp_path, "α = 2 has 1.24").verdict) == (
-        "1.24×",
-        CHANGED,
-    )
+    found = claim(tmp_path, "α = 2 has 1.24")
+    assert found.verdict is CHANGED
+    assert "GrMoE, trained dense: 1.24× (1.24 to 1.24)" in found.ours
     put_speeds(tmp_path, a1=100.0, a0_5=83.0, a5=142.0)
     put_dial(tmp_path, AS_PAPER | {5.0: 0.05})
     assert claim(tmp_path, text).verdict is FAILS
 
 
+def test_a_throughput_is_judged_by_its_interval() -> None:
+    """Before, one median decided."""
+    for low, high, verdict in ((1.236, 1.3, HOLDS), (1.2, 1.234, FAILS), (1.2, 1.3, UNDECIDED)):
+        assert as_fast(Measured(1.25, low, high), 2.0) is verdict
+    slow, fast = (
+        Speed(recipe="r", setting="s", how="eager", rounds=rounds) for rounds in ((1, 2, 4), (2, 4, 8))
+    )
+    assert speed_ratio(fast, slow) == Measured(2.0, 2.0, 2.0)  # round by round, whatever the machine does
+    assert (fast.tokens_per_second, fast.interval) == (4, (pytest.approx(2.4), pytest.approx(7.2)))
+
+
 def test_the_trained_alpha_is_the_best_if_all_others_lose_more(tmp_path: Path) -> None:
     text = "α = 1, as trained"
+    inert(tmp_path)
+    put_dial(tmp_path, {0.5: -0.01, 1.0: 0.0, 2.0: 0.01, 5.0: 0.01}, recipe=LITERAL.name)
     put_dial(tmp_path, AS_PAPER)
     assert claim(tmp_path, text).verdict is CHANGED
     put_dial(tmp_path, AS_PAPER | {0.5: 0.0})
@@ -118,6 +182,7 @@ def test_the_trained_alpha_is_the_best_if_all_others_lose_more(tmp_path: Path) -
 
 
 def test_effective_experts_fall_with_alpha(tmp_path: Path) -> None:
+    inert(tmp_path)
     put_dial(tmp_path, AS_PAPER)
     assert claim(tmp_path, "A larger α").verdict is CHANGED
     put_dial(tmp_path, AS_PAPER, EXPERTS | {5.0: 1.9})
@@ -149,21 +214,62 @@ def test_the_model_with_random_budgets_is_named_so(tmp_path: Path) -> None:
     assert list(matched.headings[-2:]) == ["GrMoE, trained dense", "GrMoE, random budgets"]
 
 
-def test_first_seeds_are_timed_together(
+def test_models_take_turns(make_settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, each model was timed at all settings before the next one, and the intervals were dropped."""
+    runs = []
+    for name, model in (("dense", {"selection": "dense"}), ("two", {})):
+        config = make_settings(tmp_path)(name, steps=2, elastic={"unit": "off"}, model=model)
+        train(config)
+        runs.append((name, Path(config.out)))
+    turns: list[tuple[int, str]] = []
+
+    class FakeTimer(Timer):
+        def turn(self, run: Any, host_ms: float = 0.0) -> list[float]:
+            logits = run().logits
+            turns.append((len(turns), str(logits.shape)))
+            return [2.0, 2.0 + len(turns)]
+
+    order: list[str] = []
+    real = throughput.Prefill.turn
+    monkeypatch.setattr(throughput, "Timer", FakeTimer)
+    monkeypatch.setattr(throughput, "ROUNDS", 3)
+    monkeypatch.setattr(
+        throughput.Prefill, "turn", lambda self, timer: order.append(self.recipe) or real(self, timer)
+    )
+    found = throughput.time_models(runs, "cpu")
+    assert order == ["dense", "two"] * 3
+    assert {speed.recipe: speed.how for speed in found} == {"dense": "eager", "two": "eager"}
+    assert {speed.setting for speed in found if speed.recipe == "two"} == {
+        "top-2", "top-1", "mass 0.3", "mass 0.5", "mass 0.7",
+    }  # fmt: skip
+    assert cut(2.0) in {speed.setting for speed in found if speed.recipe == "dense"}
+    assert len(turns) == 3 * len(found)
+    first = found[0]
+    assert [1024e3 / rate for rate in first.rounds] == pytest.approx(
+        [2 + (1 + i * len(found)) / 2 for i in range(3)], rel=1e-4
+    )
+
+
+def test_one_model_of_each_is_timed_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Speeds of two calls do not compare."""
     place = Place(results=tmp_path / "results", work=tmp_path / "work", device="cpu")
     place.results.mkdir()
     jobs = STUDY.needs(place).models
-    assert [job.name for job in jobs] == ["grmoe-dense-0", "token-mass-0", "softmax-bias-0", "softmax-one-0"]
-    seen = []
+    assert [job.name for job in jobs] == [
+        "grmoe-paper-dense-2", "grmoe-dense-0", "token-mass-0", "softmax-bias-0", "softmax-one-0",
+    ]  # fmt: skip
+    seen: list[str] = []
 
-    def timed(recipe: str, folder: Path, device: str) -> list[throughput.Speed]:
-        seen.append(recipe)
-        return [throughput.Speed(recipe=recipe, setting="top-1", tokens_per_second=100.0, how="eager")]
+    def timed(runs: list[tuple[str, Path]], *_: Any) -> list[Speed]:
+        seen.extend(name for name, _ in runs)
+        assert [folder.name for _, folder in runs] == [job.name for job in jobs]
+        if len(seen) == len(jobs):
+            raise RuntimeError("no compiler")
+        return [Speed(recipe=name, setting="top-1", rounds=(100.0,) * 9, how="eager") for name, _ in runs]
 
-    monkeypatch.setattr(study, "time_run", timed)
+    monkeypatch.setattr(study, "time_models", timed)
     for job in jobs:
         STUDY.finish(place, lambda *_: None)
         assert f"{job.name}, " in capsys.readouterr().err or job is jobs[-1]
@@ -174,9 +280,11 @@ def test_first_seeds_are_timed_together(
     STUDY.finish(replace(place, until=time.monotonic() + 60), lambda *_: None)
     assert "60 s are left" in capsys.readouterr().err.replace("\n", " ")  # it would be stopped half way
     assert seen == []
+    STUDY.finish(place, lambda *_: None)  # a model that does not compile: noted, and tried again
+    assert "speed is not timed: no compiler" in capsys.readouterr().err
     STUDY.finish(place, lambda *_: None)
     STUDY.finish(place, lambda *_: None)
-    assert seen == [job.recipe.name for job in jobs]
+    assert seen == [job.recipe.name for job in jobs] * 2
     assert set(throughput.read_speeds(place.results)) == {(name, "top-1") for name in seen}
     assert STUDY.state(place.results).done == 1
     assert STUDY.needs(place).models == []
@@ -208,25 +316,33 @@ def test_models_are_compared_at_the_measured_throughput(tmp_path: Path) -> None:
         put_one(tmp_path, "softmax-bias", a_frontier(seed, top_2=3.05 + more))
         put_one(tmp_path, "softmax-one", a_frontier(seed, top_1=3.25 + 1.01 * more))
 
-    def dominates(speeds: Mapping[tuple[str, str], float]) -> Claim:
-        rows = [
-            throughput.Speed(recipe=recipe, setting=setting, tokens_per_second=speed, how="eager")
-            for (recipe, setting), speed in speeds.items()
-        ]
-        throughput.speed_file(tmp_path).write_text(json.dumps({"rows": [asdict(row) for row in rows]}))
+    def dominates(speeds: Mapping[tuple[str, str], float], spread: float = 0.0) -> Claim:
+        write_speeds(tmp_path, speeds, spread)
         return claim(tmp_path, "One GrMoE model dominates")
 
     speeds = {
-        ("token-mass", "top-2"): 100.0, ("token-mass", "top-1"): 200.0, ("softmax-bias", "top-2"): 110.0,
-        ("softmax-one", "top-1"): 190.0,
+        ("softmax-bias", "top-2"): 110.0, ("token-mass", "top-2"): 100.0, ("softmax-one", "top-1"): 190.0,
+        ("token-mass", "top-1"): 200.0,
     }  # fmt: skip
     found = dominates(speeds)
-    assert found.verdict is OPEN  # the model trained dense may do it without random budgets
+    assert found.verdict is OPEN  # the paper's form may do it without a change
     assert "top-2: -0.0300" in found.ours
     assert "top-1: -0.0701" in found.ours
-    assert "top-1: not as fast" in dominates(speeds | {("token-mass", "top-1"): 150.0}).ours
+    slow = ("token-mass", "top-1")
+    assert "top-1: not as fast, 0.79× (0.79 to 0.79)" in dominates(speeds | {slow: 150.0}).ours
+    for seed in range(3):
+        put_one(tmp_path, LITERAL.name, a_frontier(seed, top_2=3.3 + 1.01 * seed / 100))
+    for key in ((LITERAL.name, "top-2"), ("grmoe-dense", "top-2")):
+        speeds[key] = 195.0  # as fast as both, and worse
+    assert dominates(speeds).verdict is CHANGED
     for seed in range(3):
         put_one(tmp_path, "grmoe-dense", a_frontier(seed, top_2=3.3 + 1.01 * seed / 100))
-    speeds[("grmoe-dense", "top-2")] = 195.0  # as fast as both, and worse
     assert dominates(speeds).verdict is CHANGED
-    assert dominates(speeds | {("token-mass", "top-1"): 150.0}).verdict is FAILS
+    assert dominates(speeds | {slow: 150.0}).verdict is FAILS
+    # Before, the median alone said whether it is as fast, and that decided between two verdicts.
+    for speed in (185.0, 190.0):
+        found = dominates(speeds | {slow: speed}, spread=0.1)
+        assert found.verdict is UNDECIDED
+        assert "top-1: as fast in some rounds only" in found.ours
+    assert dominates(speeds | {slow: 240.0}, spread=0.1).verdict is CHANGED
+    assert dominates(speeds | {slow: 150.0}, spread=0.1).verdict is FAILS

@@ -91,7 +91,8 @@ def reproduce(
     """Repeat the paper's tables and figures, and say which of its claims hold.
 
     A study is a list of small jobs. Jobs with results are skipped, interrupted ones continue, and a model that several
-    studies need is trained once. Studies come in the order in which you name them. [bold]grmoe reproduce all --status[/] lists the studies.
+    studies need is trained once. Studies come in the order in which you name them. [bold]grmoe reproduce all
+    --status[/] lists the studies.
 
     Example: [bold]grmoe reproduce language-model --data runs/data --at-once 9 --minutes 9[/]
 

@@ -96,7 +96,7 @@ def _middle(a: tuple[Point, Numbers], b: tuple[Point, Numbers], gates: Gates) ->
 
 
 def _with_bias(setting: Setting, numbers: Sequence[LayerNumbers], norms: Norms | None) -> Setting:
-    """With the bias of each layer, of which log n is a part where experts are chosen by gate × norm."""
+    """With the bias of each layer. It includes log n where experts are chosen by gate × norm."""
     if all(n.bias is None for n in numbers):
         return setting
     plain = replace(setting, norms=norms)

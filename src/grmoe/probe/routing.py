@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from grmoe.layer import MoE
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.windows import batch_rows
-from grmoe.routing import Routing, routers, uncounted
+from grmoe.routing import Routing, RoutingMetrics, routers, uncounted
 from grmoe.routing.counting import read_all
+from grmoe.routing.metrics import COLLAPSE_FRACTION
 
 DROPPED = -1  # the leading expert of a token that no expert computes
+PAPER_SHARE = 0.01  # of the tokens; an expert with less has collapsed by the paper's rule
 
 
 def moe_layers(model: nn.Module) -> list[MoE]:
@@ -50,6 +52,10 @@ class RoutingFigures:
     """In some layer an expert receives less than 1 % of the tokens."""
     leading_cv: float = math.nan
     """Standard deviation over mean of the tokens that experts lead."""
+    starved: tuple[int, ...] = ()
+    """Experts that receive less than a tenth of their fair load, by layer."""
+    starved_paper: tuple[int, ...] = ()
+    """Experts that receive less than 1 % of the tokens, by layer."""
 
     @property
     def experts_per_token(self) -> float:
@@ -71,7 +77,23 @@ def routing_figures(model: nn.Module) -> RoutingFigures:
         collapsed=any(m.collapsed for m in layers),
         collapsed_paper=any(m.collapsed_paper for m in layers),
         leading_cv=fmean(m.leading_cv for m in layers),
+        starved=tuple(_starved(m)[0] for m in layers),
+        starved_paper=tuple(_starved(m)[1] for m in layers),
     )
+
+
+def _starved(metrics: RoutingMetrics) -> tuple[int, int]:
+    """Experts below (a tenth of the fair load, 1 % of the tokens).
+
+    A flag says that there is one. Where every seed has one, only their number can still grow.
+    """
+    if not metrics.tokens:
+        return 0, 0
+    # From counts, as the flags are, because equal whole numbers stay equal under rounding.
+    received = [round(share * metrics.tokens) for share in metrics.load]
+    limits = COLLAPSE_FRACTION * sum(received) / len(received), PAPER_SHARE * metrics.tokens
+    few, few_paper = (sum(count < limit for count in received) for limit in limits)
+    return few, few_paper
 
 
 @contextmanager

@@ -9,8 +9,10 @@ from statistics import fmean, pvariance
 from typing import Any
 
 from grmoe.pictures import COLORS, two_panels
+from grmoe.studies import kappa_start
 from grmoe.studies.judging import MIN_SEEDS, above, below, changed, in_doubt
-from grmoe.studies.measured import MeasuredStudy, Models, labels
+from grmoe.studies.kappa_start import Kappas, by_start, literal_kappas
+from grmoe.studies.measured import MeasuredStudy, Models, labels, read_measured
 from grmoe.studies.measuring import Measured
 from grmoe.studies.model_analysis import AMORTISED, BY_DEPTH, EXCHANGED, GROUP, KIND, TAU
 from grmoe.studies.models.summary import Mean, mean, show_mean
@@ -58,9 +60,10 @@ def cost(body: dict[str, Any], name: str) -> float | None:
     return None if equal is None else row["loss"] - equal
 
 
-def write(models: Models) -> Page:
+def write(models: Models, literal: Kappas = ()) -> Page:
+    """literal: κ of the paper's literal gate."""
     return Page(
-        claims=_claims(models[AMORTISED.name]),
+        claims=_claims(models[AMORTISED.name], literal),
         tables=[_layer_table(models), _alpha_table(models)] if any(models.values()) else [],
         figures=[
             Figure("depth", "κ and entropy by layer: mean and range over seeds", lambda p: _draw(models, p))
@@ -104,18 +107,28 @@ def _near(found: Sequence[float], paper: tuple[float, float]) -> bool:
     return all(0.5 <= end / said <= 2 for end, said in zip((min(found), max(found)), paper, strict=True))
 
 
-def _ranges(runs: Sequence[Measured]) -> Claim:
-    ends = [[kappa for run in runs for kappa in run.body["layers"][i]["kappa"]] for i in (0, -1)]
-    wide = Verdict.OPEN
-    if len(runs) >= MIN_SEEDS:
-        wide = Verdict.HOLDS if all(map(_near, ends, RANGES)) else Verdict.FAILS
+def _both_near(ends: Sequence[Sequence[float]], seeds: int) -> Verdict:
+    """Of κ in the first and in the last layer."""
+    if seeds < MIN_SEEDS:
+        return Verdict.OPEN
+    return Verdict.HOLDS if all(map(_near, ends, RANGES)) else Verdict.FAILS
+
+
+def _ranges(runs: Sequence[Measured], literal: Kappas) -> Claim:
+    ours = [[kappa for run in runs for kappa in run.body["layers"][i]["kappa"]] for i in (0, -1)]
+    theirs = [[end for layers in literal for end in layers[i]] for i in (0, -1)]
+    parts = [
+        f"{name}: last {min(last):.2f} to {max(last):.2f}, first {min(first):.2f} to {max(first):.2f}"
+        for name, (first, last) in (("literal gate", theirs), ("ours", ours))
+        if first
+    ]
     return Claim(
         f"{VALUES}; Token-Level Routing Details",
         "κ ranges from 0.4 to 4.2 in the last layer and from 0.8 to 1.5 in the first",
-        "; ".join(f"{min(found):.2f} to {max(found):.2f}" for found in reversed(ends)) if runs else "",
-        changed(wide),
+        "; ".join(parts),
+        by_start(_both_near(theirs, len(literal)), _both_near(ours, len(runs)), literal),
         "All experts of the last and of the first MoE layer, all seeds. The four ends must be within a factor of two. "
-        f"The paper does not say where its κ starts. {OURS}",
+        f"{kappa_start.REASON} {OURS}",
     )
 
 
@@ -129,7 +142,7 @@ def _interval(change: Mean | None) -> str:
     return text[0].lower() + text[1:]
 
 
-def _claims(runs: Sequence[Measured]) -> list[Claim]:
+def _claims(runs: Sequence[Measured], literal: Kappas = ()) -> list[Claim]:
     means, variances, entropies = (by_layer(runs, f) for f in (kappa_mean, kappa_variance, entropy))
     rising, kappa_change = _rises(means)
     spreading, variance_change = _rises(variances)
@@ -159,7 +172,7 @@ def _claims(runs: Sequence[Measured]) -> list[Claim]:
             changed(spreading),
             f"Of the last layer minus the first, by seed: {_interval(variance_change)} {OURS}",
         ),
-        _ranges(runs),
+        _ranges(runs, literal),
         Claim(
             LAYERS,
             "Entropy falls with depth: 1.65 in early layers, 1.15 in late ones",
@@ -244,7 +257,14 @@ def _draw(models: Models, path: Path) -> None:
         left.legend(frameon=False)
 
 
-STUDY = MeasuredStudy(
+class Depth(MeasuredStudy):
+    """One claim also reads the models of the paper's literal gate that other studies train."""
+
+    def page(self, results: Path) -> Page:
+        return write(read_measured(results, self.kind, self.group), literal_kappas(results))
+
+
+STUDY = Depth(
     name="depth",
     title="κ and entropy by layer",
     where="Appendix: Learned Concentration Values, Per-Layer Sparsity Analysis",

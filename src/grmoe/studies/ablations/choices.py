@@ -10,6 +10,7 @@ from grmoe.studies.ablations.measures import (
     list_gaps,
     loss_gap,
     same_cv,
+    stand_in,
     unchanged,
 )
 from grmoe.studies.ablations.recipes import CHOICES, REFERENCE
@@ -83,9 +84,10 @@ def choice_table(models: Models) -> Table:
         ],
     )
     for choice in CHOICES:
-        runs, others = models[choice.without], models[choice.has]
+        runs, others = stand_in(models, choice.without), models[choice.has]
+        shared = "" if runs is models[choice.without] else ", which never acts: the models without a penalty"
         table.add(
-            choice.text,
+            choice.text + shared,
             str(len(runs)),
             show_mean(difference(runs, others), 4, "+"),
             show_mean(cv_of(runs), 3),

@@ -47,6 +47,10 @@ class Row:
     """1/Σg² per token, then the mean."""
     leading_cv: float | None = None
     """CV of the tokens that an expert leads."""
+    starved: list[int] | None = None
+    """Experts that receive less than a tenth of their fair load, by MoE layer. None: not counted, as in old results."""
+    starved_paper: list[int] | None = None
+    """Experts that receive less than 1 % of the tokens, by MoE layer. None: not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)

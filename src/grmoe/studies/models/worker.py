@@ -124,6 +124,8 @@ def row_of(model: GrmoeForCausalLM, text: Text, setting: str) -> Row:
         entropy=found.entropy,
         effective_experts=found.effective_experts_inverse,
         leading_cv=found.leading_cv,
+        starved=list(found.starved),
+        starved_paper=list(found.starved_paper),
     )
 
 

@@ -8,7 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from grmoe.model import preset
+from grmoe.studies import kappa_start
 from grmoe.studies.judging import MIN_SEEDS, above, all_of, below, changed, in_doubt
+from grmoe.studies.kappa_start import Kappas, by_start, count_within
 from grmoe.studies.measuring import Measured
 from grmoe.studies.models.summary import Mean, mean, show_mean
 from grmoe.studies.page import Claim, Verdict
@@ -30,6 +32,7 @@ CODE, MATH, NOUNS = 0.78, 0.65, 0.71  # of the paper's two specialists
 HIGH = 3.0  # their κ
 ENTROPY, EXPERTS = 1.8, 16  # the paper's H and N
 CORRELATION = -0.87
+MODERATE = (1.0, 2.0)  # the κ of the others
 START = ((preset("small").router_rank or 1) ** 0.5) / 2  # our κ before training
 KEPT = 0.05  # of the average concentration, that an amortiser may change
 OURS = "With our prior, scaling, hinge and amortiser."
@@ -37,9 +40,10 @@ OURS = "With our prior, scaling, hinge and amortiser."
 Runs = Sequence[Measured]
 
 
-def claims(runs: Runs) -> list[Claim]:
+def claims(runs: Runs, literal: Kappas = ()) -> list[Claim]:
+    """literal: κ of the paper's literal gate."""
     return [
-        _kept(runs), _confident(runs), _sharp(runs), _code(runs), _nouns(runs), *_of_high_kappa(runs),
+        _kept(runs), _confident(runs), _sharp(runs, literal), _code(runs), _nouns(runs), *_of_high_kappa(runs),
         _entropy(runs), _ambiguous(runs), *_correlation(runs),
     ]  # fmt: skip
 
@@ -105,22 +109,43 @@ def _confident(runs: Runs) -> Claim:
     )
 
 
-def _sharp(runs: Runs) -> Claim:
+def has_two_sharp(sharp: Sequence[tuple[int, int]], moderate: Sequence[tuple[float, float]]) -> Verdict:
+    """Of "two experts are above 3.0, half of all are moderate", from (at least, at most) of each by seed."""
+    if len(sharp) < MIN_SEEDS:
+        return Verdict.OPEN
+    if all(least >= 2 for least, _ in sharp) and all(least >= 0.5 for least, _ in moderate):
+        return Verdict.HOLDS
+    missed = any(most < 2 for _, most in sharp) or any(most < 0.5 for _, most in moderate)
+    return Verdict.FAILS if missed else Verdict.UNDECIDED
+
+
+def _sharp(runs: Runs, literal: Kappas) -> Claim:
+    experts = preset("small").num_experts
+    above_high = [count_within(layers, HIGH, math.inf, experts) for layers in literal]
+    within = [count_within(layers, *MODERATE, experts) for layers in literal]
+    totals = [experts * len(layers) for layers in literal]
+    shares = [(least / n, most / n) for (least, most), n in zip(within, totals, strict=True)]
     found = [kappas(run.body) for run in runs]
     sharp = [sum(k > HIGH for k in values) for values in found]
-    moderate = [fmean(1.0 <= k <= 2.0 for k in values) for values in found]
-    verdict = Verdict.OPEN
-    if len(runs) >= MIN_SEEDS:
-        verdict = Verdict.HOLDS if min(sharp) >= 2 and min(moderate) >= 0.5 else Verdict.FAILS
+    moderate = [fmean(MODERATE[0] <= k <= MODERATE[1] for k in values) for values in found]
+    ours = has_two_sharp([(n, n) for n in sharp], [(share, share) for share in moderate])
+    counts = ", ".join(f"{least}" if least == most else f"{least} to {most}" for least, most in above_high)
+    parts = [
+        f"literal gate: {counts} experts above 3.0 by seed, κ from {kappa_start.span(literal)}"
+        if literal
+        else "",
+        f"ours: {', '.join(map(str, sharp))} above 3.0, {100 * fmean(moderate):.0f} % within 1.0 to 2.0"
+        if runs
+        else "",
+    ]
     return Claim(
         WHERE,
         "Two experts have κ > 3.0, the others from 1.0 to 2.0",
-        f"{' '.join(map(str, sharp))} experts above 3.0 by seed; {100 * fmean(moderate):.0f} % within 1.0 to 2.0"
-        if runs
-        else "",
-        changed(verdict),
+        "; ".join(filter(None, parts)),
+        by_start(has_two_sharp(above_high, shares), ours, literal),
         "All experts of all layers of a model. Two must be above 3.0 and half of all within 1.0 to 2.0, in every "
-        f"seed. Our κ starts at √k/2 = {START:g}, and multiplies another energy. {OURS}",
+        f"seed. {kappa_start.REASON} Of its layers the smallest and the largest κ are known. Our κ starts at √k/2 = "
+        f"{START:g}, and multiplies another energy. {OURS}",
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
-from grmoe.studies.measured import MeasuredStudy, Models, labels
+from grmoe.studies.kappa_start import Kappas, literal_kappas
+from grmoe.studies.measured import MeasuredStudy, Models, labels, read_measured
 from grmoe.studies.model_analysis import AMORTISED, GROUP, KIND
 from grmoe.studies.models.summary import mean, show_mean
 from grmoe.studies.page import Page
@@ -14,9 +16,10 @@ from grmoe.studies.token_analysis.reading import specialists, type_entropies
 from grmoe.tables import Table
 
 
-def write(models: Models) -> Page:
+def write(models: Models, literal: Kappas = ()) -> Page:
+    """literal: κ of the paper's literal gate."""
     return Page(
-        claims=claims(models[AMORTISED.name]),
+        claims=claims(models[AMORTISED.name], literal),
         tables=[_share_table(models), _entropy_table(models), _correlation_table(models)]
         if any(models.values())
         else [],
@@ -80,7 +83,14 @@ def _correlation(found: dict[str, Any]) -> tuple[str, str]:
     return f"{found['r']:.2f}", f"{found['lower']:.2f} to {found['upper']:.2f}" if known else "–"
 
 
-STUDY = MeasuredStudy(
+class TokenAnalysis(MeasuredStudy):
+    """One claim also reads the models of the paper's literal gate that other studies train."""
+
+    def page(self, results: Path) -> Page:
+        return write(read_measured(results, self.kind, self.group), literal_kappas(results))
+
+
+STUDY = TokenAnalysis(
     name="token-analysis",
     title="What experts specialise on",
     where=f"{WHERE}, Figure 3",
