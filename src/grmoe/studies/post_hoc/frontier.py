@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grmoe.studies.benchmarks import Measured
-from grmoe.studies.judging import all_of, any_of, below, changed, with_change
+from grmoe.studies.judging import MIN_SEEDS, all_of, any_of, below, changed, with_change
 from grmoe.studies.models.recipes import Recipe
 from grmoe.studies.models.summary import Mean, mean, mean_of, rows_by_seed, show_mean
 from grmoe.studies.page import Claim, Verdict
@@ -31,11 +31,15 @@ class Place:
     """Loss minus that of the softmax model, by seed."""
     reached: bool
     """Whether it can be as fast."""
+    seeds: int
+    """Of the GrMoE model, as fast or not."""
 
     @property
     def verdict(self) -> Verdict:
         """Of "it loses less"."""
-        return below(self.gap) if self.reached else Verdict.FAILS
+        if self.reached:
+            return below(self.gap)
+        return Verdict.FAILS if self.seeds >= MIN_SEEDS else Verdict.OPEN
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def matched(models: Models, speeds: Speeds, recipe: Recipe, setting: str) -> Mat
     def place(speeds: dict[str, float]) -> Place:
         found = {run.seed: loss_at(run, speeds, 1.0) for run in models[recipe.name]}
         gaps = [loss - theirs[s].loss for s, loss in found.items() if loss is not None and s in theirs]
-        return Place(mean(gaps), None not in found.values())
+        return Place(mean(gaps), None not in found.values(), len(found))
 
     return Matched(
         low=place({s: ratio.low for s, ratio in ratios.items()}),

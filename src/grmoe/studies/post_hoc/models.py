@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from grmoe.studies.benchmarks import Measured
 from grmoe.studies.models.recipes import RECIPES, Recipe
 from grmoe.studies.models.store import Run
-from grmoe.studies.models.summary import Mean, mean_of
+from grmoe.studies.models.summary import Mean, mean, mean_of, rows_by_seed
 from grmoe.studies.throughput import Speed, speed_ratio
 
 LITERAL = RECIPES["grmoe-paper-dense"]  # the paper's gate, prior, penalty and sum: it decides first
@@ -52,7 +51,8 @@ def cut(alpha: float) -> str:
 
 
 def effective_experts(runs: Sequence[Run], alpha: float) -> Mean | None:
-    return mean_of(runs, lambda row: row.effective_experts or math.nan, setting=dense(alpha))
+    rows = rows_by_seed(runs, setting=dense(alpha)).values()
+    return mean(row.effective_experts for row in rows if row.effective_experts is not None)
 
 
 def experts_computed(runs: Sequence[Run], alpha: float) -> Mean | None:
