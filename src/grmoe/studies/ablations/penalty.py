@@ -37,6 +37,7 @@ PAPER_OVERLAP = {
     "overlap-none": 0.72,
 }  # fmt: skip
 NEAR = 0.05  # of ρ_max
+MOST_KAPPA = 10.0
 _HINGED = "With our prior and scaling; ρ₀ in the paper's unit."
 _IDLE = "It fails if the paper's hinge is above every overlap, at the start and at the end: then it changes nothing."
 
@@ -75,9 +76,8 @@ def _both_forms(
     Where the paper's hinge never acts, its pair is one training: a difference would be chance.
     """
     paper, ours = ([models[name] for name in pair] for pair in (PAPER_FORM, (REFERENCE.name, NO_PENALTY)))
-    both = [run for runs in paper for run in runs]
-    idle = never_acts(both)
-    shown = tell_idle(both) if idle else show(*paper)
+    idle = never_acts(*paper)
+    shown = tell_idle(*paper) if idle else show(*paper)
     verdict = Verdict.FAILS if idle else rule(*paper)
     return f"the paper's gate: {shown}; ours: {show(*ours)}", with_change(verdict, rule(*ours))
 
@@ -103,6 +103,14 @@ def _without_at_16(models: Models) -> Claim:
     )
 
 
+def keeps_kappa(with_it: Sequence[Run], without: Sequence[Run]) -> Verdict:
+    """Of "κ is never above 10, because of the penalty": the largest is higher without it, and no seed is above 10."""
+    higher = above(kappa_gap(without, with_it))
+    largest = [max(map(max, run.kappa)) for run in with_it if run.kappa]
+    beyond = sum(kappa > MOST_KAPPA for kappa in largest), len(largest)
+    return higher if higher is Verdict.OPEN else all_of((higher, never(beyond)))
+
+
 def _holds_kappa(models: Models) -> Claim:
     def show(with_it: Sequence[Run], without: Sequence[Run]) -> str:
         return (
@@ -113,9 +121,9 @@ def _holds_kappa(models: Models) -> Claim:
     return Claim(
         "Section 6.4.4",
         "κ > 10 is never reached because the subspace regularization prevents excessive concentration",
-        *_both_forms(models, show, lambda with_it, without: above(kappa_gap(without, with_it))),
-        "The largest κ of a model. It must be higher without the penalty, by seed; only the sign decides. The penalty "
-        f"has no gradient into κ. {_IDLE} The change: our prior, scaling and hinge.",
+        *_both_forms(models, show, keeps_kappa),
+        f"The largest κ of a model. It must be higher without the penalty, by seed, and at most {MOST_KAPPA:g} with it "
+        f"in every seed. The penalty has no gradient into κ. {_IDLE} The change: our prior, scaling and hinge.",
     )
 
 
@@ -129,10 +137,10 @@ def best_trade_off(losses: Iterable[Mean | None], cvs: Iterable[Mean | None]) ->
 
 
 def _trade_off(models: Models) -> Claim:
-    idle = never_acts(unhinged(models))
+    idle = never_acts(*unhinged(models))
     hinge = stand_in(models, "overlap-paper-0.3")
     others = {rho: models[f"overlap-paper-{rho}"] for rho in (("0.1",) if idle else ("0.1", "0.5", "0.8"))}
-    told = f"ρ₀ = 0.3, 0.5, 0.8 and none are one training, {tell_idle(unhinged(models))}; " if idle else ""
+    told = f"ρ₀ = 0.3, 0.5, 0.8 and none are one training, {tell_idle(*unhinged(models))}; " if idle else ""
     losses = {rho: difference(runs, hinge) for rho, runs in others.items()}
     cvs = {rho: cv_gap(runs, hinge) for rho, runs in others.items()}
     return Claim(
@@ -167,7 +175,7 @@ def _overlap_follows(models: Models) -> Claim:
         WHERE,
         "The largest overlap follows ρ₀: ρ_max .10, .28, .46, .71 at ρ₀ = 0.1, 0.3, 0.5, 0.8, and .72 without",
         ", ".join(show_mean(overlap, 3) for overlap in found.values()),
-        Verdict.FAILS if never_acts(unhinged(models)) else changed(near),
+        Verdict.FAILS if never_acts(*unhinged(models)) else changed(near),
         f"Every mean must be within {NEAR:g} of the paper's. {_IDLE} {_HINGED}",
     )
 
@@ -230,12 +238,16 @@ def _pairs(models: Models) -> Claim:
 
 
 def _balancing(models: Models) -> Claim:
-    lost = {name: collapsed(models[name], paper=True) for name in ("grmoe-paper", "prior-paper")}
+    names = {"the paper's gate": "grmoe-paper", "its prior in ours": "prior-paper"}
+    lost = {label: collapsed(models[name], paper=True) for label, name in names.items()}
     return Claim(
         "Sections 4 and 6.2",
         "Auxiliary balancing can be dispensed with: separated subspaces suffice",
-        f"collapsed: the paper's gate {show_count(lost['grmoe-paper'])}, its prior in ours "
-        f"{show_count(lost['prior-paper'])}",
+        "; ".join(
+            f"{label}: collapsed {show_count(lost[label])}, CV {show_mean(cv_of(models[name]), 3)}"
+            for label, name in names.items()
+        ),
         with_change(*map(never, lost.values())),
-        "No balancing: the paper's prior does not react to the load. The change: our scaling and an active hinge.",
+        "Without balancing no seed may collapse, by the rule of 1 %. The CV is shown, and does not decide: the paper "
+        "speaks of collapse. Its prior does not react to the load. The change: our scaling and an active hinge.",
     )

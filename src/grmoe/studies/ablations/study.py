@@ -51,9 +51,10 @@ def write(store: Store) -> Page:
             f"A row has {SEEDS} seeds, or {SAME_SEEDS} where a claim says that settings do the same: a small interval "
             "takes more seeds than a sign. A row that no claim and no choice needs has one.",
             "A hinge above every overlap never acts: it gives the training without a penalty again. The rows of ρ₀ = "
-            "0.3 and more, and the paper's gate without its penalty, have one seed, to see that. If so, claims and "
-            "choices take the models without a penalty for them. Overlaps are measured at the end of a training; at "
-            f"the start they are those of random subspaces, about {RANDOM:g}.",
+            "0.3 and more, and the paper's gate without its penalty, have one seed, to see that. If so, and if the "
+            f"models of these rows have {SEEDS} seeds between them, claims and choices take the models without a "
+            "penalty for them. Overlaps are measured at the end of a training; at the start they are those of random "
+            f"subspaces, about {RANDOM:g}.",
             "The paper's Tables 4 and 5 are of GrMoE with its amortiser: 18.1 and .074 are that row of its Table 2. "
             "Ours have none, unless a row says so.",
             "The paper's ρ₀ is a share of the rank; ours is a share of the overlap of random subspaces. Here one "
