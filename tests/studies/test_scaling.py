@@ -193,8 +193,10 @@ def test_a_share_is_known_from_counts_or_where_none_is_starved() -> None:
         with_row(1, collapsed=False, collapsed_paper=False),
         with_row(2, collapsed=True, collapsed_paper=None),
     ]
-    assert starved_share(runs, 8) == {0: 0.25, 1: 0.0}
-    assert starved_share(runs, 16, paper=True) == {0: 1 / 16, 1: 0.0}
+    assert starved_share(runs[:2], 8) == {0: 0.25, 1: 0.0}
+    assert starved_share(runs[:2], 16, paper=True) == {0: 1 / 16, 1: 0.0}
+    # Before, the last seed was left out, so that the others had too small a share.
+    assert starved_share(runs, 8) == starved_share(runs, 16, paper=True) == {}
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,8 @@ def _by_design(found: Iterable[tuple[int, int]]) -> Verdict:
 def starved_share(runs: Sequence[Run], experts: int, paper: bool = False) -> dict[int, float]:
     """The share of all experts that is starved, by seed: below a tenth of the fair load; paper: 1 % of the tokens.
 
-    Earlier results only say whether there is one. If there is none, the share is known. Else the seed is left out.
+    Earlier results only say whether there is one. If there is none, the share is known. If there is one in some seed,
+    no seed is known: the others would be those without.
     """
     found = {}
     for seed, row in rows_by_seed(runs).items():
@@ -134,6 +135,8 @@ def starved_share(runs: Sequence[Run], experts: int, paper: bool = False) -> dic
             found[seed] = sum(counts) / (len(counts) * experts)
         elif some is False:
             found[seed] = 0.0
+        else:
+            return {}
     return found
 
 
