@@ -116,6 +116,26 @@ def test_what_holds_for_ours_alone_holds_with_a_change(tmp_path: Path) -> None:
     assert verdict(tmp_path, lower) is FAILS
 
 
+def test_a_comparable_perplexity_need_not_be_lower(tmp_path: Path) -> None:
+    """Before, the abstract's sentence was decided by "lower than each"."""
+    comparable, lower = "GrMoE has a comparable or better", "GrMoE has a lower perplexity"
+    put(
+        tmp_path,
+        {name: [3.0, 3.1, 3.2] for name in language_model_claims.CAUSAL} | {"grmoe": [3.004, 3.105, 3.204]},
+    )
+    assert verdict(tmp_path, comparable) is OPEN
+    for seed in range(3):
+        put_one(tmp_path, DENSE, a_dense_run(seed, 3.07 + seed / 10))
+    assert (verdict(tmp_path, comparable), verdict(tmp_path, lower)) == (CHANGED, FAILS)
+    for seed in range(3):
+        put_one(tmp_path, DENSE, a_dense_run(seed, 2.9 + seed / 10))
+    assert verdict(tmp_path, comparable) is HOLDS
+    put(tmp_path, {"hash": [2.86, 2.96, 3.07]})
+    assert verdict(tmp_path, comparable) is FAILS
+    put(tmp_path, {"hash": [2.89, 3.01, 3.1]})
+    assert verdict(tmp_path, comparable) is UNDECIDED
+
+
 def test_the_load_of_a_dense_model_is_that_of_two_experts(tmp_path: Path) -> None:
     """Computed dense, it could not collapse and would be even."""
     never, even = "GrMoE never collapses", "GrMoE's load is more even"

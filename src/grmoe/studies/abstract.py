@@ -58,7 +58,7 @@ SENTENCES = (
     Sentence(
         "comparable or better perplexity",
         (
-            ("language-model", "GrMoE has a lower perplexity"),
+            ("language-model", "GrMoE has a comparable or better perplexity"),
             ("scaling", "GrMoE + Amort. has the lowest perplexity"),
         ),
     ),
