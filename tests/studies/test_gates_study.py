@@ -162,6 +162,13 @@ def test_narrow_parts_are_compared_with_narrow_models(tmp_path: Path) -> None:
     assert claim() == (Verdict.FAILS, "+0.0100 ± 0.0000")
 
 
+def test_narrow_models_are_named_as_in_their_table(tmp_path: Path) -> None:
+    """Before, a loss "minus that of per token, mass (default)"."""
+    reasons = [claim.reason for claim in gates.STUDY.page(tmp_path).claims if "narrow experts" in claim.text]
+    assert not any("per token, mass" in reason for reason in reasons)
+    assert sum("minus that of “GrMoE, random budgets”, by seed" in reason for reason in reasons) == 2
+
+
 def test_narrow_gates_by_budget(tmp_path: Path) -> None:
     """Each model at each number of experts, and random budgets compared with random budgets alone."""
     fine = base_of("fine", gates.STEPS)

@@ -123,3 +123,14 @@ def test_a_narrower_spread_needs_its_interval_below_one() -> None:
     assert narrower([v / 4 for v in wide], wide) == ("ratio 0.25 (0.08 to 0.77)", HOLDS)
     assert narrower([v / 3 for v in wide], wide)[1] is UNDECIDED
     assert narrower([v * 4 for v in wide], wide)[1] is FAILS
+
+
+def test_a_sentence_after_a_colon_begins_small() -> None:
+    """Before, "On the energies: The interval includes zero."."""
+    gap = Mean(-0.1, 0.05, 3)
+    assert in_doubt(gap) == "The interval is below zero."
+    assert in_doubt(gap, "At N = 8") == "At N = 8: the interval is below zero."
+    assert in_doubt(Mean(0.1, 0.05, 3)) == "The interval is above zero."
+    assert in_doubt(Mean(0.1, 0.2, 3)) == "The interval includes zero."
+    assert in_doubt(Mean(0.1, 0.2, 2), "Of ours") == "Of ours: only 2 of at least 3 seeds."
+    assert in_doubt(None) == "Nothing measured yet."

@@ -195,7 +195,7 @@ def _other_text(models: Models, texts: Sequence[str]) -> Claim:
         ),
         changed(verdict),
         f"{ELASTIC} Its loss with one expert minus that with two. On every text the whole interval must be at most "
-        f"{LITTLE}, as for [α itself](post-hoc.md).",
+        f"{LITTLE}, which is stricter than for [α itself](post-hoc.md).",
     )
 
 

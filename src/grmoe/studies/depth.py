@@ -136,12 +136,6 @@ def _list(layers: Sequence[Sequence[float]], digits: int) -> str:
     return ", ".join(f"{fmean(values):.{digits}f}" for values in layers)
 
 
-def _interval(change: Mean | None) -> str:
-    """`in_doubt` after a colon."""
-    text = in_doubt(change)
-    return text[0].lower() + text[1:]
-
-
 def _claims(runs: Sequence[Measured], literal: Kappas = ()) -> list[Claim]:
     means, variances, entropies = (by_layer(runs, f) for f in (kappa_mean, kappa_variance, entropy))
     rising, kappa_change = _rises(means)
@@ -162,15 +156,15 @@ def _claims(runs: Sequence[Measured], literal: Kappas = ()) -> list[Claim]:
             "The mean κ rises monotonically with depth: 1.1, 1.5, 2.1 in layers 2, 6, 12",
             _list(means, 2),
             changed(rising),
-            "Means over experts and seeds, layer by layer; only the direction decides. Of the last layer minus the "
-            f"first, by seed: {_interval(kappa_change)} {OURS}",
+            "Means over experts and seeds, layer by layer; only the direction decides. "
+            f"{in_doubt(kappa_change, 'Of the last layer minus the first, by seed')} {OURS}",
         ),
         Claim(
             VALUES,
             "Its variance across experts rises with depth",
             _list(variances, 3),
             changed(spreading),
-            f"Of the last layer minus the first, by seed: {_interval(variance_change)} {OURS}",
+            f"{in_doubt(variance_change, 'Of the last layer minus the first, by seed')} {OURS}",
         ),
         _ranges(runs, literal),
         Claim(
@@ -179,7 +173,7 @@ def _claims(runs: Sequence[Measured], literal: Kappas = ()) -> list[Claim]:
             _list(entropies, 2),
             changed(falling),
             "Means over seeds, layer by layer; only the direction decides. The paper's are 60 % and 41 % of its log N. "
-            f"Of the first layer minus the last, by seed: {_interval(entropy_change)} {OURS}",
+            f"{in_doubt(entropy_change, 'Of the first layer minus the last, by seed')} {OURS}",
         ),
         Claim(
             LAYERS,

@@ -115,7 +115,7 @@ def _better(setting: Setting, method: str, models: Models, texts: Sequence[str])
         shown,
         verdict,
         "Loss minus the baseline's, by seed. It holds if every interval is below zero, on validation text and on "
-        f"others. On validation text: {in_doubt(difference(models['grmoe'], models[method]))}",
+        f"others. {in_doubt(difference(models['grmoe'], models[method]), 'On validation text')}",
     )
 
 

@@ -71,15 +71,17 @@ def within(gap: Mean | None, margin: float) -> Verdict:
     return Verdict.HOLDS if -margin <= gap.low and gap.high <= margin else Verdict.UNDECIDED
 
 
-def in_doubt(gap: Mean | None) -> str:
-    """Why a difference decides nothing, or how clear it is."""
+def in_doubt(gap: Mean | None, of: str = "") -> str:
+    """Why a difference decides nothing, or how clear it is, as a sentence. of: which one, where there are several."""
     if gap is None:
-        return "Nothing measured yet."
-    if gap.seeds < MIN_SEEDS:
-        return f"Only {gap.seeds} of at least {MIN_SEEDS} seeds."
-    if gap.high < 0:
-        return "The interval is below zero."
-    return "The interval is above zero." if gap.low > 0 else "The interval includes zero."
+        text = "nothing measured yet."
+    elif gap.seeds < MIN_SEEDS:
+        text = f"only {gap.seeds} of at least {MIN_SEEDS} seeds."
+    elif gap.low <= 0 <= gap.high:
+        text = "the interval includes zero."
+    else:
+        text = f"the interval is {'above' if gap.low > 0 else 'below'} zero."
+    return f"{of}: {text}" if of else text[0].upper() + text[1:]
 
 
 def all_of(verdicts: Iterable[Verdict]) -> Verdict:

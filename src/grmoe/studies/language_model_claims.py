@@ -128,7 +128,7 @@ def _amortiser(models: Models) -> list[Claim]:
             "The amortiser improves perplexity by 0.2 at N = 8 (18.3 to 18.1)",
             _join(gain),
             changed(with_change(*map(below, gain.values()))),
-            f"Loss with the amortiser minus without, by seed. On the energies: {in_doubt(gain['on the energies'])} "
+            f"Loss with the amortiser minus without, by seed. {in_doubt(gain['on the energies'], 'On the energies')} "
             f"The paper's network reads the token. {OURS} Only the sign decides; the paper's gain is 1.1 %.",
         ),
     ]
@@ -204,8 +204,8 @@ def _load(models: Models) -> list[Claim]:
             "The amortiser makes the load more even: CV .089 to .074",
             _join(uneven, 3),
             changed(with_change(*map(below, uneven.values()))),
-            f"CV with the amortiser minus without, by seed. On the energies: {in_doubt(uneven['on the energies'])} The "
-            f"paper's network reads the token. {OURS} Only the sign decides.",
+            f"CV with the amortiser minus without, by seed. {in_doubt(uneven['on the energies'], 'On the energies')} "
+            f"The paper's network reads the token. {OURS} Only the sign decides.",
         ),
         Claim(
             "Section 6.3",

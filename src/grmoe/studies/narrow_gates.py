@@ -54,6 +54,7 @@ RANDOM = {
     **{recipe.label: recipe for recipe in (ELASTIC_BOTH, ELASTIC_FLAT, ELASTIC_FLATTER)},
 }
 ROWS = (*PLAIN, *RANDOM.values())
+_NAMES = {recipe.name: label for label, recipe in RANDOM.items()}  # as the table calls them
 COUNTS = (8, 4, 2, 1)  # experts per token
 
 
@@ -74,7 +75,8 @@ def claims(models: Models) -> list[Claim]:
 
 def _below(models: Models, recipe: Recipe, other: Recipe, text: str) -> Claim:
     gap = difference(models[recipe.name], models[other.name])
-    why = f"Loss of {recipe.label} minus that of {other.label}, by seed. {in_doubt(gap)}"
+    ours, theirs = (_NAMES.get(each.name, each.label) for each in (recipe, other))
+    why = f"Loss of “{ours}” minus that of “{theirs}”, by seed. {in_doubt(gap)}"
     return Claim(OWN, text, show_mean(gap, 4, "+"), below(gap), why)
 
 

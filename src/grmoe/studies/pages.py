@@ -20,8 +20,8 @@ _INTRO = (
 )
 _WORDS = (
     "- **GrMoE** alone is ours: a balanced prior, and energies scaled by d/k. In language models it also has an "
-    "overlap penalty that acts on random subspaces (its *hinge*), and two experts per token. [What we changed, and "
-    "why](../../explanation/mathematics.md#what-we-changed-and-why).\n"
+    "overlap penalty whose *hinge* is low enough to act on random subspaces, and two experts per token. "
+    "[What we changed, and why](../../explanation/mathematics.md#what-we-changed-and-why).\n"
     "- **As in the paper** is the paper's gate. What holds for ours alone *holds with a change*.\n"
     "- **Language models** are `small`, 30 M active parameters, unless a row says otherwise. Losses are in nats per "
     "token; a difference of 0.01 is 1 % of perplexity. Differences are taken seed by seed.\n"

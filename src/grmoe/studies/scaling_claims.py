@@ -249,9 +249,9 @@ def _gain(of: Of) -> Claim:
         "The gain of the amortiser grows with N: 0.2 of 18.3 at N = 8, 0.3 of 14.1 at N = 16",
         f"{shown}; from N = 8 to 16 {show_loss(more)}" if more else shown,
         changed(all_of((below(means[16]), below(more)))),
-        "Loss with the amortiser minus without, by seed. It must be below zero at N = 16, and lower than at N = 8. Of "
-        f"N = 16 minus N = 8: {in_doubt(more)} Only the signs decide; the paper's gains are 1.1 % and 2.1 %. {OURS} "
-        "Our amortiser reads the energies, the paper's the token.",
+        "Loss with the amortiser minus without, by seed. It must be below zero at N = 16, and lower than at N = 8. "
+        f"{in_doubt(more, 'Of N = 16 minus N = 8')} Only the signs decide; the paper's gains are 1.1 % and 2.1 %. "
+        f"{OURS} Our amortiser reads the energies, the paper's the token.",
     )
 
 
