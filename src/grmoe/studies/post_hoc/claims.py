@@ -168,7 +168,7 @@ def _costs_of(runs: Sequence[Run], alphas: Sequence[float]) -> str:
         if by_rule is None and whole is None:
             continue
         computed = (
-            "" if mine is None or base is None else f" ({mine.value:.2f} experts, not {base.value:.2f})"
+            "" if mine is None or base is None else f" ({mine.value:.2f} experts, {base.value:.2f} at α = 1)"
         )
         shown.append(
             f"α = {alpha:g} {show_mean(by_rule, 4, '+')} by the 90 % rule{computed}, dense {show_mean(whole, 4, '+')}"
