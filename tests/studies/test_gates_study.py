@@ -277,6 +277,17 @@ def test_one_model_for_every_budget_is_judged_for_softmax_too(tmp_path: Path) ->
     decided = {c.text.rpartition(": ")[2]: c.verdict for c in claims if c.verdict is not Verdict.OPEN}
     assert decided == {"softmax at top-2": Verdict.FAILS}  # 0.02 nats, 0.01 are asked for
     assert len(claims) == 2 * (len(settings) + 1)
+    # Before, a mean below the margin was enough, whatever its interval.
+    noisy = models([2.95, 3.1, 3.24])
+    put(
+        tmp_path,
+        base,
+        softmax.specialists[4],
+        [replace(r, rows=[replace(r.rows[0], setting="top-4")]) for r in noisy],
+    )
+    (found,) = (c for c in budgets.STUDY.page(tmp_path).claims if "32 experts): softmax at top-4" in c.text)
+    assert found.ours == "+0.0033 ± 0.1120"
+    assert found.verdict is Verdict.UNDECIDED
     seeds = {(g.base.name, r.name): g.seeds for g in budgets.STUDY.groups for r in g.recipes}
     assert seeds[base.name, "softmax-fine-4"] == seeds[budgets.BASE.name, "token-mass"] == 5
     assert seeds[budgets.BASE.name, "step-count"] == 3

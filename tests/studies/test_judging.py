@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from grmoe.studies.judging import (
+    about_at_most,
     above,
     all_of,
     any_of,
@@ -134,3 +135,19 @@ def test_a_sentence_after_a_colon_begins_small() -> None:
     assert in_doubt(Mean(0.1, 0.2, 3)) == "The interval includes zero."
     assert in_doubt(Mean(0.1, 0.2, 2), "Of ours") == "Of ours: only 2 of at least 3 seeds."
     assert in_doubt(None) == "Nothing measured yet."
+
+
+@pytest.mark.parametrize(
+    ("cost", "half", "found"),
+    [
+        (0.011, 0.008, HOLDS),  # equal to the limit
+        (0.011, 0.012, UNDECIDED),
+        (0.005, 0.002, HOLDS),
+        (0.005, 0.02, UNDECIDED),  # a mean alone would pass
+        (0.012, 0.002, UNDECIDED),
+        (0.02, 0.002, FAILS),
+    ],
+)
+def test_about_at_most(cost: float, half: float, found: Verdict) -> None:
+    assert about_at_most(Mean(cost, half, 3), 0.011) is found
+    assert about_at_most(Mean(cost, half, 2), 0.011) is about_at_most(None, 0.011) is OPEN

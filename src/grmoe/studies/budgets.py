@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from grmoe.studies import halving
 from grmoe.studies.judging import (
     MIN_SEEDS,
+    about_at_most,
     all_of,
     at_most,
     changed,
     in_doubt,
     never,
-    not_above,
     not_worse,
     show_count,
 )
@@ -141,9 +141,9 @@ def _one_for_all(
                 place,
                 f"One model replaces models trained for one budget ({full}): {family.label} at {setting}",
                 show_mean(gap, 4, "+"),
-                not_above(gap, margin) if place == OWN else changed(not_above(gap, margin)),
-                f"{ELASTIC} Its loss minus the specialist's: it holds if the mean is at most {margin}. "
-                + in_doubt(gap),
+                about_at_most(gap, margin) if place == OWN else changed(about_at_most(gap, margin)),
+                f"{ELASTIC} Its loss minus the specialist's: it holds if the mean is at most {margin} and the interval "
+                f"excludes twice as much. {in_doubt(gap)}",
             )
             for setting, gap in gaps.items()
         ]

@@ -62,6 +62,18 @@ def at_most(gap: Mean | None, limit: float) -> Verdict:
     return below(None if gap is None else Mean(gap.value - limit, gap.half, gap.seeds))
 
 
+def about_at_most(gap: Mean | None, limit: float) -> Verdict:
+    """Of "it costs about this, or less": the mean is at most the limit, and the interval excludes twice as much.
+
+    It fails if the whole interval is above the limit. A mean alone would pass by noise. If the whole interval had to be
+    below the limit, a number that equals it could not pass.
+    """
+    verdict = at_most(gap, limit)
+    if gap is None or verdict is not Verdict.UNDECIDED or gap.value > limit:
+        return verdict
+    return Verdict.HOLDS if gap.high < 2 * limit else Verdict.UNDECIDED
+
+
 def within(gap: Mean | None, margin: float) -> Verdict:
     """Of "it makes no difference": the whole interval is within ± margin. It fails if it is outside."""
     if gap is None or gap.seeds < MIN_SEEDS:

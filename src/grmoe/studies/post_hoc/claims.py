@@ -6,7 +6,16 @@ import math
 from collections.abc import Sequence
 
 from grmoe.studies.benchmarks import Measured
-from grmoe.studies.judging import MIN_SEEDS, above, all_of, at_most, below, changed, in_doubt, with_change
+from grmoe.studies.judging import (
+    MIN_SEEDS,
+    about_at_most,
+    above,
+    all_of,
+    below,
+    changed,
+    in_doubt,
+    with_change,
+)
 from grmoe.studies.models.recipes import Recipe
 from grmoe.studies.models.store import Run
 from grmoe.studies.models.summary import Mean, difference, show_mean
@@ -69,23 +78,12 @@ def turns(base: Mean | None, turned: Mean | None, alpha: float) -> Verdict:
     return Verdict.HOLDS if (share <= 1 - TURNED if alpha > 1 else share >= 1 + TURNED) else Verdict.FAILS
 
 
-def costs_at_most(cost: Mean | None, said: float) -> Verdict:
-    """Of "it costs what the paper says": the mean is at most that, and the interval excludes twice as much.
-
-    It fails if the whole interval is above it. So the paper's own number passes, if its interval is not too wide.
-    """
-    verdict = at_most(cost, said)
-    if cost is None or verdict is not Verdict.UNDECIDED or cost.value > said:
-        return verdict
-    return Verdict.HOLDS if cost.high < 2 * said else Verdict.UNDECIDED
-
-
 def costs_as_said(runs: Sequence[Run], alpha: float) -> Verdict:
     """Of "this α costs at most what the paper's does"."""
     return all_of(
         (
             turns(experts_computed(runs, 1.0), experts_computed(runs, alpha), alpha),
-            costs_at_most(costs(runs, alpha)[0], said_cost(alpha)),
+            about_at_most(costs(runs, alpha)[0], said_cost(alpha)),
         )
     )
 
