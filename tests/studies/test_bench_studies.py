@@ -266,6 +266,10 @@ def test_steps_of_large_models_are_judged() -> None:
     assert found(last_loss=float("nan")) == [holds, fails, holds]
     assert found(min_load=0.09) == [holds, holds, fails]
     assert found("Zipf", min_load=0.09)[2] is Verdict.UNTESTABLE  # frequencies say nothing of experts
+    # Before, one size on drawn tokens hid that another one on text starves an expert.
+    mixed = sizes("text", min_load=0.09)
+    mixed["350m"]["data"] = "Zipf"
+    assert scale._step_claims(mixed)[2].verdict is fails
     some = {name: shape for name, shape in sizes("text").items() if name != "1.3b"}
     assert [claim.verdict for claim in scale._step_claims(some)] == [Verdict.OPEN] * 3
     assert "The text is `text`" in scale._notes(some)[0]
