@@ -68,7 +68,7 @@ def _manifold(models: Models) -> Claim:
         list_gaps(gaps),
         changed(all_of(map(above, gaps.values()))),
         "Loss minus that with GrassmannAdam, by seed. Both must be higher: the paper's words fit either. They have the "
-        f"rate of the weights; no other was tried. {OURS}",
+        f"rate of the weights, so that a step is about as long as GrassmannAdam's; no other was tried. {OURS}",
     )
 
 
