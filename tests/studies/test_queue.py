@@ -192,6 +192,20 @@ def test_a_failure_stops_neither_other_jobs_nor_what_comes_after(place: Place, s
     assert last.finished == [True]
 
 
+def test_a_failure_stops_no_study_that_comes_later(place: Place, started: list[str]) -> None:
+    """Before, one training that failed kept the benchmarks after the queue from running."""
+
+    class Alone:
+        def run(self, place: Place, progress: Any) -> None:
+            started.append("alone")
+            raise StudyError("alone ended")
+
+    studies: list[Any] = [a_study(fails, 1), Alone(), Alone()]
+    with pytest.raises(StudyError, match=r"kind of mine-0 ended with status 1[^$]*alone ended\nalone ended"):
+        run_studies(studies, place, silent)
+    assert started == ["mine-0", "mine-0 measured", "alone", "alone"]
+
+
 def test_what_is_missing_is_said_before_any_work(place: Place, started: list[str]) -> None:
     lacking = replace(a_study(), kind=Kind("kind", third, lambda _: "give a folder"))
     with pytest.raises(ValueError, match="kind: give a folder"):

@@ -84,14 +84,23 @@ def run_queue(studies: Sequence[QueueStudy], place: Place, progress: Progress) -
 
 
 def run_studies(studies: Sequence[Study], place: Place, progress: Progress) -> None:
-    """In their order. The first one that needs trained models starts the queue of all that do."""
+    """In their order. The first one that needs trained models starts the queue of all that do.
+
+    Jobs that fail stop no study that comes later. Raises `StudyError` at the end if there were any.
+    """
     queued = [study for study in studies if isinstance(study, QueueStudy)]
     for asking in queued:
         asking.needs(place)  # what is missing is said before any work
+    failures: list[str] = []
     for study in studies:
         if place.time_left <= 0:
-            return
-        if not isinstance(study, QueueStudy):
-            study.run(place, progress)
-        elif study is queued[0]:
-            run_queue(queued, place, progress)
+            break
+        try:
+            if not isinstance(study, QueueStudy):
+                study.run(place, progress)
+            elif study is queued[0]:
+                run_queue(queued, place, progress)
+        except StudyError as error:
+            failures.append(str(error))
+    if failures:
+        raise StudyError("\n".join(failures))
