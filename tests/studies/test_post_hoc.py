@@ -298,8 +298,8 @@ def test_one_model_of_each_is_timed_together(
     def timed(runs: list[tuple[str, Path]], *_: Any) -> list[Speed]:
         seen.extend(name for name, _ in runs)
         assert [folder.name for _, folder in runs] == [job.name for job in jobs]
-        if len(seen) == len(jobs):
-            raise RuntimeError("no compiler")
+        if len(seen) <= 2 * len(jobs):
+            raise (RuntimeError if len(seen) == len(jobs) else ValueError)("no compiler")
         return [Speed(recipe=name, setting="top-1", rounds=(100.0,) * 9, how="eager") for name, _ in runs]
 
     monkeypatch.setattr(study, "time_models", timed)
@@ -313,11 +313,12 @@ def test_one_model_of_each_is_timed_together(
     STUDY.finish(replace(place, until=time.monotonic() + 60), lambda *_: None)
     assert "60 s are left" in capsys.readouterr().err.replace("\n", " ")  # it would be stopped half way
     assert seen == []
-    STUDY.finish(place, lambda *_: None)  # a model that does not compile: noted, and tried again
-    assert "speed is not timed: no compiler" in capsys.readouterr().err
+    for _ in range(2):  # a model that does not compile, whatever is raised: noted, and tried again
+        STUDY.finish(place, lambda *_: None)
+        assert "speed is not timed: no compiler" in capsys.readouterr().err
     STUDY.finish(place, lambda *_: None)
     STUDY.finish(place, lambda *_: None)
-    assert seen == [job.recipe.name for job in jobs] * 2
+    assert seen == [job.recipe.name for job in jobs] * 3
     assert set(throughput.read_speeds(place.results)) == {(name, "top-1") for name in seen}
     assert STUDY.state(place.results).done == 1
     assert STUDY.needs(place).models == []

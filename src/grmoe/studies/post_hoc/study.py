@@ -75,7 +75,7 @@ class PostHoc(ModelStudy):
         runs = [(job.recipe.name, run_folder(place.work, job)) for job in todo]
         try:
             rows = time_models(runs, place.device, progress)
-        except RuntimeError as error:  # one that does not compile; the other studies go on
+        except Exception as error:  # whatever a compiler raises; the other studies go on
             note(f"speed is not timed: {error}")
             return
         about = {**provenance(place), "rows": [asdict(row) for row in rows]}
