@@ -291,7 +291,7 @@ def test_one_model_of_each_is_timed_together(
     place.results.mkdir()
     jobs = STUDY.needs(place).models
     assert [job.name for job in jobs] == [
-        "grmoe-paper-dense-2", "grmoe-dense-0", "token-mass-0", "softmax-bias-0", "softmax-one-0",
+        "grmoe-paper-dense-2", "grmoe-dense-0", "token-mass-0", "softmax-bias-2", "softmax-one-0",
     ]  # fmt: skip
     seen: list[str] = []
 
