@@ -17,7 +17,7 @@ from grmoe.studies import language_model
 from grmoe.studies.learning_rates import best_rates
 from grmoe.studies.model_study import ModelStudy
 from grmoe.studies.models import Store, worker
-from grmoe.studies.models.recipes import best_rate
+from grmoe.studies.models.recipes import Base, Recipe, best_rate
 from grmoe.studies.models.summary import Mean, difference, mean, model_table
 from grmoe.studies.page import Verdict
 from grmoe.studies.pages import page_files, page_text, write_pages
@@ -72,6 +72,24 @@ def test_every_recipe_can_be_trained_and_no_model_is_trained_twice() -> None:
         config = load(TrainConfig, None, [*base.settings, *recipe.settings])
         same = base.name, json.dumps(worker.identity(config), sort_keys=True)
         assert seen.setdefault(same, recipe.name) == recipe.name
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+def test_a_study_trains_every_model_that_its_page_reads(
+    study: ModelStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, `gates` left two claims open with all its models trained: `budgets` alone trained the others."""
+    read: set[tuple[str, str]] = set()
+    real = Store.path
+
+    def path(store: Store, base: Base, recipe: Recipe | str) -> Path:
+        found = real(store, base, recipe)
+        read.add((base.name, found.stem))
+        return found
+
+    monkeypatch.setattr(Store, "path", path)
+    study.page(tmp_path)
+    assert read <= {(group.base.name, recipe.name) for group in study.groups for recipe in group.recipes}
 
 
 def test_the_same_recipe_has_the_same_settings_in_all_studies() -> None:
