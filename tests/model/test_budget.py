@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -200,6 +201,18 @@ def test_a_saved_budget_stands_beside_the_trained_setting(build: Build, tmp_path
         assert in_use(loaded) == HALF
         loaded.save_pretrained(tmp_path)
     assert GrmoeConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize("budget", [1.5, None])
+@pytest.mark.parametrize("in_use", [1.0, None])
+def test_a_whole_configuration_is_taken_over(build: Build, budget: float | None, in_use: float | None) -> None:
+    """It has a budget beside the trained setting, in any order: as a dict, and sorted as in config.json."""
+    other = build(budget_curve=CURVE, budget=budget, alpha=3.0, num_experts_per_tok=1).config
+    for whole in (other.to_dict(), json.loads(other.to_json_string(use_diff=False))):
+        config = build(budget_curve=CURVE, budget=in_use).config
+        config.update(whole)
+        assert (config.budget, config.alpha, config.num_experts_per_tok) == (budget, 3.0, 1)
+        assert config.numbers == other.numbers
 
 
 @pytest.mark.parametrize(

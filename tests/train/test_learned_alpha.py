@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from grmoe.model import GrmoeForCausalLM, preset
 from grmoe.parallel.world import World
 from grmoe.routing import GrassmannRouter, Router, SoftmaxRouter, SoftMoERouter, TopK, VMFRouter, routers
 from grmoe.runs.config import TrainConfig
@@ -107,3 +108,29 @@ def test_it_trains_like_kappa_and_is_saved_as_the_models_own(settings: Settings)
     assert not any("log_alpha" in name for name in model.state_dict())
     logged = [line for line in read_log(Path(config.out)) if line["kind"] == "train"][-1]
     assert logged["alpha"] == pytest.approx(model.alpha)
+
+
+def test_a_model_that_still_learns_it_is_saved_as_it_is(tmp_path: Path) -> None:
+    """With its own α, which ends a budget. Saving changes nothing that the model computes, and loading says nothing."""
+    curve = [
+        {"experts_per_token": 1.0, "weight": 0.51, "alpha": 1.2, "cap": 2},
+        {"experts_per_token": 2.0, "weight": 1e-6, "alpha": 1.2, "cap": 2},
+    ]
+    torch.manual_seed(0)
+    model = GrmoeForCausalLM(preset("tiny", vocab_size=64, budget_curve=curve)).eval()
+    model.set_budget(2.0)
+    for router in routers(model):
+        router.learn_alpha()
+        assert router.log_alpha is not None
+        router.log_alpha.data += 0.5
+    now, ids = model.alpha, torch.arange(9)[None]
+    expected = model(ids).logits
+    for _ in range(2):
+        model.save_pretrained(tmp_path)
+        assert model.alpha == pytest.approx(now)
+        assert model.budget is None
+        torch.testing.assert_close(model(ids).logits, expected)
+    loaded, report = GrmoeForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report["unexpected_keys"])
+    assert loaded.alpha == pytest.approx(now)
+    torch.testing.assert_close(loaded(ids).logits, expected)

@@ -196,9 +196,14 @@ class GrmoeConfig(PreTrainedConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def update(self, config_dict: dict[str, Any]) -> None:
-        """As in transformers, for a budget or for another setting."""
-        _check_one_setting(config_dict)
-        super().update(config_dict)
+        """As in transformers, for a budget or for another setting. A whole configuration (`to_dict`) has both."""
+        if "model_type" not in config_dict:
+            _check_one_setting(config_dict)
+            super().update(config_dict)
+            return
+        super().update({name: value for name, value in config_dict.items() if name != "budget"})
+        if "budget" in config_dict:  # last, because the setting ends a budget
+            self.budget = config_dict["budget"]
 
     # -- derived values ------------------------------------------------------------------------------------
 

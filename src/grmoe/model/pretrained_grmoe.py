@@ -62,6 +62,8 @@ class GrmoePreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     # Frames in bf16 lose orthonormality, and near ties route differently.
     _keep_in_fp32_modules_strict = ["router"]  # noqa: RUF012
+    # A learned α is in the configuration too, where loading reads it.
+    _keys_to_ignore_on_load_unexpected = [r"router\.log_alpha$"]  # noqa: RUF012
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -240,7 +242,11 @@ class GrmoePreTrainedModel(PreTrainedModel):
             had_budget = self.config.budget is not None
             self.config.alpha = now[0] if len(set(now)) == 1 else now  # ends a budget
             if had_budget:
+                # A learned α stays a factor of its own: what is computed is α as before.
+                factors = [router.alpha_value.clone() for router in routers(self)]
                 self._use_config_numbers()
+                for router, factor in zip(routers(self), factors, strict=True):
+                    router.alpha_value.copy_(factor)
         super().save_pretrained(save_directory, *args, **kwargs)
 
 
