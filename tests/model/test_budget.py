@@ -205,7 +205,9 @@ def test_a_saved_budget_stands_beside_the_trained_setting(build: Build, tmp_path
 
 @pytest.mark.parametrize("budget", [1.5, None])
 @pytest.mark.parametrize("in_use", [1.0, None])
-def test_a_whole_configuration_is_taken_over(build: Build, budget: float | None, in_use: float | None) -> None:
+def test_a_whole_configuration_is_taken_over(
+    build: Build, budget: float | None, in_use: float | None
+) -> None:
     """It has a budget beside the trained setting, in any order: as a dict, and sorted as in config.json."""
     other = build(budget_curve=CURVE, budget=budget, alpha=3.0, num_experts_per_tok=1).config
     for whole in (other.to_dict(), json.loads(other.to_json_string(use_diff=False))):

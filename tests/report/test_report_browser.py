@@ -21,6 +21,8 @@ from grmoe.certificates import entropy_bounds
 from grmoe.report import Content, Note, render
 from grmoe.report.story import NextStep
 from grmoe.routing import Dense, Mass, Selection, TopK, curve_numbers
+from grmoe.routing.curve import NO_WEIGHT
+from grmoe.routing.selection import NO_LIMIT, largest
 
 BAD = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'>"
 
@@ -318,6 +320,30 @@ def test_any_curve_is_followed_as_the_library_follows_it(page: Path, show: Calla
             assert mine["alpha"] == pytest.approx(want.alpha)
             assert min(1.0, mine["tau"]) == pytest.approx(min(1.0, want.tau))
             assert (mine["bias"] or [0, 0]) == pytest.approx(list(want.bias or (0, 0)))
+
+
+def test_where_the_cap_alone_decides_a_clear_gate_gets_all_of_it(
+    page: Path, show: Callable[[Path], Page]
+) -> None:
+    """One expert holds all the probability there is. The library computes the second one too, and so does the page."""
+    shown = show(page)
+    curve = shown.data["runs"][0]["model"]["curve"]
+    clear = [1.0, 0.0, 0.0, 0.0]
+    kept = (
+        "const p = arguments[0]; return keptOf(settingOf(data.runs[0], state, 0).selection, 4, (i) => p[i])"
+    )
+    counts = {}
+    for budget in (1.2, 2.0):
+        shown.set_budget(budget)
+        tau, _, cap, _ = curve_numbers(curve, shown.js("return state.budget"), 2)[0]
+        counts[budget] = int(largest(torch.tensor(clear), tau, cap).sum())
+        assert shown.js(kept, clear) == counts[budget]
+    assert counts == {1.2: 1, 2.0: 2}
+    none = {"weight": [NO_WEIGHT, 0.3], "alpha": 1.0, "cap": 1}
+    ends = [{"experts_per_token": 1.32, **none}, {"experts_per_token": 3.02, **none}]
+    for budget in (1.3454454350095368, 2.0, 2.9):  # the first one rounds
+        found = shown.js("return curveNumbers(arguments[0], arguments[1], 2).map(byCap)", ends, budget)
+        assert found == [n.tau == NO_LIMIT for n in curve_numbers(ends, budget, 2)] == [True, False]
 
 
 def test_the_dial_shows_what_was_measured(page: Path, run: Path, show: Callable[[Path], Page]) -> None:

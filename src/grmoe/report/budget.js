@@ -40,7 +40,7 @@ function mixPoints(a, b, share) {
   const geometric = a.alpha !== b.alpha && Math.min(a.alpha, b.alpha) > 0;
   const zero = (a.bias || b.bias || []).map(() => 0);
   return {
-    tau: mix(a.tau, b.tau),
+    tau: a.tau + share * (b.tau - a.tau), // equal ones stay as they are
     alpha: geometric ? a.alpha ** (1 - share) * b.alpha ** share : mix(a.alpha, b.alpha),
     cap: a.cap,
     bias: a.bias || b.bias ? (a.bias || zero).map((x, e) => mix(x, (b.bias || zero)[e])) : null,
@@ -74,10 +74,10 @@ function settingOf(run, state, layer) {
 function dialled(run, state, layer) {
   const { curve, moe_layers, alphas, selection } = run.model;
   if (has(state.budget) && curve) {
-    const { tau, alpha, cap, bias } = curveNumbers(curve, state.budget, moe_layers.length)[layer];
+    const numbers = curveNumbers(curve, state.budget, moe_layers.length)[layer], { tau, alpha, cap, bias } = numbers;
     const byWeight = tau < -NO_WEIGHT;
     const rule = byWeight ? { kind: "at_least", tau: -tau } : { kind: "mass", tau: tau < 0 ? 1 : Math.min(1, tau) };
-    return { alpha, selection: { ...rule, k: cap, bias } };
+    return { alpha, selection: { ...rule, k: cap, bias, byCap: byCap(numbers) } };
   }
   const own = state.mark && run.dial && run.dial[state.mark].setting;
   if (!own) return { alpha: alphas[layer], selection };

@@ -86,7 +86,8 @@ function ranksOf(l, p, bias) {
 function keptOf(selection, N, at) {
   const { kind, tau, k } = selection;
   if (kind === "dense" || kind === "own") return N;
-  if (kind === "topk") return Math.min(k, N);
+  // By the cap alone: a clear gate may hold all of τ = 1 before the cap.
+  if (kind === "topk" || selection.byCap) return Math.min(k, N);
   let kept = 1;
   if (kind === "threshold") {
     while (kept < N && at(kept) >= tau) kept++;
