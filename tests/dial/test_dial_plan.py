@@ -48,7 +48,7 @@ def test_refining_measures_new_settings_ever_nearer_to_the_target(target: Target
     # Trained: 3.93 experts. exp(3.93 − experts) ≤ 2 gives at least 3.24 experts.
     limit = 2.0 if target.kind == "experts" else meter.trained.experts_per_token - math.log(2)
     before, meter.asked = list(meter.points), []
-    refine(target, meter)
+    refine(target, meter, 4)
     settings = [setting for setting, _ in meter.asked]
     assert len(settings) == len(set(settings)) == REFINEMENTS == 6
     assert not set(settings) & set(before)
@@ -63,14 +63,27 @@ def test_refining_says_whether_layers_differ_and_stops_where_nothing_is_left() -
     meter = SmoothMeter(2)
     meter.measure(mass((8.0, 1.0), 0.1, 4), "per layer")
     meter.asked = []
-    refine(Target("experts", 2.0), meter)
+    refine(Target("experts", 2.0), meter, 4)
     assert {family for _, family in meter.asked} == {"per layer"}
     alone = SmoothMeter(2, trained=top_k((1.0, 1.0), 1))
     alone.asked = []
-    refine(Target("experts", 2.0), alone)  # nothing lies beyond
-    refine(Target("throughput", 2.0), meter)  # speeds are not known yet
+    refine(Target("experts", 2.0), alone, 4)  # nothing lies beyond
+    refine(Target("throughput", 2.0), meter, 4)  # speeds are not known yet
     assert alone.asked == []
     assert len(meter.asked) == 6
+
+
+@pytest.mark.parametrize("cap", [2, 4, 6])
+def test_refining_stays_at_the_cap_of_the_search(cap: int) -> None:
+    """A mass between two top-k has the larger of their caps. On a curve it would stand apart: budgets beside it would
+    compute up to a fifth fewer experts than they say. With --cap below the trained number it would be above the cap."""
+    meter = SmoothMeter(2, trained=top_k((1.0, 1.0), 4))
+    for k in (1, 2, 3, cap):
+        meter.measure(top_k((1.0, 1.0), k), "top-k")
+    meter.asked = []
+    for wanted in (1.5, 2.5):
+        refine(Target("experts", wanted), meter, cap)
+    assert {setting.cap for setting, _ in meter.asked} == {cap}  # from top-1 to all that the search allows
 
 
 def dominated(p: Point, others: list[Point]) -> bool:
@@ -189,7 +202,7 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
     used: list[tuple[Any, float | None]] = []
     searched: list[tuple[int, float | None]] = []
     config = SimpleNamespace(
-        moe_layers=[0, 1], num_experts=4, gate_experts=4, num_experts_per_tok=3, router="grassmann"
+        moe_layers=[0, 1], num_experts=4, gate_experts=4, num_experts_per_tok=4, router="grassmann"
     )
     budgets: list[float | None] = []
     model = SimpleNamespace(config=config, set_budget=budgets.append)
@@ -239,11 +252,11 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
         monkeypatch.setattr(calibration, name, stub)
     plan = calibration.Plan(model="m", target=target, checks=("a", "b"), beside=("b",))
     body = calibration.run(plan).body
-    assert searched == [(3, 2.0 if target.kind == "experts" else None)]
+    assert searched == [(4, 2.0 if target.kind == "experts" else None)]
     # 6 refinements, 12 points of the curve, timing in passes of 9 rounds and a warm-up, two measurements per check; the
-    # budgets 3, 2.25, 1.5 and 1 of two models and on two checked texts, and the other model as trained.
+    # budgets 4, 3, 2 and 1 of two models and on two checked texts, and the other model as trained.
     passes = 2 if target.kind == "throughput" else 1
-    assert totals == [expected(2, 3) + 6 + 12 + 10 * passes + 2 * 2 + 4 * 4 + 1]
+    assert totals == [expected(2, 4) + 6 + 12 + 10 * passes + 2 * 2 + 4 * 4 + 1]
     assert [(c.text, c.budgets) for c in body.checks] == [
         ("a", [("a", "a", "base")]),
         ("b", [("a", "a", "base")]),
@@ -256,7 +269,9 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
     assert body.budgets == [("a", "a", "Meas"), ("b", "b", "None")]
     assert body.budget == round(body.chosen.experts_per_token, 4)
     refined = 6 if target.kind != "throughput" else 0
-    assert len(body.points) == 1 + 3 + refined + 4  # trained, grid, refinements, rows of the α table
+    assert (
+        len(body.points) == 1 + 3 + refined + 3
+    )  # trained, grid, refinements, rows of the α table beside the chosen one
     counts = [p.experts_per_token for p in body.points]
     assert counts == sorted(counts)
     if target.kind == "throughput":

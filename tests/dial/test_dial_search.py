@@ -135,7 +135,7 @@ def test_combinations_are_the_best_for_their_cost_if_losses_add_up() -> None:
 def test_targets_are_met_by_construction(searched: Searched, target: Target) -> None:
     meter = searched[0]
     before = choose(target, meter.points.values(), meter.trained, lambda _: None)
-    refine(target, meter)
+    refine(target, meter, 2)
     chosen = choose(target, meter.points.values(), meter.trained, lambda _: None)
     assert meets(target, chosen, meter.trained, lambda _: None)
     # No other point of the simple rule that meets it is better.

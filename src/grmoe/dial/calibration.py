@@ -113,7 +113,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
     meter = Meter(model, text, step, book)
     trained, levels, gates = meter.trained, Levels(model, text), Gates(model, text, cap)
     sensitivities = search(meter, cap, target.value if target.kind == "experts" else None)
-    refine(target, meter)
+    refine(target, meter, cap)
     points = list(meter.points.values())
     to_time = _points_to_time(points, trained)
     speeds = time_points(model, text, to_time, trained, ROUNDS, step) if by_speed else {}

@@ -111,15 +111,19 @@ def _nearest(target: Target, points: list[Point], speed: RelativeSpeed) -> str:
     return f"the fastest measured is {fastest:.2f} times as fast"
 
 
-def refine(target: Target, meter: Meter) -> None:
-    """Measure settings halfway between the chosen point and frontier points beyond the target, nearest first."""
+def refine(target: Target, meter: Meter, cap: int) -> None:
+    """Measure settings halfway between the chosen point and frontier points beyond the target, nearest first.
+
+    cap: of the search. Between two top-k lies a mass with another cap, which no curve of budgets joins with the others.
+    """
     if target.kind == "throughput":  # speeds are only known after timing
         return
     for _ in range(REFINEMENTS):
         points = list(meter.points.values())
         chosen = choose(target, points, meter.trained, lambda point: None)
         middles = (halfway(chosen.setting, p.setting) for p in _beyond(target, chosen, frontier(points)))
-        fresh = next((s for s in middles if s is not None and s not in meter.points), None)
+        joined = (s for s in middles if s is not None and s.cap == cap)
+        fresh = next((s for s in joined if s not in meter.points), None)
         if fresh is None:
             return
         meter.measure(fresh, family(fresh))
