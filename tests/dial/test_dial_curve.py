@@ -147,3 +147,22 @@ def test_one_of_many_identity_experts_is_one_choice(identity_run: Path) -> None:
     found = measure(model, read_windows(None, result.loaded, 32, 512))
     assert found.experts_per_token == pytest.approx(curve[0]["experts_per_token"], abs=1e-4)
     assert found.loss == pytest.approx(curve[0]["loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("rule", [mass(ALPHAS, 0.5, 1), at_least(ALPHAS, 0.3, 1)], ids=str)
+@pytest.mark.parametrize("by", ["weight", "mass"])
+def test_one_expert_joins_with_more_whatever_rule_trained_it(rule: Setting, by: str) -> None:
+    """With a cap of its own it would stand apart: layers turn one after another up to the next point, and budgets in
+    between compute fewer experts."""
+    trained = point(rule, 1.0, 3.0, "trained")
+    middle = {
+        "weight": [point(at_least(ALPHAS, w, 2), x, 2.9) for w, x in ((0.3, 1.3), (0.2, 1.6))],
+        "mass": between(2),
+    }
+    points = [trained, ONE, *middle[by], point(top_k(ALPHAS, 2), 2.0, 2.8, "top-k")]
+    curve = build_curve(points, trained, trained, 2, 8)
+    check_curve(curve, 2, 8)
+    assert [p["cap"] for p in curve] == [2] * 4
+    one = {"weight": 0.5001} if by == "weight" else {"tau": 0.1125}
+    assert curve[0] == {"experts_per_token": 1.0, **one, "alpha": 1.0, "cap": 2, "loss": 3.0}
+    assert chosen_budget(curve, trained) == 1.0

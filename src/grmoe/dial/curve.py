@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from grmoe.dial.meter import Point
-from grmoe.dial.setting import mass
+from grmoe.dial.setting import Setting, mass
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.losses import Measurement
 from grmoe.routing.curve import NO_WEIGHT
@@ -51,7 +51,10 @@ def build_curve(
         for p in family
         if p.setting.caps is None and p.setting.level is None and p.setting.norms == chosen.setting.norms
     ]
-    by_weight = chosen.setting.selection != "mass" and any(p.setting.selection == "at_least" for p in family)
+    by_mass = chosen.setting.selection == "mass" and not _is_one(chosen.setting, cap)
+    by_weight = not by_mass and any(
+        p.setting.selection == "at_least" and p.setting.cap == cap for p in family
+    )
 
     def describe(p: Point) -> dict[str, Any] | None:
         return _weight_point(p, cap) if by_weight else _tau_point(p, cap, num_experts)
@@ -101,25 +104,32 @@ def _weight_point(point: Point, cap: int) -> dict[str, Any] | None:
     """None for a setting that is not "the most probable expert and those with at least this weight, at most cap"."""
     setting = point.setting
     numbers = setting.point
-    if setting.selection == "topk":
-        del numbers["tau"]
-        # One expert by a weight that joins with the points above it. Other top-k keep their own cap: a chosen one, or
-        # the trained one of a model with more experts than the cap.
-        one = setting.cap == 1 < cap
-        numbers |= {"weight": _ONE, "cap": cap} if one else {"weight": NO_WEIGHT}
+    if _is_one(setting, cap):  # by a weight that joins with the points above it
+        numbers = _without_rule(numbers) | {"weight": _ONE, "cap": cap}
+    elif setting.selection == "topk":
+        # Its own cap: a chosen one, or the trained one of a model with more experts than the cap.
+        numbers = _without_rule(numbers) | {"weight": NO_WEIGHT}
     return _point(point, numbers) if "weight" in numbers else None
 
 
 def _tau_point(point: Point, cap: int, num_experts: int) -> dict[str, Any] | None:
     """None for a setting that is not "the most probable experts, at most cap, up to τ"."""
     setting = point.setting
-    if setting.selection in ("at_least", "threshold"):
-        return None
-    numbers = setting.point
-    if setting.tau is None and setting.cap == 1 < cap:
+    if _is_one(setting, cap):
         # One expert always holds this much, so the rule joins with the points above it.
-        numbers |= {"tau": float(f"{0.9 / num_experts:.4g}"), "cap": cap}
-    return _point(point, numbers)
+        one = {"tau": float(f"{0.9 / num_experts:.4g}"), "cap": cap}
+        return _point(point, _without_rule(setting.point) | one)
+    return None if setting.selection in ("at_least", "threshold") else _point(point, setting.point)
+
+
+def _is_one(setting: Setting, cap: int) -> bool:
+    """Whether every token gets one expert because of its cap, in a search that allows more. Any rule by rank does it:
+    a model with one expert per token may have been trained with a selection by mass."""
+    return setting.cap == 1 < cap and setting.selection in ("topk", "mass", "at_least")
+
+
+def _without_rule(numbers: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in numbers.items() if name not in ("tau", "weight")}
 
 
 def _point(point: Point, numbers: dict[str, Any]) -> dict[str, Any]:
