@@ -11,8 +11,11 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from grmoe.kernels import grouped_gemm as module
-from grmoe.kernels.grouped_gemm import Tiles, grouped_gemm, weight_gradient
+from grmoe.kernels.grouped_gemm import Tiles, grouped_gemm, listed, locate, weight_gradient
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -161,3 +164,44 @@ def test_weights_of_another_expert_never_leak(transposed: bool) -> None:
 def test_power_a_wrong_reference_fails(options: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match="not close"):
         check([40, 0, 9], K=32, O=20, spoil=1e-3, **options)
+
+
+@triton.jit
+def locate_kernel(end_ptr, last_ptr, out_ptr, row_tiles, column_tiles: tl.constexpr, NP: tl.constexpr):
+    experts = tl.arange(0, NP)
+    lists = (experts, tl.load(end_ptr + experts), tl.load(last_ptr + experts))
+    expert, first, end, column = locate(tl.program_id(0), lists, row_tiles, column_tiles, 3, 16)
+    place = out_ptr + 4 * tl.program_id(0)
+    tl.store(place, expert)
+    tl.store(place + 1, first)
+    tl.store(place + 2, end)
+    tl.store(place + 3, column)
+
+
+@pytest.mark.parametrize("num_experts", [1, 5, 32, 40, 70])
+def test_tiles_are_located_once_each_in_groups_of_rows(num_experts: int) -> None:
+    """Three row tiles of 16 rows share each column of B. About half of the experts are idle, the first and last too."""
+    load = torch.randint(40, (num_experts,), generator=torch.Generator().manual_seed(num_experts))
+    load[0::2] = 0
+    load[num_experts // 2] += 1
+    end, NP, column_tiles = load.cumsum(0), listed(num_experts), 2
+    rows = [
+        (expert, int(last - count) + first, int(last))
+        for expert, (count, last) in enumerate(zip(load, end, strict=True))
+        for first in range(0, int(count), 16)
+    ]
+    want = [
+        (*row, column)
+        for first in range(0, len(rows), 3)
+        for column in range(column_tiles)
+        for row in rows[first : first + 3]
+    ]
+
+    def padded(values: Tensor, last: int) -> Tensor:
+        return torch.cat([values, torch.full((NP - num_experts,), last)]).int()
+
+    tiles = (load + 15) // 16
+    found = torch.empty(len(want), 4, dtype=torch.int32)
+    lists = padded(end, 0), padded(tiles.cumsum(0), len(rows))  # ends of missing experts are zero
+    locate_kernel[(len(want),)](*lists, found, len(rows), column_tiles, NP)
+    assert found.tolist() == [list(tile) for tile in want]

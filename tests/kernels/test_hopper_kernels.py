@@ -43,6 +43,7 @@ def test_they_compile_for_hopper_and_keep_the_tensor_cores_asynchronous(tmp_path
         assert "wgmma" not in remarks, (name, remarks)
         (spilled,) = re.findall(r"(\d+) bytes spill stores", remarks)
         assert int(spilled) < 256, (name, remarks)  # sums alone are 512 bytes a thread
+        assert " addresses of" not in remarks or "\n0 addresses of" in remarks, (name, remarks)
 
 
 def wide_gate() -> tuple[Tensor, ...]:

@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grmoe.kernels.grouped_gemm import Tiles, locate
-from grmoe.kernels.launch import ceil_div, launch, power_of_2, tiled
+from grmoe.kernels.grouped_gemm import Tiles, listed, locate
+from grmoe.kernels.launch import ceil_div, launch, tiled
 from grmoe.kernels.rows import differentiate
 from grmoe.kernels.runtime import INTERPRETED, attempt, num_programs, specialises
 
@@ -45,7 +45,7 @@ def hidden_gradient_kernel(
     end_N = tl.load(offset_ptr + experts, mask=experts < num_experts, other=0)
     start_N = tl.load(offset_ptr + experts - 1, mask=(experts > 0) & (experts < num_experts), other=0)
     tiles_N = tl.where(experts < num_experts, (end_N - start_N + BM - 1) // BM, 0)
-    lists = (experts, end_N, start_N, tiles_N, tl.cumsum(tiles_N, axis=0))
+    lists = (experts, end_N, tl.cumsum(tiles_N, axis=0))
     row_tiles = tl.sum(tiles_N, axis=0)
     column_tiles: tl.constexpr = (I + BI - 1) // BI
     width: tl.constexpr = 2 * I if GLU else I
@@ -135,7 +135,7 @@ def hidden_gradient(
         BM, BI, BD = tiles.rows, tiles.columns, tiles.inner
         partial = parts(BI)
         precision = "ieee" if INTERPRETED or grad.dtype != torch.float32 else "tf32x3"
-        constants = (N, D, I, glu, precision, BM, BI, BD, tiles.group, power_of_2(N))
+        constants = (N, D, I, glu, precision, BM, BI, BD, tiles.group, listed(N))
         args = (grad, tiled(flat, BD, BI), *lists, partial)
         launch(hidden_gradient_kernel, programs(BM, BI), args, constants, tiles.warps, tiles.stages)
         return partial
@@ -145,7 +145,7 @@ def hidden_gradient(
 
         BM, BI, BD = hopper.ROWS, hopper.COLUMNS, hopper.INNER
         partial = parts(BI)
-        constants = (N, D, I, glu, BM, BI, BD, tiles.group, power_of_2(N), hopper.STAGES)
+        constants = (N, D, I, glu, BM, BI, BD, tiles.group, listed(N), hopper.STAGES)
         args = (grad, flat, hopper.swizzled(flat, BD, BI), *lists, partial)
         launch(hopper_hidden.hidden_gradient_kernel, programs(BM, BI), args, constants)
         return partial

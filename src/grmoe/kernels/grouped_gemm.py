@@ -40,23 +40,32 @@ class Tiles(NamedTuple):
         return self.programs > 1
 
 
+def listed(num_experts: int) -> int:
+    """Length of a kernel's list of experts: a whole warp's lanes at least.
+
+    Sums over fewer lanes leave the compiler in doubt whether all threads agree on a tile. It then computes the tensor
+    cores' addresses in each thread, between the products.
+    """
+    return max(32, power_of_2(num_experts))
+
+
 @triton.jit
 def locate(tile, lists, row_tiles, column_tiles: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr):
     """(expert, first row, end row, column tile) of a tile; groups of row tiles share the columns.
 
-    lists: the experts' indices, ends, starts, row tiles, and running sums of row tiles.
+    lists: the experts' indices, ends, and running sums of row tiles.
     """
-    experts_N, end_N, start_N, tiles_N, last_N = lists
+    experts_N, end_N, last_N = lists
     width = GROUP * column_tiles
     group = tile // width
     size = tl.minimum(row_tiles - group * GROUP, GROUP)
     index = group * GROUP + (tile % width) % size
     column = (tile % width) // size
     expert = tl.sum((last_N <= index).to(tl.int32), axis=0)
-    mine_N = experts_N == expert
-    before = tl.sum(tl.where(mine_N, last_N - tiles_N, 0), axis=0)
-    start = tl.sum(tl.where(mine_N, start_N, 0), axis=0) + (index - before) * BM
-    return expert, start, tl.sum(tl.where(mine_N, end_N, 0), axis=0), column
+    previous_N = experts_N == expert - 1
+    before = tl.sum(tl.where(previous_N, last_N, 0), axis=0)
+    start = tl.sum(tl.where(previous_N, end_N, 0), axis=0) + (index - before) * BM
+    return expert, start, tl.sum(tl.where(experts_N == expert, end_N, 0), axis=0), column
 
 
 @triton.jit
@@ -75,7 +84,7 @@ def grouped_gemm_kernel(
     end_N = tl.load(offset_ptr + experts, mask=experts < num_experts, other=0)
     start_N = tl.load(offset_ptr + experts - 1, mask=(experts > 0) & (experts < num_experts), other=0)
     tiles_N = tl.where(experts < num_experts, (end_N - start_N + BM - 1) // BM, 0)
-    lists = (experts, end_N, start_N, tiles_N, tl.cumsum(tiles_N, axis=0))
+    lists = (experts, end_N, tl.cumsum(tiles_N, axis=0))
     row_tiles = tl.sum(tiles_N, axis=0)
     column_tiles: tl.constexpr = (O + BO - 1) // BO
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN):
@@ -157,7 +166,7 @@ def grouped_gemm(
         constants = (
             *(N, K, O, b.shape[1]),
             *(token is not None, transposed, activation, inner is not None, precision),
-            *(tiles.rows, tiles.columns, tiles.inner, tiles.group, power_of_2(N), tiles.flatten),
+            *(tiles.rows, tiles.columns, tiles.inner, tiles.group, listed(N), tiles.flatten),
         )
         tile_count = (ceil_div(A, tiles.rows) + N) * ceil_div(O, tiles.columns)
         launch(grouped_gemm_kernel, (min(programs, tile_count),), args, constants, tiles.warps, tiles.stages)
@@ -169,7 +178,7 @@ def grouped_gemm(
         args = (a, hopper.swizzled(flat, columns, hopper.INNER), *pointers)
         constants = (
             *(N, K, O, b.shape[1], activation == 1, inner is not None),
-            *(hopper.ROWS, columns, hopper.INNER, tiles.group, power_of_2(N), hopper.STAGES),
+            *(hopper.ROWS, columns, hopper.INNER, tiles.group, listed(N), hopper.STAGES),
         )
         tile_count = (ceil_div(A, hopper.ROWS) + N) * ceil_div(O, columns)
         launch(hopper_up.up_kernel, (min(programs, tile_count),), args, constants)

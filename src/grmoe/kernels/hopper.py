@@ -51,12 +51,12 @@ def _add(a, b):
 
 @gluon.jit
 def tiles_of_experts(offset_ptr, num_experts: gl.constexpr, BM: gl.constexpr, NP: gl.constexpr):
-    """(expert, end, start, row tiles, running sum of row tiles) of each expert, and the total."""
-    expert = gl.arange(0, NP, gl.BlockedLayout([1], [32], [4], [0]))
+    """(expert, end, running sum of row tiles) of each expert, and the total. Each warp holds the whole list."""
+    expert = gl.arange(0, NP, gl.BlockedLayout([NP // 32], [32], [4], [0]))
     end_N = gl.load(offset_ptr + expert, mask=expert < num_experts, other=0)
     start_N = gl.load(offset_ptr + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0)
     tiles_N = gl.where(expert < num_experts, (end_N - start_N + BM - 1) // BM, 0)
-    return (expert, end_N, start_N, tiles_N, gl.associative_scan(tiles_N, 0, _add)), gl.sum(tiles_N, axis=0)
+    return (expert, end_N, gl.associative_scan(tiles_N, 0, _add)), gl.sum(tiles_N, axis=0)
 
 
 @gluon.jit
