@@ -231,6 +231,10 @@ def compile_launches() -> dict[str, str]:
         gate_module.is_hopper = lambda _: True
         given = (x, weights, None, make(), probs, probs, selected, make(1), packed)
         gate_module._backward(None, None, probs, None, *given, 1.0, True, True, False)
+        x, packed = make(32768, 2048, dtype=bf16), make(32 * 64, 2048, dtype=bf16)
+        chosen = probs[:, :64], probs[:, :64], selected[:, :64], make(32768), packed
+        given = (x, make(64, 2048, 32), make(64), make(), *chosen)
+        gate_module._backward(None, None, probs[:, :64], None, *given, 1.0, True, True, False)
         parts = scores.Parts(probs, make(128), probs, probs, make(32768))
         scores._Blend.apply(1.0, *parts)
         scores._blend_backward(probs, parts, 1.0)

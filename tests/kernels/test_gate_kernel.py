@@ -12,8 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from grmoe.kernels import gate as gate_module
 from grmoe.kernels.gate import gate
-from grmoe.kernels.gate_tiles import plan
+from grmoe.kernels.gate_tiles import WIDE, plan
 from grmoe.routing import Dense, GrassmannRouter, Mass, Router, Selection, SoftmaxRouter, Threshold, TopK
 from grmoe.routing.fused import fused_gate, pack_operands
 
@@ -150,6 +151,24 @@ SHAPES = [(1, 4, 2, 1), (64, 32, 3, 4), (65, 36, 8, 8), (130, 64, 9, 13), (10, 1
 def test_shapes(shape: tuple[int, int, int, int]) -> None:
     T, D, N, K = shape
     kind: Any = "diagonal" if T % 2 else "scalar"
+    compare(grassmann(D, N, K, concentration=kind, selection=TopK(2)), tokens(T, D))
+
+
+# Two tiles of 256 columns: one, two and 32 rounds of experts in half a tile; experts that fill a tile alone.
+@pytest.mark.parametrize(
+    "shape", [(65, 80, 4, 70), (130, 24, 64, 5), (65, 12, 128, 3), (33, 12, 130, 2)], ids=str
+)
+def test_wide_tiles(shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward finishes a wide tile in halves."""
+    T, D, N, K = shape
+    kind: Any = "diagonal" if T % 2 else "scalar"
+
+    def wide(*args: Any) -> Any:
+        usual = plan(*args)
+        tiles = WIDE._replace(tokens=64, width=32)
+        return usual._replace(columns=512, forward=tiles, backward=tiles, input_gradient=tiles)
+
+    monkeypatch.setattr(gate_module, "plan", wide)
     compare(grassmann(D, N, K, concentration=kind, selection=TopK(2)), tokens(T, D))
 
 

@@ -193,17 +193,18 @@ def _backward(
     along = torch.empty(T, dtype=torch.float32, device=x.device)
     column_sums = torch.empty(programs, C, dtype=torch.float32, device=x.device)
     prior_sums = torch.empty(programs, N, dtype=torch.float32, device=x.device)
+    halves = t.columns >= max(WIDE.columns, 2 * p.experts)  # of whole rounds of experts
     args = (
         tiled(x, t.tokens, t.width),
         tiled(packed, t.columns, t.width),
-        tiled(scaled, t.tokens, t.columns),
+        tiled(scaled, t.tokens, t.columns // (1 + halves)),
         *(log_kappa, alpha, norm, *gates, norm if grad_norm is None else grad_norm.contiguous()),
         *(along, column_sums, prior_sums, T, energy_scale),
     )
     diagonal = log_kappa.ndim == 2
     constants = (
         *(D, K, C, N, diagonal, posterior, renormalize, *flags, grad_norm is not None, scores),
-        *(p.precision, p.experts, t.tokens, t.columns, t.width),
+        *(p.precision, p.experts, t.tokens, t.columns, t.width, halves),
     )
     launch(kernels.gate_backward_kernel, (programs,), args, constants, t.warps, t.stages)
     grad_x, t = torch.empty_like(x), p.input_gradient

@@ -258,6 +258,22 @@ def linear_backward_kernel(
     tl.store(out_ptr + place, (tl.load(alpha_ptr) * grad_BN).to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _scale(
+    q_BC, w_BN, scaled_desc, log_kappa_ptr, column_sums_ptr, first, column, num_experts: tl.constexpr,
+    K: tl.constexpr, DIAGONAL: tl.constexpr, NP: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Writes p = 2·w·λ·q and Σ_t w q² of some columns. Returns Σ_c λ w q² over them."""
+    here = column + tl.arange(0, BC)
+    lambda_C = column_weights(log_kappa_ptr, here, num_experts, K, NP, DIAGONAL)
+    wq_BRN = tl.reshape(q_BC, (BT, BC // NP, NP)) * w_BN[:, None, :]
+    wq_BC = tl.reshape(wq_BRN, (BT, BC))
+    scaled_desc.store([first, column], (2.0 * lambda_C[None, :] * wq_BC).to(scaled_desc.dtype))
+    square_BC = wq_BC * q_BC
+    tl.store(column_sums_ptr + here, tl.sum(square_BC, axis=0))
+    return tl.sum(square_BC * lambda_C[None, :], axis=1)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def gate_backward_kernel(
     x_desc, packed_desc, scaled_desc, log_kappa_ptr, alpha_ptr, norm_ptr,
@@ -269,6 +285,7 @@ def gate_backward_kernel(
     WITH_LOGITS: tl.constexpr, WITH_PROBS: tl.constexpr, WITH_WEIGHTS: tl.constexpr, WITH_NORM: tl.constexpr,
     PLAIN: tl.constexpr,
     PRECISION: tl.constexpr, NP: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
     """Recomputes q = x·U and writes p = 2·w·λ·q with w = α·c·(∂loss/∂ℓ)/‖x‖², for two plain GEMMs.
 
@@ -276,6 +293,7 @@ def gate_backward_kernel(
 
     PLAIN: scores, that is α = 1. WITH_NORM: the loss depends on ‖x‖² in other ways too.
     column_sums (programs, C) and prior_sums (programs, N) are partial sums over a program's tokens.
+    HALVES: q, and what becomes of it, does not stay in registers for all columns of a tile at once.
     """
     program = tl.program_id(0)
     first = program * BT
@@ -295,20 +313,28 @@ def gate_backward_kernel(
     tl.store(prior_sums_ptr + program * num_experts + expert, prior_N, mask=expert < num_experts)
     w_BN = tl.where((token < num_tokens)[:, None], grad_BN * (alpha * energy_scale / norm_B)[:, None], 0.0)
     along_B = tl.zeros((BT,), tl.float32)
+    sums_ptr = column_sums_ptr + program * C
     for column in range(0, C, BC):
         q_BC = tl.zeros((BT, BC), tl.float32)
         for d in range(0, D, BD):
             q_BC = tl.dot(
                 x_desc.load([first, d]), packed_desc.load([column, d]).T, q_BC, input_precision=PRECISION
             )
-        here = column + tl.arange(0, BC)
-        lambda_C = column_weights(log_kappa_ptr, here, num_experts, K, NP, DIAGONAL)
-        wq_BRN = tl.reshape(q_BC, (BT, BC // NP, NP)) * w_BN[:, None, :]
-        wq_BC = tl.reshape(wq_BRN, (BT, BC))
-        scaled_desc.store([first, column], (2.0 * lambda_C[None, :] * wq_BC).to(scaled_desc.dtype))
-        square_BC = wq_BC * q_BC
-        tl.store(column_sums_ptr + program * C + here, tl.sum(square_BC, axis=0))
-        along_B += tl.sum(square_BC * lambda_C[None, :], axis=1)
+        if HALVES:
+            left_BC, right_BC = tl.split(tl.permute(tl.reshape(q_BC, (BT, 2, BC // 2)), (0, 2, 1)))
+            along_B += _scale(
+                left_BC, w_BN, scaled_desc, log_kappa_ptr, sums_ptr, first, column,
+                num_experts, K, DIAGONAL, NP, BT, BC // 2,
+            )  # fmt: skip
+            along_B += _scale(
+                right_BC, w_BN, scaled_desc, log_kappa_ptr, sums_ptr, first, column + BC // 2,
+                num_experts, K, DIAGONAL, NP, BT, BC // 2,
+            )  # fmt: skip
+        else:
+            along_B += _scale(
+                q_BC, w_BN, scaled_desc, log_kappa_ptr, sums_ptr, first, column,
+                num_experts, K, DIAGONAL, NP, BT, BC,
+            )  # fmt: skip
     # Below the floor ‖x‖² is constant and has no gradient.
     along_B = -2.0 * along_B / norm_B
     if WITH_NORM:
