@@ -255,7 +255,7 @@ def compile_launches() -> dict[str, str]:
 
 if __name__ == "__main__":
     said = {
-        "gate 32, diagonal": gate(32, True),
+        "gate 64, diagonal": gate(64, True),
         "gate 16, two tiles, drawn budgets, numbers per sequence": gate(16, False, 1, True, K=32),
         "up, SwiGLU": up(True, True),
         "up, GELU, width 200": up(False, True, 200),

@@ -31,6 +31,10 @@ from grmoe.kernels.runtime import (
     specialises,
 )
 
+# Experts (padded) of the warp-specialised gate. Its layout of sums needs eight. With more than 64, choosing takes more
+# registers than there are. That is behind the loops, where it may not matter: it is not measured.
+FEWEST, MOST = 8, 64
+
 
 def _rank(matrix: Tensor) -> int:
     return matrix.shape[2] if matrix.ndim == 3 else 1
@@ -123,8 +127,7 @@ def _forward(
         constants = (*shape, *choice, p.experts, t.tokens, t.columns, t.width, t.stages)
         launch(hopper_gate.gate_kernel, (ceil_div(T, t.tokens),), args, constants)
 
-    # Its layout of sums needs eight experts, and more than 64 need too many registers.
-    if square and t == WIDE and 8 <= p.experts <= 64 and specialises(x.device):
+    if square and t == WIDE and FEWEST <= p.experts <= MOST and specialises(x.device):
         attempt("gate for Hopper", specialised, plain)
     else:
         plain()

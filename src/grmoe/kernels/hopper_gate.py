@@ -82,6 +82,7 @@ def _multiply(
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
     acc_BC = warpgroup_mma_wait(num_outstanding=0, deps=(acc_BC,))
     mbarrier.arrive(empty.index((steps - 1) % STAGES), count=1)
+    norm_B = gl.convert_layout(gl.sum(square_BD, axis=1), gl.SliceLayout(1, SUMS))  # first, to free registers
     sums_BN = _sum_directions(acc_BC, log_kappa_ptr, 0, num_experts, K, DIAGONAL, BT, BC, NP, SUMS)
     # A count that is known only at run time: a loop of one round would be unrolled, and registers run out.
     for tile in range(1, C // BC + (num_tokens < 0).to(gl.int32)):
@@ -101,7 +102,6 @@ def _multiply(
         )
     token = first + HALF * BT + gl.arange(0, BT, gl.SliceLayout(1, SUMS))
     expert = gl.arange(0, NP, gl.SliceLayout(0, SUMS))
-    norm_B = gl.convert_layout(gl.sum(square_BD, axis=1), gl.SliceLayout(1, SUMS))
     finish_gate(
         sums_BN, norm_B, token, expert, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget,
         logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, num_tokens, energy_scale, length, layer,
