@@ -30,6 +30,7 @@ from grmoe.kernels import (
     hopper_up,
     hopper_weights,
     metrics,
+    rows,
     scores,
     thin_gate,
 )
@@ -211,7 +212,7 @@ def compile_launch(
 
 def compile_launches() -> dict[str, str]:
     """Triton's kernels as their callers launch them. Memory is reserved, never touched."""
-    for module in (dispatch, grouped_gemm, thin_gate, fused_backward, metrics, gate_module, scores):
+    for module in (dispatch, grouped_gemm, thin_gate, fused_backward, metrics, gate_module, scores, rows):
         module.launch = compile_launch
     for module in (grouped_gemm, fused_backward):
         module.num_programs, module.specialises = lambda _: 132, lambda _: False
@@ -248,8 +249,10 @@ def compile_launches() -> dict[str, str]:
     )
     given = (make(128, 2048, dtype=bf16), up, offset, tiles.up)
     grouped_gemm.grouped_gemm(*given, token=token, transposed=True, activation=1)
-    x, rows = make(128, 2048, dtype=bf16), make(1024, 1024, dtype=bf16)
-    fused_backward.gathered_gradient(x, rows, token, offset, experts.GRADIENT, turned=False)
+    x, listed = make(128, 2048, dtype=bf16), make(1024, 1024, dtype=bf16)
+    fused_backward.gathered_gradient(x, listed, token, offset, experts.GRADIENT, turned=False)
+    for rows.COMBINE_STAGES in (1, 3):
+        rows.combine(make(1024, 2048, dtype=bf16), make(128, 8, dtype=torch.int32), make(128, 8))
     return launched
 
 
