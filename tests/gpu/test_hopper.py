@@ -59,6 +59,7 @@ GATES = [  # tokens, width, experts, rank; how to choose; λ along a frame's dir
     ((640, 256, 64, 32), runtime.LARGEST, True, BF16),
     ((300, 320, 8, 128), runtime.ABOVE, False, FP16),
 ]
+SMALL_GATE = ((1000, 768, 8, 48), runtime.LARGEST, False, BF16)  # three tiles of columns at once
 
 
 @pytest.mark.parametrize(("shape", "mode", "diagonal", "dtype"), GATES, ids=str)
@@ -88,6 +89,47 @@ def test_gate(
     special, plain = triton_too(run, gate_module, monkeypatch)
     for name, a, b in zip(("logits", "probs", "weights", "selected", "zero"), special, plain, strict=True):
         assert torch.equal(a, b), (name, (a.float() - b.float()).abs().max().item())
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(("shape", "mode", "diagonal", "dtype"), [*GATES, SMALL_GATE], ids=str)
+def test_a_kept_projection(
+    shape: tuple[int, int, int, int],
+    mode: int,
+    diagonal: bool,
+    dtype: torch.dtype,
+    special: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It changes no bit of the forward. Gradients differ by the rounding of the projection."""
+    T, D, N, K = shape
+    torch.manual_seed(T + mode)
+    if not special:
+        monkeypatch.setattr(gate_module, "specialises", lambda _: False)
+    x = torch.randn(T, D, device=DEVICE, dtype=dtype, requires_grad=True)
+    frames = torch.linalg.qr(torch.randn(N, D, K, device=DEVICE))[0].contiguous().requires_grad_()
+    log_kappa = torch.randn(*((N, K) if diagonal else (N,)), device=DEVICE, requires_grad=True)
+    prior = torch.randn(N, device=DEVICE, requires_grad=True)
+    alpha, cap = torch.tensor(1.7, device=DEVICE), torch.tensor(3, device=DEVICE, dtype=torch.int32)
+    tau = torch.tensor(0.2 if mode == runtime.ABOVE else 2.0, device=DEVICE)
+    upstream = torch.randn(T, N, device=DEVICE)
+
+    def run() -> tuple[list[Tensor], list[Tensor]]:
+        results = gate(
+            x, frames, log_kappa, prior, alpha, energy_scale=D / K, mode=mode, max_experts=3, tau=tau, cap=cap,
+            renormalize=False,
+        )  # fmt: skip
+        leaves = [x, frames, log_kappa, prior]
+        return list(results[:4]), list(torch.autograd.grad(results[0], leaves, upstream))
+
+    plain, gradients = run()
+    monkeypatch.setattr(gate_module, "KEEP_PROJECTION", True)
+    kept, others = run()
+    assert all(torch.equal(a, b) for a, b in zip(kept, plain, strict=True))
+    for a, b in zip(others, gradients, strict=True):
+        assert (a.double() - b.double()).norm() <= 1e-2 * b.double().norm()
+    again = run()[1]
+    assert all(torch.equal(a, b) for a, b in zip(again, others, strict=True))
 
 
 @pytest.mark.parametrize("elastic", [runtime.FIXED, runtime.MASS, runtime.COUNT])

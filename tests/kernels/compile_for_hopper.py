@@ -65,7 +65,9 @@ def assembler(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> 
     return remarks(said.getvalue(), made)
 
 
-def gate(N: int, diagonal: bool, elastic: int = 0, per_row: bool = False, K: int = 64) -> str:
+def gate(
+    N: int, diagonal: bool, elastic: int = 0, per_row: bool = False, K: int = 64, keep: bool = False
+) -> str:
     floats = [
         "log_kappa",
         "prior",
@@ -83,6 +85,7 @@ def gate(N: int, diagonal: bool, elastic: int = 0, per_row: bool = False, K: int
         **{f"{name}_ptr": "*fp32" for name in floats},
         "x_desc": tiles(128),
         "packed_desc": tiles(256),
+        "kept_ptr": "*bf16",
         "selected_ptr": "*u8",
         "cap_ptr": "*i32",
         "key_ptr": "*i64",
@@ -107,6 +110,7 @@ def gate(N: int, diagonal: bool, elastic: int = 0, per_row: bool = False, K: int
         "BIASED": per_row,
         "ELASTIC": elastic,
         "UNIT": 0,
+        "KEEP": keep,
         "NP": N,
         "BT": 128,
         "BC": 256,
@@ -207,7 +211,8 @@ def compile_launch(
         target, options = GPUTarget("cuda", 90, 32), {"num_warps": warps, "num_stages": stages}
         made = triton.compile(source, target=target, options=options)
     assert made.metadata.shared <= 227 * 1024, kernel.fn.__name__
-    launched[f"{kernel.fn.__name__} {len(launched)}"] = said.getvalue()
+    if said.getvalue():  # nothing is said of a kernel that was compiled before
+        launched[f"{kernel.fn.__name__} {len(launched)}"] = said.getvalue()
 
 
 def compile_launches() -> dict[str, str]:
@@ -230,12 +235,13 @@ def compile_launches() -> dict[str, str]:
         probs, selected, x = make(32768, 128), make(32768, 128, dtype=torch.bool), make(32768, 64, dtype=bf16)
         weights, packed = make(128, 64), make(128, 64, dtype=bf16)
         gate_module.is_hopper = lambda _: True
-        given = (x, weights, None, make(), probs, probs, selected, make(1), packed)
+        given = (x, weights, None, make(), probs, probs, selected, make(1), packed, packed[:0])
         gate_module._backward(None, None, probs, None, *given, 1.0, True, True, False)
         x, packed = make(32768, 2048, dtype=bf16), make(32 * 64, 2048, dtype=bf16)
         chosen = probs[:, :64], probs[:, :64], selected[:, :64], make(32768), packed
-        given = (x, make(64, 2048, 32), make(64), make(), *chosen)
-        gate_module._backward(None, None, probs[:, :64], None, *given, 1.0, True, True, False)
+        for kept in (packed[:0], make(32768, 32 * 64, dtype=bf16)):
+            given = (x, make(64, 2048, 32), make(64), make(), *chosen, kept)
+            gate_module._backward(None, None, probs[:, :64], None, *given, 1.0, True, True, False)
         parts = scores.Parts(probs, make(128), probs, probs, make(32768))
         scores._Blend.apply(1.0, *parts)
         scores._blend_backward(probs, parts, 1.0)
@@ -259,6 +265,7 @@ def compile_launches() -> dict[str, str]:
 if __name__ == "__main__":
     said = {
         "gate 64, diagonal": gate(64, True),
+        "gate 32, projection kept": gate(32, False, keep=True),
         "gate 16, two tiles, drawn budgets, numbers per sequence": gate(16, False, 1, True, K=32),
         "up, SwiGLU": up(True, True),
         "up, GELU, width 200": up(False, True, 200),

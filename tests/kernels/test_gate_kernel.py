@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from grmoe.kernels import gate as gate_module
 from grmoe.kernels.gate import gate
-from grmoe.kernels.gate_tiles import WIDE, plan
+from grmoe.kernels.gate_tiles import ONE_PASS, WIDE, plan
 from grmoe.routing import Dense, GrassmannRouter, Mass, Router, Selection, SoftmaxRouter, Threshold, TopK
 from grmoe.routing.fused import fused_gate, pack_operands
 
@@ -170,6 +170,50 @@ def test_wide_tiles(shape: tuple[int, int, int, int], monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(gate_module, "plan", wide)
     compare(grassmann(D, N, K, concentration=kind, selection=TopK(2)), tokens(T, D))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 8, 3, 2)], ids=str)
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_kept_projection(
+    shape: tuple[int, int, int, int], wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward reads x·U in place of computing it again."""
+    T, D, N, K = shape
+    kind: Any = "diagonal" if T % 2 else "scalar"
+    router, x = grassmann(D, N, K, concentration=kind, selection=TopK(2)), tokens(T, D)
+    if wide:  # three tiles at once, as at 8 experts of rank 48
+        at_once = ONE_PASS._replace(tokens=64, width=32)
+        plan_of = lambda *args: plan(*args)._replace(columns=384, forward=at_once)  # noqa: E731
+        monkeypatch.setattr(gate_module, "plan", plan_of)
+    plain, _ = compare(router, x) if T else run(router, x, directions(x, N), fused=True)
+    monkeypatch.setattr(gate_module, "KEEP_PROJECTION", True)
+    kept, _ = compare(router, x) if T else run(router, x, directions(x, N), fused=True)
+    assert all(torch.equal(kept[name], plain[name]) for name in plain)
+
+
+def test_the_kept_projection_is_what_the_backward_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Tensor] = []
+    forward = gate_module._forward
+
+    def keep(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+        results = forward(*args, **options)
+        found.append(results[-1].clone())
+        results[-1].zero_()
+        return results
+
+    monkeypatch.setattr(gate_module, "_forward", keep)
+    router, x = grassmann(), tokens()
+    _, grads = run(router, x, directions(x, 5), fused=True)
+    assert len(found[0]) == 0
+    assert float(grads["frames"].abs().max()) > 0
+    monkeypatch.setattr(gate_module, "KEEP_PROJECTION", True)
+    _, grads = run(router, x, directions(x, 5), fused=True)
+    packed = gate_module.pack(router.frames.detach(), x.dtype, True)
+    assert torch.allclose(found[1], x @ packed.T, rtol=1e-5, atol=1e-4)
+    assert float(grads["frames"].abs().max()) == 0
+    with torch.no_grad():  # no backward follows
+        run(router, x, {}, fused=True)
+    assert len(found[2]) == 0
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

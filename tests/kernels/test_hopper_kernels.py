@@ -38,7 +38,7 @@ def test_they_compile_for_hopper_and_keep_the_tensor_cores_asynchronous(tmp_path
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     said = json.loads(done.stdout)
-    assert len(said) == 25
+    assert len(said) == 27
     for name, remarks in said.items():
         assert "wgmma" not in remarks, (name, remarks)
         (spilled,) = re.findall(r"(\d+) bytes spill stores", remarks)
@@ -110,7 +110,9 @@ def test_where_gluon_has_changed_triton_does_the_work(
     name: str, module: Any, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide = gate_module.WIDE
-    monkeypatch.setattr(gate_module, "plan", lambda *_: gate_tiles.Plan(16, 512, wide, wide, wide, "ieee"))
+    monkeypatch.setattr(
+        gate_module, "plan", lambda *_: gate_tiles.Plan(16, 512, wide, wide, wide, wide, "ieee")
+    )
     want = run()
     monkeypatch.setattr(module, "specialises", lambda _: True)
     monkeypatch.setitem(sys.modules, "grmoe.kernels.hopper", None)  # its import fails

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
+from grmoe.kernels import gate as gate_module
 from grmoe.layer import MoE
 from grmoe.routing import Dense, Mass, Selection, Threshold, TopK, build_router
 
@@ -103,8 +104,21 @@ def test_compiled_in_eval_mode_it_follows_the_frames() -> None:
         assert torch.equal(compiled(x), moe(x))
 
 
+def test_compiled_with_a_kept_projection_it_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(gate_module, "KEEP_PROJECTION", True)
+    moe = make(selection=TopK(2))
+    compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
+    for T in (9, 14):
+        x = tokens(T)
+        for a, b in zip(run(compiled, x, moe), run(moe, x), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_changes_no_bit(reentrant: bool) -> None:
+def test_checkpointing_changes_no_bit(reentrant: bool, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "KEEP_PROJECTION", keep)
     moe = make(selection=Mass(0.8))
     x = tokens(2, 4)
     plain = run(moe, x)

@@ -6,7 +6,8 @@ Legend: T tokens, D model width, N experts, R subspace rank, K experts per token
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Literal
 
@@ -23,6 +24,7 @@ CUDA_SHAPES = (GateShape(16384, 768, 8, 48), GateShape(16384, 2048, 16, 64), Gat
 CPU_SHAPES = (GateShape(2048, 256, 8, 16), GateShape(2048, 768, 8, 48))
 
 OURS, METRICS, NAIVE = "ours", "ours, with metrics", "naive Grassmann gate"
+KEPT = "ours, projection kept"
 SOFTMAX, GEMM = "softmax gate as people write it", "one bare GEMM (three with backward)"
 FORWARD, BOTH = "forward", "forward+backward"
 _TRAINING = "forward, training"  # packs the frames again, because they may have changed since the last call
@@ -30,12 +32,14 @@ _TRAINING = "forward, training"  # packs the frames again, because they may have
 
 def contenders(shape: GateShape, device: torch.device, dtype: torch.dtype) -> list[Contender]:
     gates = cache(lambda: Gates(shape, device, dtype))
+    kept = [Contender(KEPT, lambda: gates().kept())] if device.type == "cuda" else []
     return [
         Contender(SOFTMAX, lambda: gates().softmax(), "peer", "torch"),
         Contender(GEMM, lambda: gates().gemm(), "ceiling", "torch"),
         Contender(NAIVE, lambda: gates().grassmann("reference", metrics=False)),
         Contender(OURS, lambda: gates().grassmann("auto", metrics=False)),
         Contender(METRICS, lambda: gates().grassmann("auto", metrics=True)),
+        *kept,
     ]
 
 
@@ -76,6 +80,11 @@ class Gates:
             return self.errors(router, lambda x: router(x).probs, dict(router.named_parameters()))
 
         return Runs({FORWARD: forward, _TRAINING: training, BOTH: both}, errors)
+
+    def kept(self) -> Runs:
+        """Ours, where the forward keeps the projection for the backward, whatever is the default."""
+        plain = self.grassmann("auto", metrics=False)
+        return Runs({BOTH: _keeping()(plain.timed[BOTH])}, _keeping()(plain.errors))
 
     def softmax(self) -> Runs:
         x_TD = self.x_TD
@@ -127,6 +136,17 @@ class Gates:
         return {"probs": float((got_TN - want_TN).detach().abs().max())} | errors
 
 
+@contextmanager
+def _keeping() -> Iterator[None]:
+    from grmoe.kernels import gate  # needs Triton
+
+    before, gate.KEEP_PROJECTION = gate.KEEP_PROJECTION, True
+    try:
+        yield
+    finally:
+        gate.KEEP_PROJECTION = before
+
+
 def compare(shape: GateShape, rows: list[Row]) -> Result:
     result = Result(shape, rows)
     pairs = [
@@ -137,6 +157,7 @@ def compare(shape: GateShape, rows: list[Row]) -> Result:
         (f"{OURS} / three bare GEMMs, {BOTH}", OURS, GEMM, BOTH),
         (f"naive / {OURS}, {BOTH}", NAIVE, OURS, BOTH),
         (f"with metrics / {OURS}, {FORWARD}", METRICS, OURS, FORWARD),
+        (f"projection kept / {OURS}, {BOTH}", KEPT, OURS, BOTH),
     ]
     for pair in pairs:
         result.add_ratio(*pair)

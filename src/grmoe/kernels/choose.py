@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from grmoe.kernels import gate_kernels as kernels
+from grmoe.kernels import gate_backward_kernels as backward
 from grmoe.kernels import thin_gate
 from grmoe.kernels.combine import combine_weights
 from grmoe.kernels.launch import ceil_div, launch, power_of_2
@@ -90,7 +90,7 @@ def _backward(
     factor = (
         alpha if posterior else torch.ones_like(alpha)
     )  # a prior that α does not multiply has no factor α
-    launch(kernels.linear_backward_kernel, (ceil_div(T, tile),), (*gates, factor, grad, T), constants)
+    launch(backward.linear_backward_kernel, (ceil_div(T, tile),), (*gates, factor, grad, T), constants)
     total = grad.sum(0)
     return grad if posterior else alpha * grad, total
 

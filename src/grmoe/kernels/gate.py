@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from grmoe.kernels import gate_backward_kernels as backward
 from grmoe.kernels import gate_kernels as kernels
 from grmoe.kernels import thin_gate
-from grmoe.kernels.combine import combine_weights
+from grmoe.kernels.gate_reference import backward_plain
 from grmoe.kernels.gate_tiles import WIDE, plan
 from grmoe.kernels.launch import ceil_div, dense, launch, tiled
 from grmoe.kernels.runtime import (
@@ -34,6 +35,10 @@ from grmoe.kernels.runtime import (
 # Experts (padded) of the warp-specialised gate. Its layout of sums needs eight. With more than 64, choosing takes more
 # registers than there are. That is behind the loops, where it may not matter: it is not measured.
 FEWEST, MOST = 8, 64
+
+# Whether the forward keeps x·U for the backward, in the tokens' precision: T·C numbers more memory, and one GEMM of the
+# gate's four less. Not measured yet.
+KEEP_PROJECTION = False
 
 
 def _rank(matrix: Tensor) -> int:
@@ -75,11 +80,12 @@ def _forward(
     thin: bool,
     save: bool,
     packed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(logits, probs, weights, selected, 0, ‖x‖², packed); without log_kappa the gate is linear.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(logits, probs, weights, selected, 0, ‖x‖², packed, projection); without log_kappa the gate is linear.
 
     thin: few tokens may take the kernels of `thin_gate`, which round differently.
-    save: a backward follows. Only then is `packed` returned; otherwise it is empty.
+    save: a backward follows. Only then is `packed` returned, and the projection if it is kept. Otherwise they are
+        empty.
     """
     square = log_kappa is not None
     (T, D), N, K = x.shape, len(matrix), _rank(matrix)
@@ -88,10 +94,12 @@ def _forward(
     thin = thin and not save and T <= thin_gate.MOST_TOKENS
     if packed is None and not thin:
         packed = pack(matrix, x.dtype, square)
-    kept = x.new_empty(0, D) if packed is None or not save else packed
+    keep = _keeps(square, save)
+    projection = x.new_empty(T if keep else 0, p.columns)
+    kept = x.new_empty(0, D) if packed is None or not save else packed, projection
     if T == 0:
         zero.zero_()
-        return *outputs, kept
+        return *outputs, *kept
     x, t = dense(x), p.forward
     pointers = (
         *(prior if log_kappa is None else log_kappa.contiguous(), prior.contiguous()),
@@ -110,28 +118,33 @@ def _forward(
     if thin:
         sums = thin_gate.sum_parts(x, matrix.contiguous(), log_kappa, norm)
         thin_gate.choose(sums, pointers, square, choice)
-        return *outputs, kept
+        return *outputs, *kept
     assert packed is not None
 
     def plain() -> None:
         tiles = tiled(x, t.tokens, t.width)
-        args = (tiles, tiles, tiled(packed, t.columns, t.width), *pointers)
-        sizes = (p.precision, p.experts, t.tokens, t.columns, t.width, t.at_once)
+        args = (tiles, tiles, tiled(packed, t.columns, t.width), projection if keep else packed, *pointers)
+        sizes = (keep, p.precision, p.experts, t.tokens, t.columns, t.width, t.at_once)
         constants = (*shape, square, *choice, *sizes)
         launch(kernels.gate_kernel, (ceil_div(T, t.tokens),), args, constants, t.warps, t.stages)
 
     def specialised() -> None:
         from grmoe.kernels import hopper, hopper_gate
 
-        args = (hopper.swizzled(x, t.tokens, t.width), hopper.swizzled(packed, t.columns, t.width), *pointers)
-        constants = (*shape, *choice, p.experts, t.tokens, t.columns, t.width, t.stages)
+        tiles = hopper.swizzled(x, t.tokens, t.width), hopper.swizzled(packed, t.columns, t.width)
+        args = (*tiles, projection if keep else packed, *pointers)
+        constants = (*shape, *choice, keep, p.experts, t.tokens, t.columns, t.width, t.stages)
         launch(hopper_gate.gate_kernel, (ceil_div(T, t.tokens),), args, constants)
 
     if square and t == WIDE and FEWEST <= p.experts <= MOST and specialises(x.device):
         attempt("gate for Hopper", specialised, plain)
     else:
         plain()
-    return *outputs, kept
+    return *outputs, *kept
+
+
+def _keeps(square: bool, save: bool) -> bool:
+    return KEEP_PROJECTION and square and save
 
 
 def _outputs(x: Tensor, N: int, square: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -158,6 +171,7 @@ def _backward(
     selected: Tensor,
     norm: Tensor,
     packed: Tensor,
+    projection: Tensor,
     energy_scale: float,
     posterior: bool,
     renormalize: bool,
@@ -166,6 +180,7 @@ def _backward(
     """(∂x, ∂matrix, ∂log_kappa, ∂prior); ∂log_kappa is empty for a linear gate.
 
     weights: read if `renormalize`.
+    projection: x·U if the forward kept it, else empty.
     scores: the forward's mode was SCORES. Then probs and selected hold nothing, and ∂prior means nothing.
     """
     (T, D), N, K = x.shape, len(matrix), _rank(matrix)
@@ -186,11 +201,12 @@ def _backward(
         grad = torch.empty(T, N, dtype=x.dtype, device=x.device)
         tile = max(2, 2048 // p.experts)  # it holds several such tiles, which must stay in registers
         constants: tuple[Any, ...] = (N, renormalize, *flags, tile, p.experts)
-        launch(kernels.linear_backward_kernel, (ceil_div(T, tile),), (*gates, alpha, grad, T), constants)
+        launch(backward.linear_backward_kernel, (ceil_div(T, tile),), (*gates, alpha, grad, T), constants)
         total = grad.sum(0, dtype=torch.float32)  # with α, because it multiplies the prior too
         grad_prior = total if posterior else total / alpha
         return grad @ packed[:N], _wide_mm(grad.T, x), alpha.new_zeros(0), grad_prior
-    log_kappa, C, t = log_kappa.contiguous(), p.columns, p.backward
+    kept = len(projection) > 0
+    log_kappa, C, t = log_kappa.contiguous(), p.columns, p.rescale if kept else p.backward
     programs = ceil_div(T, t.tokens)
     scaled = torch.empty(T, C, dtype=x.dtype, device=x.device)
     along = torch.empty(T, dtype=torch.float32, device=x.device)
@@ -200,6 +216,7 @@ def _backward(
     args = (
         tiled(x, t.tokens, t.width),
         tiled(packed, t.columns, t.width),
+        projection if kept else packed,
         tiled(scaled, t.tokens, t.columns // (1 + halves)),
         *(log_kappa, alpha, norm, *gates, norm if grad_norm is None else grad_norm.contiguous()),
         *(along, column_sums, prior_sums, T, energy_scale),
@@ -207,9 +224,9 @@ def _backward(
     diagonal = log_kappa.ndim == 2
     constants = (
         *(D, K, C, N, diagonal, posterior, renormalize, *flags, grad_norm is not None, scores),
-        *(p.precision, p.experts, t.tokens, t.columns, t.width, halves),
+        *(p.precision, p.experts, t.tokens, t.columns, t.width, halves, kept),
     )
-    launch(kernels.gate_backward_kernel, (programs,), args, constants, t.warps, t.stages)
+    launch(backward.gate_backward_kernel, (programs,), args, constants, t.warps, t.stages)
     grad_x, t = torch.empty_like(x), p.input_gradient
     args = (
         tiled(scaled, t.tokens, t.columns),
@@ -220,13 +237,13 @@ def _backward(
     )
     grid: tuple[int, ...] = (ceil_div(D, t.width), ceil_div(T, t.tokens))
     constants = (C, p.precision, t.tokens, t.width, t.columns)
-    launch(kernels.gate_input_gradient_kernel, grid, args, constants, t.warps, t.stages)
+    launch(backward.gate_input_gradient_kernel, grid, args, constants, t.warps, t.stages)
     grad_packed, grad_frames = _wide_mm(scaled.T, x), matrix.new_empty(matrix.shape)
     grid = (N, ceil_div(D, 32), ceil_div(K, 64))
     launch(kernels.unpack_kernel, grid, (grad_packed, grad_frames), (D, K, p.experts, 32, 64))
     grad_log_kappa, grad_prior = torch.empty_like(log_kappa), probs.new_empty(N)
     args = (column_sums, prior_sums, log_kappa, grad_log_kappa, grad_prior, programs)
-    launch(kernels.parameter_gradients_kernel, (N,), args, (K, C, N, diagonal, p.experts, 64, 64))
+    launch(backward.parameter_gradients_kernel, (N,), args, (K, C, N, diagonal, p.experts, 64, 64))
     return grad_x, grad_frames, grad_log_kappa, grad_prior
 
 
@@ -237,43 +254,6 @@ def _wide_mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b).float()
 
 
-def gate_reference(
-    x_TD: Tensor, matrix: Tensor, log_kappa: Tensor | None, prior_N: Tensor, alpha: Tensor, selected_TN: Tensor,
-    energy_scale: float, posterior: bool, renormalize: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The specification, for a selection already made: (logits, probs, weights)."""
-    x_TD = x_TD.to(matrix.dtype)
-    if log_kappa is None:
-        scores_TN = x_TD @ matrix.T
-    else:
-        norm_T1 = x_TD.square().sum(-1, keepdim=True).clamp(min=1e-12)
-        squares_TNK = torch.einsum("td,ndk->tnk", x_TD, matrix).square()
-        kappa = log_kappa.exp()
-        scores_TN = (squares_TNK * (kappa if kappa.ndim == 2 else kappa.unsqueeze(-1))).sum(-1)
-        scores_TN = scores_TN * energy_scale / norm_T1
-    logits_TN = alpha * (scores_TN + prior_N) if posterior else alpha * scores_TN + prior_N
-    probs_TN = torch.softmax(logits_TN, -1)
-    return logits_TN, probs_TN, combine_weights(logits_TN, probs_TN, selected_TN, renormalize)
-
-
-def _backward_plain(
-    grads: tuple[Tensor | None, Tensor | None, Tensor | None],
-    x: Tensor, matrix: Tensor, log_kappa: Tensor | None, prior: Tensor, alpha: Tensor, selected: Tensor,
-    options: tuple[float, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """As `_backward`, by autograd through the specification, in case the kernel does not compile."""
-    with torch.enable_grad():
-        x, matrix, prior = (t.detach().requires_grad_() for t in (x, matrix, prior))
-        leaves = [x, matrix, prior]
-        if log_kappa is not None:
-            log_kappa = log_kappa.detach().requires_grad_()
-            leaves.append(log_kappa)
-        values = gate_reference(x, matrix, log_kappa, prior, alpha, selected, *options)
-        given = [(value, g) for value, g in zip(values, grads, strict=True) if g is not None]
-        found = torch.autograd.grad([v for v, _ in given], leaves, [g for _, g in given])
-    return found[0], found[1], None if log_kappa is None else found[3], found[2]
-
-
 # Two opaque operators for the compiler. Eager mode calls the functions directly, which costs the host less.
 _forward_op = torch.library.custom_op("grmoe::gate", _forward, mutates_args=())
 _backward_op = torch.library.custom_op("grmoe::gate_backward", _backward, mutates_args=())
@@ -282,8 +262,13 @@ _backward_op = torch.library.custom_op("grmoe::gate_backward", _backward, mutate
 @_forward_op.register_fake
 def _(x: Tensor, matrix: Tensor, log_kappa: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     N, square = len(matrix), log_kappa is not None
-    columns = plan(x.dtype, N, _rank(matrix), square, is_hopper(x.device)).columns if rest[-1] else 0
-    return *_outputs(x, N, square), x.new_empty(columns, x.shape[1])
+    save, columns = rest[-1], plan(x.dtype, N, _rank(matrix), square, is_hopper(x.device)).columns
+    tokens = x.shape[0] if _keeps(square, save) else 0
+    return (
+        *_outputs(x, N, square),
+        x.new_empty(columns if save else 0, x.shape[1]),
+        x.new_empty(tokens, columns),
+    )
 
 
 @_backward_op.register_fake
@@ -303,7 +288,7 @@ class _Gate(torch.autograd.Function):
         # An operator must not return its input, so it packs again, which takes a few microseconds.
         run: Any = _forward_op if torch.compiler.is_compiling() else partial(_forward, packed=packed)
         results = run(x, matrix, log_kappa, prior, *numbers)
-        logits, probs, weights, selected, zero, norm, packed = results
+        logits, probs, weights, selected, zero, norm, packed, projection = results
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(selected, zero)
@@ -311,7 +296,8 @@ class _Gate(torch.autograd.Function):
         alpha = numbers[0] if numbers[1] is None else numbers[1]
         ctx.options = (numbers[7], numbers[8], numbers[11])
         kept = weights if numbers[11] else None
-        ctx.save_for_backward(x, matrix, log_kappa, alpha, probs, kept, selected, norm, packed, prior)
+        saved = x, matrix, log_kappa, alpha, probs, kept, selected, norm, packed, projection
+        ctx.save_for_backward(*saved, prior)
         return logits, probs, weights, selected, zero
 
     @staticmethod
@@ -328,7 +314,7 @@ class _Gate(torch.autograd.Function):
         grads = attempt(
             "gate backward",
             lambda: run(*given, None, *saved, *ctx.options, False),
-            lambda: _backward_plain(given, x, matrix, log_kappa, prior, alpha, selected, ctx.options),
+            lambda: backward_plain(given, x, matrix, log_kappa, prior, alpha, selected, ctx.options),
         )
         return (grads[0], grads[1], None if log_kappa is None else grads[2], grads[3], *nothing[4:])
 

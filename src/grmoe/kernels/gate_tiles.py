@@ -32,6 +32,7 @@ class Plan(NamedTuple):
     columns: int  # padded
     forward: Tiles
     backward: Tiles
+    rescale: Tiles  # the backward without its GEMM, where the projection was kept
     input_gradient: Tiles
     precision: str
 
@@ -73,5 +74,6 @@ def plan(dtype: torch.dtype, num_experts: int, rank: int, square: bool, hopper: 
     if not square:
         forward = _linear(NP, dtype.itemsize)
     backward = forward._replace(stages=min(forward.stages, 3))
+    rescale = Tiles(64, min(forward.columns, max(128, NP)), forward.width, 8, 1)
     C = ceil_div(rank * NP, forward.columns) * forward.columns
-    return Plan(NP, C, forward, backward, gradient, precision)
+    return Plan(NP, C, forward, backward, rescale, gradient, precision)

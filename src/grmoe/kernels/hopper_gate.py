@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from grmoe.kernels.gate_kernels import column_weights, finish_gate
+from grmoe.kernels.hopper import store_wide
 
 
 @gluon.jit
@@ -52,13 +53,21 @@ def _sum_directions(
 
 
 @gluon.jit
+def _keep(kept_ptr, acc_BC, first, column, num_tokens, C: gl.constexpr):
+    """256 columns of the projection of 64 tokens."""
+    left, right = acc_BC.reshape([64, 2, 128]).permute((0, 2, 1)).split()
+    store_wide(kept_ptr, left, first, column, num_tokens, C, C)
+    store_wide(kept_ptr, right, first, column + 128, num_tokens, C, C)
+
+
+@gluon.jit
 def _multiply(
-    HALF: gl.constexpr, tiles, first, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget, results,
+    HALF: gl.constexpr, tiles, first, kept_ptr, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget, results,
     num_tokens, energy_scale, length, layer,
     D: gl.constexpr, K: gl.constexpr, C: gl.constexpr, num_experts: gl.constexpr, DIAGONAL: gl.constexpr,
     POSTERIOR: gl.constexpr, MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr, RENORMALIZE: gl.constexpr,
     PER_ROW: gl.constexpr, APART: gl.constexpr, BIASED: gl.constexpr, ELASTIC: gl.constexpr, UNIT: gl.constexpr,
-    NP: gl.constexpr, BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
+    KEEP: gl.constexpr, NP: gl.constexpr, BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Four warps: one half of the tile's tokens against all experts."""
     x_tiles, packed_tiles, full, empty = tiles
@@ -83,6 +92,8 @@ def _multiply(
     acc_BC = warpgroup_mma_wait(num_outstanding=0, deps=(acc_BC,))
     mbarrier.arrive(empty.index((steps - 1) % STAGES), count=1)
     norm_B = gl.convert_layout(gl.sum(square_BD, axis=1), gl.SliceLayout(1, SUMS))  # first, to free registers
+    if KEEP:
+        _keep(kept_ptr, acc_BC, first + HALF * BT, 0, num_tokens, C)
     sums_BN = _sum_directions(acc_BC, log_kappa_ptr, 0, num_experts, K, DIAGONAL, BT, BC, NP, SUMS)
     # A count that is known only at run time: a loop of one round would be unrolled, and registers run out.
     for tile in range(1, C // BC + (num_tokens < 0).to(gl.int32)):
@@ -97,6 +108,8 @@ def _multiply(
             mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=step > 0)
         acc_BC = warpgroup_mma_wait(num_outstanding=0, deps=(acc_BC,))
         mbarrier.arrive(empty.index((tile * steps + steps - 1) % STAGES), count=1)
+        if KEEP:
+            _keep(kept_ptr, acc_BC, first + HALF * BT, tile * BC, num_tokens, C)
         sums_BN += _sum_directions(
             acc_BC, log_kappa_ptr, tile * BC, num_experts, K, DIAGONAL, BT, BC, NP, SUMS
         )
@@ -112,13 +125,13 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["num_tokens", "length", "layer"])
 def gate_kernel(
-    x_desc, packed_desc,
+    x_desc, packed_desc, kept_ptr,
     log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, tau_ptr, cap_ptr, bias_ptr, key_ptr, first_row_ptr,
     logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr, aux_ptr, num_tokens, energy_scale, length, layer,
     D: gl.constexpr, K: gl.constexpr, C: gl.constexpr, num_experts: gl.constexpr, DIAGONAL: gl.constexpr,
     POSTERIOR: gl.constexpr, MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr, RENORMALIZE: gl.constexpr,
     PER_ROW: gl.constexpr, APART: gl.constexpr, BIASED: gl.constexpr, ELASTIC: gl.constexpr, UNIT: gl.constexpr,
-    NP: gl.constexpr, BT: gl.constexpr, BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
+    KEEP: gl.constexpr, NP: gl.constexpr, BT: gl.constexpr, BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program: BT = 128 tokens against all experts."""
     first = gl.program_id(0) * BT
@@ -137,14 +150,14 @@ def gate_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                0, tiles, first, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget, results,
+                0, tiles, first, kept_ptr, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget, results,
                 num_tokens, energy_scale, length, layer, D, K, C, num_experts, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS,
-                RENORMALIZE, PER_ROW, APART, BIASED, ELASTIC, UNIT, NP, BC, BD, STAGES,
+                RENORMALIZE, PER_ROW, APART, BIASED, ELASTIC, UNIT, KEEP, NP, BC, BD, STAGES,
             )),
             (_multiply, (
-                1, tiles, first, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget, results,
+                1, tiles, first, kept_ptr, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget, results,
                 num_tokens, energy_scale, length, layer, D, K, C, num_experts, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS,
-                RENORMALIZE, PER_ROW, APART, BIASED, ELASTIC, UNIT, NP, BC, BD, STAGES,
+                RENORMALIZE, PER_ROW, APART, BIASED, ELASTIC, UNIT, KEEP, NP, BC, BD, STAGES,
             )),
             (_fetch, (x_desc, packed_desc, tiles, first, D, C, BC, BD, STAGES)),
         ],

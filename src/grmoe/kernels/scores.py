@@ -54,12 +54,12 @@ class _Project(torch.autograd.Function):
         unread, cap = prior.new_empty(()), prior.new_empty((), dtype=torch.int32)
         numbers = (unread, None, unread, cap, None, None, None, scale, True, SCORES)
         more = (1, False, 1, 0, FIXED, PER_TOKEN, thin, save)
-        values, probs, _, selected, _, norm, packed = run(x, matrix, log_weight, prior, *numbers, *more)
+        values, probs, _, selected, _, norm, *packed = run(x, matrix, log_weight, prior, *numbers, *more)
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)
         if log_weight is None:
             ctx.mark_non_differentiable(norm)
-        ctx.save_for_backward(x, matrix, log_weight, unread, probs, None, selected, norm, packed)
+        ctx.save_for_backward(x, matrix, log_weight, unread, probs, None, selected, norm, *packed)
         ctx.scale = scale
         return values, norm
 
