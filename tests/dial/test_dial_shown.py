@@ -301,7 +301,7 @@ def test_the_tables_of_the_terminal() -> None:
     assert isinstance(certificates, tables.Table)
     # One section per family: the best settings, the chosen and the trained one. The arrow marks the chosen one.
     names = [[row[0] for row in section] for section in frontiers.sections if section]
-    assert names == [["one α per layer allowed ←"], ["top-k"], ["k per layer"]]
+    assert names == [["one α per layer ←"], ["top-k"], ["k per layer"]]
     speed = "2.00 (1.50 to 2.50)"
     assert frontiers.rows[0][1:] == ("per layer 1.5", "1.500", "12.000", "+0.00 %", speed, "")
     assert [row[0] for row in frontiers.rows if row[-1] == "*"] == ["k per layer"]
@@ -309,11 +309,12 @@ def test_the_tables_of_the_terminal() -> None:
     points = [replace(p, best=True) for p in POINTS]
     twice = tables._worth_showing(body(points=points, trained=points[-1]))
     assert [p.name for p in twice["one α for all"]] == ["uniform 1.2", "uniform 1.9"]
-    assert [p.name for p in twice["one α per layer allowed"]] == ["per layer 1.1", "per layer 1.5"]
-    # The chosen and the trained one are there even if they lie on no frontier.
+    assert [p.name for p in twice["one α per layer"]] == ["per layer 1.1", "per layer 1.5"]
+    # The chosen and the trained one are there even if they lie on no frontier, the chosen one among those of its rule.
     off = [shown(1.7, 15.0, family="uniform"), shown(2.0, 9.4, family="trained")]
-    beside = tables._worth_showing(body(points=[*POINTS, *off], chosen=off[0], trained=off[1]))
-    assert (beside["uniform"], beside["trained"]) == (off[:1], off[1:])
+    beside = tables._worth_showing(body(points=[*points, *off], chosen=off[0], trained=off[1]))
+    assert [p.name for p in beside["one α for all"]] == ["uniform 1.2", "uniform 1.7", "uniform 1.9"]
+    assert beside["trained"] == off[1:]
     assert (frontiers.left, alphas.left, certificates.left) == (2, 1, 1)
     assert alphas.title == "One α for all layers, mass 0.37, cap 2"
     assert alphas.rows == [
@@ -327,7 +328,7 @@ def test_the_tables_of_the_terminal() -> None:
     assert certificates.rows == [(*row, "400", "4,000")]
     open_bound = tables._certificate_table(body(certificates=[certificate(holds=False)]))
     assert open_bound.rows == [(*row, "∞ for some tokens", "4,000")]
-    assert lines[1] == "Chosen: per layer: per layer 1.5"
+    assert lines[1] == "Chosen: one α per layer: per layer 1.5"
     assert lines[3] == (
         "        load: CV 0.100 (trained 0.100), the least used expert gets 0.90 of a fair share (trained 0.90)"
     )

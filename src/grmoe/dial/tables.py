@@ -15,6 +15,7 @@ from grmoe.probe.losses import Increase, verdict
 from grmoe.tables import Table, percent, span
 
 _CARD_POINTS = 3  # of the frontier, in the model card
+_RULES = {"uniform": "one α for all", "per layer": "one α per layer"}  # families in the words of the tables
 _OFF = 0.05  # share of a budget by which other experts are computed than asked for, that is worth saying
 
 
@@ -39,12 +40,18 @@ def _worth_showing(body: DialResults) -> dict[str, list[PointResult]]:
     left = [p for p in _comparable(body) if p.best or p in (body.chosen, body.trained)]
     found = {}
     for name, points in body.families.items():
-        found[name] = [p for p in points if p in left]
+        # With points of one α for all above it, only those of one α per layer are left.
+        found[name.removesuffix(" allowed")] = [p for p in points if p in left]
         left = [p for p in left if p not in points]
     for p in left:  # the chosen and the trained one may lie on no frontier
         if p in (body.chosen, body.trained):
-            found.setdefault("trained" if p == body.trained else p.family, []).append(p)
-    return found
+            found.setdefault("trained" if p == body.trained else _rule(p), []).append(p)
+    return {name: sorted(points, key=lambda p: p.experts_per_token) for name, points in found.items()}
+
+
+def _rule(point: PointResult) -> str:
+    """Of a setting, as the tables name it."""
+    return _RULES.get(point.family, point.family)
 
 
 def _comparable(body: DialResults) -> list[PointResult]:
@@ -55,7 +62,7 @@ def _comparable(body: DialResults) -> list[PointResult]:
 def _summary(body: DialResults) -> Iterator[str]:
     chosen, trained = body.chosen, body.trained
     yield f"Asked:  {body.asked}"
-    yield f"Chosen: {chosen.family}: {chosen.name}"
+    yield f"Chosen: {_rule(chosen)}: {chosen.name}"
     yield (
         f"        {chosen.experts_per_token:.3f} experts per token (trained {trained.experts_per_token:.3f}), "
         f"perplexity {chosen.perplexity:.3f} (trained {trained.perplexity:.3f}): {chosen.increase}"
@@ -95,7 +102,7 @@ def gain_line(gains: Sequence[Gain], rule: str = "one α per layer") -> str:
         return f"{rule}: no gain over one α for all beyond noise"
     best = max(better, key=lambda g: g.gain)
     return (
-        f"{rule}: lower loss at {len(better)} of {len(gains)} points of the uniform frontier, beyond noise; "
+        f"{rule}: lower loss at {len(better)} of {len(gains)} points of one α for all, beyond noise; "
         f"at most {best.gain:.4f} ± {best.error:.4f} nats per token, at {best.experts_per_token:.2f} experts per token"
     )
 
