@@ -225,6 +225,14 @@ def test_help_explains_the_command_and_every_option(name: tuple[str, ...], comma
     assert shown.exit_code == 0
 
 
+@pytest.mark.parametrize("name", [(), ("bench",)])
+def test_help_of_a_group_has_an_example_that_exists(name: tuple[str, ...]) -> None:
+    shown = " ".join(CliRunner().invoke(app, [*name, "--help"], env={"COLUMNS": "400"}).output.split())
+    example = shown.partition("Example")[2]
+    known = [" ".join(("grmoe", *command)) for command, _ in COMMANDS]
+    assert any(f"{command} " in example for command in known)
+
+
 def test_a_plan_is_run_shown_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     calls: list[object] = []
 

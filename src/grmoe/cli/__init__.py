@@ -37,10 +37,14 @@ def _group(text: str) -> typer.Typer:
 
 
 app = _group(
-    "Grassmannian Mixture-of-Experts: experts own subspaces, one dial sets the sparsity after training."
+    "Grassmannian Mixture-of-Experts: experts own subspaces, one dial sets the sparsity after training.\n\n"
+    "Example, from a text file to a dialled model: [bold]grmoe prepare input.txt && "
+    "grmoe train data.path=runs/data out=runs/first && grmoe dial runs/first --write[/]\n\n"
+    "[bold]grmoe info FOLDER[/] says what a folder is and what to do next."
 )
 _bench = _group(
-    "Measure speed, memory and errors next to other libraries. All contenders take turns in one run."
+    "Measure speed, memory and errors next to other libraries. All contenders take turns in one run.\n\n"
+    "Example: [bold]grmoe bench layer --shape 2048,256,64,256,2[/]"
 )
 
 

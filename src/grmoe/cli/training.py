@@ -43,9 +43,9 @@ def train(
 ) -> None:
     """Train a language model on prepared text.
 
-    Every setting has a default. [bold]grmoe train --show[/] prints them all as YAML, which you can save, edit and
-    pass back. A model is a preset plus changes: model.preset=tiny model.router=softmax
-    model.router_options.balance=true.
+    Every setting has a default. [bold]grmoe train --show[/] prints them as YAML, which you can save, edit and pass
+    back. A model is a preset plus changes: model.preset=tiny model.router=softmax model.router_options.balance=true.
+    The page "Configuration" of the documentation lists all fields of a model.
 
     On a CPU the defaults train a small model in minutes: preset tiny, 128 tokens per sequence, 16 sequences per step.
     On a GPU the preset is small.
