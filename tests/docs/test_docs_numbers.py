@@ -9,7 +9,7 @@ import statistics
 from typing import Any
 
 import pytest
-from doc_numbers import Number, blocks, found, missing, numbers
+from doc_numbers import MARK, Number, blocks, found, missing, numbers
 from doc_pages import NAMES, ROOT
 
 from grmoe.studies.intervals import student
@@ -26,6 +26,14 @@ def text_of(name: str) -> str:
 def test_measured_numbers_have_a_source(name: str) -> None:
     wrong = missing(text_of(name), alone=name in READ_ALONE)
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_mark_is_read(name: str) -> None:
+    """A mark with a line break in its first words would be a comment like any other, and cover nothing."""
+    comments = re.findall(r"<!--.*?-->", re.sub(r"`[^`\n]*`", "", text_of(name)), re.DOTALL)
+    unread = [c for c in comments if re.search(r"numbers|not\s+measured", c) and not MARK.fullmatch(c)]
+    assert not unread, "\n".join(unread)
 
 
 def test_a_changed_number_is_noticed() -> None:
