@@ -244,7 +244,9 @@ def test_models_without_a_choice_are_off_unless_it_is_asked_for(
         0,
     )
     for asked in ({"unit": "step"}, {"distill": 1.0}, {"full_share": 0.5}):
-        with pytest.raises(ValueError, match=rf"elastic\.unit must be off, because {reason}"):
+        ((key, value),) = asked.items()
+        said = rf"elastic\.unit must be off, because {reason}.*; got elastic\.{key}={value}$"
+        with pytest.raises(ValueError, match=said):
             build_trainer(settings(model=model, elastic=asked), World(0, 1, 0, torch.device("cpu"), None))
     assert settings(model=model, elastic={"unit": "off", "full_share": 0.5}).resolved().elastic.unit == "off"
 

@@ -116,8 +116,16 @@ class TrainConfig:
             self.alpha.schedule != "anneal" or min(model.alphas) > 0,
             f"alpha.schedule=anneal is geometric, so model.alpha must be above zero, got {model.alpha}",
         )
-        asked = elastic.unit != "off" and (elastic.on or elastic.full_share > 0 or elastic.distill > 0)
-        require(not (why_not and asked), f"elastic.unit must be off, because {why_not}; got {elastic}")
+        keys = {
+            "unit": elastic.on and elastic.unit,
+            "full_share": elastic.full_share,
+            "distill": elastic.distill,
+        }
+        asked = [f"elastic.{key}={value}" for key, value in keys.items() if value and elastic.unit != "off"]
+        require(
+            not (why_not and asked),
+            f"elastic.unit must be off, because {why_not}; got {' '.join(asked)}",
+        )
         require(
             not self.routing.entropy_weight or model.router != "hash",
             f"routing.entropy_weight must be 0 with the router 'hash', which learns no gate, "
