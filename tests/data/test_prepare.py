@@ -166,6 +166,15 @@ def test_another_sequence_length_is_named_as_such(corpus: Path, tmp_path: Path) 
         prepare([corpus], tmp_path / "out", tokenizer="bpe:300", sequence_length=128)
 
 
+def test_a_share_in_place_of_the_default_is_the_only_difference(corpus: Path, tmp_path: Path) -> None:
+    """It also said "sequence length: 64 before, None now": with a share nothing depends on the length."""
+    prepare([corpus], tmp_path / "out", tokenizer="bpe:300", sequence_length=64)
+    for share in (0.01, 0.1):
+        said = rf"differently \(validation: 0\.01 or more before, {share} now\)"
+        with pytest.raises(ValueError, match=said):
+            prepare([corpus], tmp_path / "out", tokenizer="bpe:300", validation=share)
+
+
 def test_what_is_made_inside_the_source_is_no_text(corpus: Path) -> None:
     """`grmoe prepare .`: its own journal, and the log of a run, changed the sources."""
     out = corpus / "runs" / "data"

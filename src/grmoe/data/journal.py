@@ -115,10 +115,13 @@ def recipe_of(folder: Path) -> dict[str, Any] | None:
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """The differences between two recipes as text."""
-    words = [
+    shares = _share(before), _share(now)
+    told = {"sources", *(("validation", "validation_bytes") if shares[0] != shares[1] else ())}
+    words = [f"validation: {shares[0]} before, {shares[1]} now"] if "validation" in told else []
+    words += [
         _change(key, before.get(key), now[key])
         for key in now
-        if key != "sources" and before.get(key) != now[key]
+        if key not in told and before.get(key) != now[key]
     ]
     old = {(s["name"], s["held_out"]): s for s in before.get("sources", [])}
     new = {(s["name"], s["held_out"]): s for s in now["sources"]}
@@ -132,6 +135,11 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if not words and before.get("sources") != now["sources"]:
         words.append("the order of the sources")
     return words
+
+
+def _share(recipe: dict[str, Any]) -> str:
+    """What is held out. A share that was not asked for is more where later commands need more."""
+    return f"{recipe.get('validation')!r}{' or more' if recipe.get('validation_bytes') else ''}"
 
 
 def _change(key: str, before: Any, now: Any) -> str:
