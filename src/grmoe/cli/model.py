@@ -70,6 +70,9 @@ def generate(
 ) -> None:
     """Continue a prompt at any budget or setting of the dial.
 
+    α works for every model with a dial, a budget where grmoe dial has calibrated one. The last line says how many
+    experts per token and layer were computed.
+
     Example: [bold]grmoe generate runs/first --prompt "def main(" --budget 1.3 --temperature 0[/]
     """
     with shell("lm"):

@@ -150,8 +150,8 @@ def compare(
     """Compare routers and ways to train as language models: same text, same tokens, several seeds.
 
     The settings are those of [bold]grmoe train[/], the learning rate too; a recipe adds its own. Each model is
-    measured as it was trained and with every smaller number of experts per token. Finished models are skipped when you
-    run the same command again.
+    measured as it was trained and with fewer experts per token. The table has means with 95 % intervals over seeds, and
+    differences to the first recipe, paired by seed. Finished models are skipped when you run the same command again.
 
     Example: [bold]grmoe compare data.path=runs/data steps=1400 --recipe grmoe --recipe softmax-bias --at-once 4[/]
 
