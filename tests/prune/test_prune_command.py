@@ -230,6 +230,7 @@ def test_the_fewest_experts_within_a_bound(trained: Trained, data: Path, tmp_pat
     assert results(out)["chosen"] is None
     assert results(out)["after"] is None
     assert "Chosen: nothing. With 3 experts" in said
+    assert said.index("Asked:") < said.rindex("as trained")  # the answer, then the table
     assert {p.name: p.read_bytes() for p in model.iterdir()} == before
 
 

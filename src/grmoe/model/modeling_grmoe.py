@@ -116,7 +116,8 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
         if config.router in NOT_CAUSAL and not config.allow_noncausal_router:
             raise ValueError(
                 f"router must be causal in a language model, got {config.router!r}, which looks at later tokens; "
-                "set allow_noncausal_router=True to compare losses anyway"
+                "set allow_noncausal_router=True to compare losses anyway (grmoe train: "
+                "model.allow_noncausal_router=true)"
             )
         self.model = GrmoeModel(config)
         self.vocab_size = config.vocab_size

@@ -12,9 +12,9 @@ from grmoe.tables import Table, percent
 
 
 def show(result: Result) -> Iterator[Table | str]:
-    """What the terminal shows: all methods, then the choice in a few lines."""
-    yield _methods_table(result.body)
+    """What the terminal shows: the choice in a few lines, then all methods."""
     yield from _summary(result)
+    yield _methods_table(result.body)
 
 
 def text_names(body: PruneResults) -> list[str]:
