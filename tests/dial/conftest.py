@@ -10,6 +10,7 @@ from counting import prepare_corpus
 
 from grmoe.config import from_dict
 from grmoe.dial import calibration
+from grmoe.dial.gates import Gates
 from grmoe.dial.meter import Meter
 from grmoe.dial.search import Sensitivity, search
 from grmoe.probe.windows import Text, read_windows
@@ -89,4 +90,4 @@ def text(loaded: LoadedModel) -> Text:
 def searched(run: Path) -> tuple[Meter, list[Sensitivity]]:
     loaded = open_model(run)
     meter = Meter(loaded.model, read_windows(None, loaded, 32, 1024))
-    return meter, search(meter, 2)
+    return meter, search(meter, Gates(meter.model, meter.text, 2), 2)

@@ -25,15 +25,13 @@ from grmoe.dial.setting import Setting, mass, top_k
 
 @pytest.fixture
 def gates(monkeypatch: pytest.MonkeyPatch) -> NotingGates:
-    kept = NotingGates()
-    monkeypatch.setattr(search_module, "Gates", lambda *_: kept)
     monkeypatch.setattr(search_module, "expert_norms", lambda *_: ((1.0, 2.0, 0.5, 1.0),))
-    return kept
+    return NotingGates()
 
 
 def test_the_grid_has_five_counts_between_one_and_the_cap(gates: NotingGates) -> None:
     meter = SmoothMeter(1)
-    assert search(meter, 4) == []  # with one layer there is nothing to set layer by layer
+    assert search(meter, gates, 4) == []  # with one layer there is nothing to set layer by layer
     aims = [1.24, 1.75, 2.35, 2.95, 3.55]
     # Three of them by mass, at every α.
     assert [a for a, _ in gates.tau_asked] == [(a,) for a in (0.5, 1.0, 2.0, 5.0) for _ in range(3)]
@@ -52,7 +50,7 @@ def test_the_grid_has_five_counts_between_one_and_the_cap(gates: NotingGates) ->
 
 def test_the_trained_alpha_and_the_target_join_the_grid(gates: NotingGates) -> None:
     meter = SmoothMeter(1, trained=top_k((3.0,), 4))
-    search(meter, 4, experts=1.5)
+    search(meter, gates, 4, experts=1.5)
     assert {a for a, _ in gates.tau_asked} == {(0.5,), (1.0,), (2.0,), (5.0,), (3.0,)}
     assert [e for _, e in gates.tau_asked if e == 1.5] == [1.5] * 5
     assert len(gates.tau_asked) == 5 * (3 + 1)
@@ -64,7 +62,7 @@ def test_the_trained_alpha_and_the_target_join_the_grid(gates: NotingGates) -> N
     gates.tau_asked.clear()
     gates.weight_asked.clear()
     for outside in (1.0, 4.0, 5.0):
-        search(SmoothMeter(1), 4, experts=outside)
+        search(SmoothMeter(1), gates, 4, experts=outside)
     assert len(gates.tau_asked) == 3 * 4 * 3
     assert len(gates.weight_asked) == 3 * 11
 
@@ -73,7 +71,7 @@ def test_renormalised_weights_are_cut_by_mass(gates: NotingGates) -> None:
     """A weight that is dropped goes to the others there."""
     meter = SmoothMeter(1)
     meter.renormalizes = True  # type: ignore[method-assign, misc]
-    search(meter, 4)
+    search(meter, gates, 4)
     assert gates.weight_asked == []
     assert len(gates.tau_asked) == 4 * 3 + 11
     assert {s.selection for s, _ in meter.asked} == {"mass", "topk"}
@@ -89,7 +87,7 @@ def test_the_number_announced_is_the_number_measured(
         search_module, "combine", lambda _, count: [(float(next(new)),) * layers for _ in range(count)]
     )
     meter = SmoothMeter(layers)
-    found = search(meter, 4, experts=2.2)
+    found = search(meter, gates, 4, experts=2.2)
     rules = [p for p in meter.points.values() if p.family in RULES]
     assert len(meter.points) - len(rules) == expected(layers, 4) - expected_rules(layers, 4)
     assert len(rules) <= expected_rules(layers, 4)  # tests/dial/test_dial_rules.py
@@ -101,7 +99,7 @@ def test_the_number_announced_is_the_number_measured(
 
 def test_single_layers_are_aimed_from_few_experts_to_nearly_all(gates: NotingGates) -> None:
     meter = SmoothMeter(3)
-    for sensitivity in search(meter, 4):
+    for sensitivity in search(meter, gates, 4):
         tau = sensitivity.base.setting.tau
         asked = [(layer, experts) for layer, t, experts in gates.alpha_asked if t == tau]
         assert [layer for layer, _ in asked] == [0] * 4 + [1] * 4 + [2] * 4
@@ -128,7 +126,7 @@ def test_at_most_eight_top_ks() -> None:
 def test_two_experts_are_enough_to_choose_from_and_the_first_layer_names_the_alpha(
     gates: NotingGates,
 ) -> None:
-    search(SmoothMeter(2, trained=top_k((3.0, 7.0), 2)), 2)
+    search(SmoothMeter(2, trained=top_k((3.0, 7.0), 2)), gates, 2)
     assert {a for a, _ in gates.tau_asked} == {(a, a) for a in (0.5, 1.0, 2.0, 5.0, 3.0)}
     assert [a for a, _ in gates.weight_asked] == [
         (3.0, 7.0)

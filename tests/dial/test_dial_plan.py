@@ -212,7 +212,7 @@ def test_a_run_searches_refines_times_and_chooses(target: Target, monkeypatch: p
     }
     texts = [Text(name, torch.zeros(8, 17, dtype=torch.long)) for name in ("own", "a", "b")]
 
-    def fake_search(meter: SmoothMeter, cap: int, experts: float | None) -> list[Sensitivity]:
+    def fake_search(meter: SmoothMeter, _: Any, cap: int, experts: float | None) -> list[Sensitivity]:
         searched.append((cap, experts))
         for tau in (0.1, 0.4, 0.7):
             meter.measure(mass((1.0, 1.0), tau, 4), "uniform")

@@ -112,7 +112,7 @@ def run(plan: Plan, progress: Progress = silent) -> Result:
 
     meter = Meter(model, text, step, book)
     trained, levels, gates = meter.trained, Levels(model, text), Gates(model, text, cap)
-    sensitivities = search(meter, cap, target.value if target.kind == "experts" else None)
+    sensitivities = search(meter, gates, cap, target.value if target.kind == "experts" else None)
     refine(target, meter, cap)
     points = list(meter.points.values())
     to_time = _points_to_time(points, trained)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from grmoe.dial.meter import Point
-from grmoe.dial.setting import Setting, mass
+from grmoe.dial.setting import Setting, rounded_alphas
 from grmoe.model import GrmoeForCausalLM
 from grmoe.probe.losses import Measurement
 from grmoe.routing.curve import NO_WEIGHT
@@ -42,7 +42,7 @@ def build_curve(
     A point stays where its loss is above that of a point with fewer experts: without it, budgets in between would get
     another number of experts than asked for. The losses beside the points show where the curve turns up.
     """
-    family = _family([*points, trained], trained, chosen, cap)
+    family = _family([*points, trained], trained, chosen)
     if chosen.setting.caps is not None:
         levelled = [p if p in (trained, chosen) else level(p) for p in _nested(family, chosen)]
         return [numbers for _, numbers in _ascending(levelled, chosen, lambda p: _point(p, p.setting.point))]
@@ -78,13 +78,13 @@ def build_curve(
     return [numbers for _, numbers in between(curve, describe)]
 
 
-def _family(points: list[Point], trained: Point, chosen: Point, cap: int) -> list[Point]:
+def _family(points: list[Point], trained: Point, chosen: Point) -> list[Point]:
     """The points at the curve's α: the trained one, unless a mass at another α was chosen.
 
     Then points at the trained α are only its ends, top-k: with two α between them, fewer experts may need a larger τ.
     """
-    rounded = mass(trained.setting.alphas, 1.0, cap).alphas  # as of a mass setting
-    at_trained = [p for p in points if p.setting.alphas in (trained.setting.alphas, rounded)]
+    own = trained.setting.alphas
+    at_trained = [p for p in points if p.setting.alphas in (own, rounded_alphas(own))]
     if chosen.setting.selection != "mass" or chosen in at_trained:
         return at_trained
     ends = [p for p in at_trained if p is trained or p.setting.selection == "topk"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from grmoe.dial.meter import Family, Point
-from grmoe.dial.setting import mass
+from grmoe.dial.setting import rounded_alphas
 from grmoe.probe.losses import ONE_SIDED
 
 
@@ -23,9 +23,7 @@ def uniform_points(points: Iterable[Point]) -> list[Point]:
     """One α for all layers, or the trained α of each: a model may have learned another one in every layer."""
     every = list(points)
     trained = (p.setting.alphas for p in every if p.family == "trained")
-    own = {
-        kept for alphas in trained for kept in (alphas, mass(alphas, 1.0, 1).alphas)
-    }  # settings are rounded
+    own = {kept for alphas in trained for kept in (alphas, rounded_alphas(alphas))}
     return [
         p
         for p in every

@@ -51,14 +51,14 @@ def expected(layers: int, cap: int) -> int:
     return 1 + min(cap, 8) + grid + _BASES * (layers * len(_LEVELS) + _COMBINED) + expected_rules(layers, cap)
 
 
-def search(meter: Meter, cap: int, experts: float | None = None) -> list[Sensitivity]:
+def search(meter: Meter, gates: Gates, cap: int, experts: float | None = None) -> list[Sensitivity]:
     """Fill the meter with points. Returns what was measured about single layers.
 
+    gates: of the model at its trained setting.
     experts: a target to aim at, in addition to the grid.
     """
     trained, L = meter.trained.setting, meter.layers
-    # Both at the setting the model has now, the trained one.
-    gates, norms = Gates(meter.model, meter.text, cap), expert_norms(meter.model, meter.text)
+    norms = expert_norms(meter.model, meter.text)  # at the setting the model has now, the trained one
     for k in _top_ks(cap):
         meter.measure(top_k(trained.alphas, k), "top-k")
     counts = [1 + share * (cap - 1) for share in _GRID]

@@ -109,12 +109,12 @@ def mass(alphas: tuple[float, ...], tau: float, cap: int, norms: Norms | None = 
     """
     rounded = _rounded(tau)
     rounded = rounded if rounded < 1 else min(round(tau, 7), _LARGEST_MASS)
-    return Setting(tuple(_rounded(a) for a in alphas), "mass", rounded, cap, norms=norms)
+    return Setting(rounded_alphas(alphas), "mass", rounded, cap, norms=norms)
 
 
 def at_least(alphas: tuple[float, ...], weight: float, cap: int, norms: Norms | None = None) -> Setting:
     """The most probable expert and those with at least this weight, rounded as in `mass`."""
-    return Setting(tuple(_rounded(a) for a in alphas), "at_least", rounded_weight(weight), cap, norms=norms)
+    return Setting(rounded_alphas(alphas), "at_least", rounded_weight(weight), cap, norms=norms)
 
 
 def top_k(alphas: tuple[float, ...], k: int, norms: Norms | None = None) -> Setting:
@@ -175,6 +175,11 @@ def _write(config: GrmoeConfig, setting: Setting) -> None:
     count = float(setting.cap)  # any number, because the curve has one point
     config.budget_curve = [{"experts_per_token": count, **setting.point}]
     config.budget = count
+
+
+def rounded_alphas(alphas: tuple[float, ...]) -> tuple[float, ...]:
+    """As settings have them."""
+    return tuple(_rounded(a) for a in alphas)
 
 
 def rounded_weight(value: float) -> float:
