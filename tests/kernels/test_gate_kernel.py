@@ -183,7 +183,10 @@ def test_a_kept_projection(
     router, x = grassmann(D, N, K, concentration=kind, selection=TopK(2)), tokens(T, D)
     if wide:  # three tiles at once, as at 8 experts of rank 48
         at_once = ONE_PASS._replace(tokens=64, width=32)
-        plan_of = lambda *args: plan(*args)._replace(columns=384, forward=at_once)  # noqa: E731
+
+        def plan_of(*args: Any) -> Any:
+            return plan(*args)._replace(columns=384, forward=at_once)
+
         monkeypatch.setattr(gate_module, "plan", plan_of)
     plain, _ = compare(router, x) if T else run(router, x, directions(x, N), fused=True)
     monkeypatch.setattr(gate_module, "KEEP_PROJECTION", True)

@@ -15,9 +15,6 @@ from torch import Tensor
 from grmoe.kernels.launch import ceil_div, launch, power_of_2
 
 ELEMENTS = 4096  # of a tile: with 4 warps every thread moves four times 16 bytes of bf16
-# Pipeline stages of `combine`. With one, the assembler waits for each 16 bytes of a thread before it asks for the next.
-# With three, the rows of the next two slots are on their way. The same sums in the same order; not measured yet.
-COMBINE_STAGES = 1
 
 
 def _tile(width: int) -> tuple[int, int]:
@@ -101,14 +98,13 @@ def gather(x: Tensor, token: Tensor, offset: Tensor) -> Tensor:
 def combine_kernel(
     rows_ptr, slot_ptr, weight_ptr, out_ptr, num_tokens, num_rows,
     WEIGHTED: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
     """out_t = Σ_m w_tm · rows[slot_tm] in fp32, in slot order: always the same bits."""
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     column = tl.program_id(1) * BD + tl.arange(0, BD)
     inside = (token < num_tokens)[:, None] & (column < D)[None, :]
     total = tl.zeros((BT, BD), tl.float32)
-    for m in tl.range(M, num_stages=STAGES):
+    for m in range(M):
         slot = tl.load(slot_ptr + token * M + m, mask=token < num_tokens, other=num_rows)
         filled = (slot < num_rows)[:, None] & (column < D)[None, :]
         place = slot[:, None].to(tl.int64) * D + column[None, :]
@@ -129,7 +125,7 @@ def combine(rows: Tensor, slot: Tensor, weight: Tensor | None) -> Tensor:
     BT, BD = _tile(D)
     grid = (ceil_div(T, BT), ceil_div(D, BD))
     args = (rows, slot, slot if weight is None else weight, out, T, A)
-    launch(combine_kernel, grid, args, (weight is not None, M, D, BT, BD, COMBINE_STAGES))
+    launch(combine_kernel, grid, args, (weight is not None, M, D, BT, BD))
     return out
 
 
