@@ -63,20 +63,20 @@ class PostHoc(ModelStudy):
     def finish(self, place: Place, progress: Progress) -> None:
         """All in one call: speeds of two calls do not compare."""
         todo = _untimed(place)
+        if not todo:
+            return
         missing = [job.name for job in todo if not has_model(place.work, job)]
         if missing:
             note(f"speed is not timed yet: {', '.join(missing)} must be trained first")
             return
-        if todo and place.time_left < TIMING:
+        if place.time_left < TIMING:
             note(f"speed is not timed yet: it may take {TIMING:.0f} s, and {place.time_left:.0f} s are left")
-            return
-        if not todo:
             return
         runs = [(job.recipe.name, run_folder(place.work, job)) for job in todo]
         try:
             rows = time_models(runs, place.device, progress)
         except Exception as error:  # whatever a compiler raises; the other studies go on
-            note(f"speed is not timed: {error}")
+            note(f"speed is not timed: {type(error).__name__}: {error}")
             return
         about = {**provenance(place), "rows": [asdict(row) for row in rows]}
         write_file(speed_file(place.results), (json.dumps(about, indent=1) + "\n").encode())
