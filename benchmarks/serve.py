@@ -90,10 +90,25 @@ class Server:
 
     def end(self, number: int) -> int:
         """Send a signal; the exit status."""
+        main = psutil.Process(self.process.pid)
+        self.family = [main, *main.children(recursive=True)]
         self.process.send_signal(number)
         status = self.process.wait(timeout=30)
         self.log.close()
         return status
+
+    def left(self) -> list[psutil.Process]:
+        """Its processes that still run some seconds after the end."""
+        _, alive = psutil.wait_procs(self.family, timeout=5)
+        return [each for each in alive if running(each)]
+
+
+def running(process: psutil.Process) -> bool:
+    """A process that has ended is there until its parent has noticed."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def offline(folder: Path, tokens: int) -> dict[Key, list[int]]:
@@ -270,7 +285,6 @@ def study(folder: Path, seconds: float, clients: int, options: list[str]) -> dic
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        before = {child.pid for child in psutil.Process().children(recursive=True)}
         server = Server(folder, port, temporary, log, options)
         with crowd(1, port, answers, bad=False) as alone:
             time.sleep(seconds * 0.1)
@@ -281,6 +295,7 @@ def study(folder: Path, seconds: float, clients: int, options: list[str]) -> dic
             time.sleep(seconds * 0.1)
             if server.end(signal.SIGKILL) != -signal.SIGKILL:
                 problems.append("the server was not killed")
+            problems += [f"process left by the killed server: {each}" for each in server.left()]
             server = Server(folder, port, temporary, log, options)
             time.sleep(seconds * 0.3)
         tallies = {"one client": alone, "crowd": many, "crowd, killed and restarted": killed}
@@ -295,10 +310,7 @@ def study(folder: Path, seconds: float, clients: int, options: list[str]) -> dic
             problems.append(f"SIGTERM ended the server with status {status}")
         problems += [line for t in tallies.values() for line in t.wrong]
         problems += ["nothing was answered"] if not all(t.seconds for t in tallies.values()) else []
-        children = [c for c in psutil.Process().children(recursive=True) if c.pid not in before]
-        # One that has ended is there until its parent has noticed.
-        _, left = psutil.wait_procs(children, timeout=5)
-        problems += [f"processes left: {[child.pid for child in left]}"] if left else []
+        problems += [f"process left: {each}" for each in server.left()]
         files = list(temporary.iterdir())
         problems += [f"temporary files left: {files}"] if files else []
         with socket.socket() as again:

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import typer
-from processes import Command, Processes
+from processes import Command
 from small_model import make_model, make_tokenizer, offline, options
 from typer.testing import CliRunner
 
@@ -179,12 +179,16 @@ class Forked:
         self.command = Command(Path(stderr.name), *command[3:], environment=env)
         self.kill = self.command.kill
 
+    @property
+    def pid(self) -> int:
+        assert self.command.process.pid is not None
+        return self.command.process.pid
+
     def poll(self) -> int | None:
         return self.command.process.exitcode
 
     def send_signal(self, number: int) -> None:
-        assert self.command.process.pid is not None
-        os.kill(self.command.process.pid, number)
+        os.kill(self.pid, number)
 
     def wait(self, timeout: float) -> int:
         return self.command.wait()
@@ -203,8 +207,6 @@ def test_load_study(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "PROMPTS", benchmark.PROMPTS[:4])
     monkeypatch.setattr(benchmark, "LENGTHS", (4, 8, 16))
     monkeypatch.setattr(benchmark, "BAD_SHARE", 0.3)
-    # Starts the process that forks, so the study does not find it left over.
-    Processes(1, os.getpid).answers()
     result = benchmark.study(folder, seconds=2, clients=8, options=[])
     assert result["problems"] == []
     rows = result["rows"]
