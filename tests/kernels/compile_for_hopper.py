@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from grmoe.kernels import (
+    decode_attention,
     dispatch,
     experts,
     fused_backward,
@@ -30,6 +31,7 @@ from grmoe.kernels import (
     hopper_up,
     hopper_weights,
     metrics,
+    rotary,
     rows,
     scores,
     thin_gate,
@@ -217,9 +219,10 @@ def compile_launch(
 
 def compile_launches() -> dict[str, str]:
     """Triton's kernels as their callers launch them. Memory is reserved, never touched."""
-    for module in (dispatch, grouped_gemm, thin_gate, fused_backward, metrics, gate_module, scores, rows):
+    triton_alone = (dispatch, grouped_gemm, thin_gate, fused_backward, metrics, gate_module, scores, rows)
+    for module in (*triton_alone, decode_attention, rotary):
         module.launch = compile_launch
-    for module in (grouped_gemm, fused_backward):
+    for module in (grouped_gemm, fused_backward, decode_attention):
         module.num_programs, module.specialises = lambda _: 132, lambda _: False
     wide, bf16 = torch.float32, torch.bfloat16
 
@@ -257,6 +260,14 @@ def compile_launches() -> dict[str, str]:
     grouped_gemm.grouped_gemm(*given, token=token, transposed=True, activation=1)
     x, listed = make(128, 2048, dtype=bf16), make(1024, 1024, dtype=bf16)
     fused_backward.gathered_gradient(x, listed, token, offset, experts.GRADIENT, turned=False)
+    with torch.device("meta"):
+        q, keys, angles = (
+            make(32, 16, 1, 128, dtype=bf16),
+            make(32, 4, 4096, 128, dtype=bf16),
+            make(32, 1, 128, dtype=bf16),
+        )
+        decode_attention._attend(q, keys, keys, make(32, 1, 1, 4096, dtype=torch.bool), 1.0)
+        rotary.rotate(q, keys[:, :, :1], angles, angles)
     rows.combine(make(1024, 2048, dtype=bf16), make(128, 8, dtype=torch.int32), make(128, 8))
     return launched
 

@@ -1,4 +1,6 @@
-"""Attention that chooses its heads: the gate of the experts, over heads (`attention_heads_per_token`).
+"""Attention and norms: transformers' own, by kernels of grmoe where a model decodes, and with chosen heads on request.
+
+With `attention_heads_per_token`, the gate of the experts chooses heads:
 
     y_t = Σ_{h chosen} H·g_h(x_t)·W_h o_h(t),        g = the Grassmann gate of the block's normalised input x_t
 
@@ -9,31 +11,46 @@ choose other heads.
 
 This file is copied beside every exported model.
 
-Legend: B batch, S sequence, H heads, D model width.
+Legend: B batch, S sequence, H heads, G key-value heads, D model width.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
-    apply_rotary_pos_emb,
+    LlamaRMSNorm,
     eager_attention_forward,
 )
 
 from .configuration_grmoe import GrmoeConfig
-from .parts_grmoe import HeadRouter, TopK
+from .parts_grmoe import HeadRouter, TopK, attend_one, can_attend_one, rotate, rotate_reference
+
+
+class GrmoeRMSNorm(LlamaRMSNorm):
+    """`LlamaRMSNorm`, by PyTorch's one kernel in place of eight where nothing is trained or compiled on a GPU.
+
+    Not in training: activation checkpointing runs a block with and without gradients, and both must give the same bits.
+    """
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        plain = self.training or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if plain or not hidden_states.is_cuda or hidden_states.dtype != self.weight.dtype:
+            return super().forward(hidden_states)
+        return rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 class GrmoeAttention(LlamaAttention):
-    """`LlamaAttention` with the heads that a router chooses for each token, weighted."""
+    """`LlamaAttention`. With `attention_heads_per_token`, a router chooses heads for each token and weighs them."""
 
     def __init__(self, config: GrmoeConfig, layer_idx: int) -> None:
         super().__init__(config=config, layer_idx=layer_idx)  # type: ignore[arg-type]
-        self.router = head_router(config)
+        self.router = None if config.attention_heads_per_token is None else head_router(config)
 
     def forward(  # type: ignore[override]
         self,
@@ -46,20 +63,32 @@ class GrmoeAttention(LlamaAttention):
         """As in transformers, with weighted heads."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        q_BHSD, k_BHSD, v_BHSD = (p(hidden_states).view(shape).transpose(1, 2) for p in projections)
-        q_BHSD, k_BHSD = apply_rotary_pos_emb(q_BHSD, k_BHSD, *position_embeddings)
+        q_BHSD, k_BGSD, v_BGSD = (p(hidden_states).view(shape).transpose(1, 2) for p in projections)
+        # Kernels round differently, and activation checkpointing needs the same bits with and without gradients.
+        turn = rotate_reference if self.training else rotate
+        q_BHSD, k_BGSD = turn(q_BHSD, k_BGSD, *position_embeddings)
         if past_key_values is not None:
-            k_BHSD, v_BHSD = past_key_values.update(k_BHSD, v_BHSD, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        dropout = self.attention_dropout if self.training else 0.0
-        heads_BSHD, seen = attend(
-            self, q_BHSD, k_BHSD, v_BHSD, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-        )
-        weights_BSH = self.router.num_experts * self.router(hidden_states).weights
-        heads_BSHD = heads_BSHD * weights_BSH.unsqueeze(-1).to(heads_BSHD.dtype)
+            k_BGSD, v_BGSD = past_key_values.update(k_BGSD, v_BGSD, self.layer_idx)
+        heads_BSHD, seen = self._attend(q_BHSD, k_BGSD, v_BGSD, attention_mask, **kwargs)
+        if self.router is not None:
+            weights_BSH = self.router.num_experts * self.router(hidden_states).weights
+            heads_BSHD = heads_BSHD * weights_BSH.unsqueeze(-1).to(heads_BSHD.dtype)
         return self.o_proj(heads_BSHD.flatten(-2)), seen
+
+    def _attend(
+        self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """(output of each head (B, S, H, D), attention weights if this implementation has them)."""
+        implementation = self.config._attn_implementation
+        if implementation == "sdpa" and not self.training and can_attend_one(q_BHSD, k_BGSD, v_BGSD, mask):
+            assert mask is not None
+            return attend_one(q_BHSD, k_BGSD, v_BGSD, mask, self.scaling).transpose(1, 2), None
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        found: tuple[Tensor, Tensor | None] = attend(
+            self, q_BHSD, k_BGSD, v_BGSD, mask, dropout=dropout, scaling=self.scaling, **kwargs
+        )
+        return found
 
 
 def head_router(config: GrmoeConfig) -> HeadRouter:

@@ -1,7 +1,7 @@
 """One block of the model: attention, then a MoE layer or a dense feed-forward.
 
-Attention and norms are transformers' own. The router and the experts' backends are ours. This file is copied beside
-every exported model.
+Attention and norms are transformers', with kernels for decoding. The router and the experts' backends are ours. This
+file is copied beside every exported model.
 
 Legend: B batch, S sequence, T = B·S tokens, H model width (D in `grmoe.MoE`), N experts, K most experts per token.
 """
@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 
-from .attention_grmoe import GrmoeAttention
+from .attention_grmoe import GrmoeAttention, GrmoeRMSNorm
 from .configuration_grmoe import GrmoeConfig
 from .parts_grmoe import BACKENDS, Dispatch, ExpertWeights, MoE, pick_backend
 from .router_grmoe import config_router
@@ -131,17 +130,16 @@ class GrmoeMLP(nn.Module):
 class GrmoeDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: GrmoeConfig, layer_idx: int) -> None:
         super().__init__()
-        attention: Any = LlamaAttention if config.attention_heads_per_token is None else GrmoeAttention
-        self.self_attn = attention(config=config, layer_idx=layer_idx)
+        self.self_attn = GrmoeAttention(config, layer_idx)
         moe_layers = config.moe_layers
         self.mlp: GrmoeMoE | GrmoeMLP = (
             GrmoeMoE(config, moe_layers.index(layer_idx)) if layer_idx in moe_layers else GrmoeMLP(config)
         )
         self.residual_loss_coef = config.residual_loss_coef
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = GrmoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = GrmoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         # `_init_weights` gets a module without its name.
-        self.self_attn.o_proj.writes_residual = True
+        self.self_attn.o_proj.writes_residual = True  # type: ignore[assignment]
         if isinstance(self.mlp, GrmoeMLP):
             self.mlp.down_proj.writes_residual = True  # type: ignore[assignment]
 

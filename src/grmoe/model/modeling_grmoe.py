@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import create_causal_mask
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
+
+from .attention_grmoe import GrmoeRMSNorm
 
 # Models that an earlier version pickled whole look for all classes of a block here.
 from .block_grmoe import GrmoeDecoderLayer, GrmoeExperts, GrmoeMLP, GrmoeMoE, GrmoePlainExperts  # noqa: F401
@@ -42,7 +44,7 @@ class GrmoeModel(GrmoePreTrainedModel):
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(GrmoeDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = GrmoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()

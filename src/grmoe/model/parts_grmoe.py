@@ -12,6 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 try:
     from grmoe import checks
+    from grmoe.attention import attend_one, can_attend_one, rotate, rotate_reference
     from grmoe.compiling import realize
     from grmoe.experts import BACKENDS, Dispatch, ExpertWeights, pick_backend
     from grmoe.head import IGNORED, divergence, next_token_loss
@@ -63,7 +64,8 @@ except ImportError:
 __all__ = [
     "BACKENDS", "IGNORED", "ROUTERS", "AtLeast", "Dense", "Dispatch", "ExpertWeights", "FrameRouter", "HashRouter",
     "HeadRouter", "LayerNumbers", "Mass", "MoE", "Router", "RoutingMetrics", "Selection", "SlotRouter", "Threshold",
-    "TopK", "all_routers", "as_autocast", "build_router", "check_curve", "checks", "curve_numbers", "curve_room",
-    "divergence", "next_token_loss", "numbers", "overlap_penalty", "pick_backend", "read_metrics_of", "realize",
-    "routers", "set_alpha", "set_layer_numbers", "update_priors",
+    "TopK", "all_routers", "as_autocast", "attend_one", "build_router", "can_attend_one", "check_curve", "checks",
+    "curve_numbers", "curve_room", "divergence", "next_token_loss", "numbers", "overlap_penalty", "pick_backend",
+    "read_metrics_of", "realize", "rotate", "rotate_reference", "routers", "set_alpha", "set_layer_numbers",
+    "update_priors",
 ]  # fmt: skip

@@ -194,7 +194,7 @@ class BatchGenerator:
 
     def _experts(self) -> list[float]:
         """Experts computed for each sequence in the last pass: the sum over its tokens, the mean over layers."""
-        counts_B = torch.stack([r.computed.flatten(1).sum(-1) for r in self.routings]).sum(0)
+        counts_B = torch.stack([r.computed for r in self.routings]).transpose(0, 1).flatten(1).sum(-1)
         return [count / len(self.routings) for count in counts_B.tolist()]
 
     # -- forward passes ----------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ class GraphGenerator(BatchGenerator):
         logits_BV = self.model.lm_head(hidden_B1D)[:, -1].float()
         self.logits_RV[:B].copy_(logits_BV)
         self.next_R[:B].copy_(logits_BV.argmax(-1))
-        counts = torch.stack([r.computed.flatten(1).sum(-1) for r in routings])
+        counts = torch.stack([r.computed for r in routings]).flatten(2).sum(-1)
         self.experts_R[:B].copy_(counts.float().mean(0))
 
     def _set_rows(self, B: int) -> None:
