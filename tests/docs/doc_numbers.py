@@ -152,9 +152,10 @@ def pool(source: str) -> Pool:
     """Of `results/NAME.json`: every number, and what `derived` adds. Of a page: every number it prints.
 
     "#a,b" leaves numbers with these words on their path; of a page, those of sections with these words in their heading
-    ("_" is a space).
+    ("_" is a space). "@c" leaves those of lines with c.
     """
     name, _, words = source.partition("#")
+    words, _, line = words.partition("@")
     paths = sorted(ROOT.glob(name))
     assert paths, f"there is no file {name!r}"
     values: list[float] = []
@@ -166,7 +167,9 @@ def pool(source: str) -> Pool:
             wanted = [word.replace("_", " ") for word in words.split(",")]
             kept = [s for s in sections if all(word in s.partition("\n")[0] for word in wanted)]
             assert kept, f"{name} has no section {words!r}"
-            values += [n.value for n in numbers("".join(kept).replace("`", " "))]
+            lines = [part for part in "".join(kept).splitlines() if line.replace("_", " ") in part]
+            assert lines, f"{name} has no line {line!r} in {words!r}"
+            values += [n.value for n in numbers("\n".join(lines).replace("`", " "))]
     return Pool(values)
 
 
