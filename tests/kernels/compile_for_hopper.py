@@ -195,7 +195,13 @@ launched: dict[str, str] = {}
 
 
 def compile_launch(
-    kernel: Any, grid: tuple[int, ...], args: Any, constants: Any, warps: int = 4, stages: int = 3
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: Any,
+    constants: Any,
+    warps: int = 4,
+    stages: int = 3,
+    fuse: bool = True,
 ) -> None:
     """In place of `grmoe.kernels.launch.launch`: compiles for Hopper and keeps what the assembler says."""
     names = kernel.arg_names
@@ -210,9 +216,12 @@ def compile_launch(
     values = {(len(args) + i,): value for i, value in enumerate(constants)}
     source = ASTSource(kernel, signature, values, aligned)
     with redirect_stdout(StringIO()) as said:
-        target, options = GPUTarget("cuda", 90, 32), {"num_warps": warps, "num_stages": stages}
+        target = GPUTarget("cuda", 90, 32)
+        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fuse}
         made = triton.compile(source, target=target, options=options)
     assert made.metadata.shared <= 227 * 1024, kernel.fn.__name__
+    # A product and a sum in one operation would be rounded once, and not have the bits of PyTorch's two.
+    assert kernel is not rotary.rotate_kernel or "fma" not in made.asm["ptx"]
     if said.getvalue():  # nothing is said of a kernel that was compiled before
         launched[f"{kernel.fn.__name__} {len(launched)}"] = said.getvalue()
 

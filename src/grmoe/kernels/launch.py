@@ -45,8 +45,12 @@ def launch(
     constants: tuple[Any, ...],
     warps: int = 4,
     stages: int = 3,
+    fuse: bool = True,
 ) -> None:
-    """Run `kernel` with its run-time arguments first and its constants after them, both in the kernel's order."""
+    """Run `kernel` with its run-time arguments first and its constants after them, both in the kernel's order.
+
+    fuse: the compiler may make one operation of a product and a sum, and round it once.
+    """
     if INTERPRETED:
         kernel[grid](*args, *constants)
         return None
@@ -61,14 +65,14 @@ def launch(
         base = arg if isinstance(arg, Tensor) else arg.base
         address = base.data_ptr()
         if address & 15:
-            return _launch_anew(kernel, grid, args, constants, warps, stages, base.device)
+            return _launch_anew(kernel, grid, args, constants, warps, stages, fuse, base.device)
         values.append(address if base is arg else arg)
         types.append(base.dtype)
         index = base.device.index
-    key = (kernel.fn, index, warps, stages, constants, *types)
+    key = (kernel.fn, index, warps, stages, fuse, constants, *types)
     known = _compiled.get(key)
     if known is None or index != torch._C._cuda_getDevice():
-        made = _launch_anew(kernel, grid, args, constants, warps, stages, torch.device("cuda", index))
+        made = _launch_anew(kernel, grid, args, constants, warps, stages, fuse, torch.device("cuda", index))
         _compiled[key] = (made.run, made.function, made.packed_metadata)
         return None
     run, function, metadata = known
@@ -85,10 +89,12 @@ def _launch_anew(
     constants: Any,
     warps: int,
     stages: int,
+    fuse: bool,
     device: torch.device,
 ) -> Any:
     with torch.cuda.device(device):
-        return kernel[grid](*args, *constants, num_warps=warps, num_stages=stages)
+        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fuse}
+        return kernel[grid](*args, *constants, **options)
 
 
 def ceil_div(a: int, b: int) -> int:

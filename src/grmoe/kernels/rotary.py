@@ -1,6 +1,7 @@
 """Rotary positions of queries and keys in one kernel, without a gradient.
 
-Each product and sum is rounded to the tensors' precision, as PyTorch's operations do, so that the bits are the same.
+Each product and sum is rounded to the tensors' precision, as PyTorch's operations do, so that the bits are the same. The
+compiler would make one operation of a product and a sum, rounded once. So it is told not to.
 
 Legend: B sequences, S positions, H query heads, G key-value heads, W head width; B… tile sizes.
 """
@@ -83,5 +84,6 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         args = (q, k, cos, sin, q_out, k_out, S, 0 if cos.shape[0] == 1 else S)
         strides = (q.stride(2) // unit, k.stride(2) // unit)
         grid = (B * S, ceil_div(H, BH) + ceil_div(G, BH))
-        launch(rotate_kernel, grid, (*args, *strides), (H, G, W, unit, BH, power_of_2(W // 2)))
+        constants = (H, G, W, unit, BH, power_of_2(W // 2))
+        launch(rotate_kernel, grid, (*args, *strides), constants, fuse=False)
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
