@@ -300,10 +300,10 @@ def test_a_chosen_backward_of_the_layer_is_used_and_the_default_restored(
     used: list[Any] = []
 
     def listen(*args: Any, **options: Any) -> Any:
-        used.append(experts.FUSED_BACKWARD)
+        used.append(experts.fused_parts(args[0]))
         return hidden_gradient(*args, **options)
 
-    hidden_gradient, default = experts.hidden_gradient, experts.FUSED_BACKWARD
+    hidden_gradient, default = experts.hidden_gradient, experts.fused_parts
     monkeypatch.setattr(experts, "hidden_gradient", listen)
     setting = Setting(LayerShape(4, 16, 2, 8, 1), 4, CPU, torch.float32)
     expected = setting.ours("reference", setting.softmax).both(setting.x_TD, setting.grad_TD)
@@ -312,7 +312,7 @@ def test_a_chosen_backward_of_the_layer_is_used_and_the_default_restored(
     # fp32 sums of 4 to 16 terms.
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
     assert used == [(True, True, True)] == [parts]
-    assert experts.FUSED_BACKWARD is default
+    assert experts.fused_parts is default
 
 
 @pytest.mark.parametrize("name", GATES)

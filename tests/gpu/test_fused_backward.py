@@ -155,7 +155,7 @@ def test_weight_gradients(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts_module, "FUSED_BACKWARD", ALL)
+    monkeypatch.setattr(experts_module, "fused_parts", lambda _: ALL)
 
 
 LAYERS = [

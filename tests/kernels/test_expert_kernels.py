@@ -85,7 +85,7 @@ def test_output_and_every_gradient(monkeypatch: pytest.MonkeyPatch, activation: 
 @pytest.mark.parametrize("parts", [(True, True, True), (False, True, False)], ids=str)
 def test_fused_parts_of_the_backward(monkeypatch: pytest.MonkeyPatch, parts: tuple[bool, bool, bool]) -> None:
     monkeypatch.setattr(module, "engines", lambda *_: ENGINES["own"])
-    monkeypatch.setattr(module, "FUSED_BACKWARD", Fused(*parts))
+    monkeypatch.setattr(module, "fused_parts", lambda _: Fused(*parts))
     compare("swiglu" if all(parts) else "gelu", 15, "uneven")
     if all(parts):
         compare("swiglu", 2, "none")
@@ -224,3 +224,18 @@ def test_half_precision() -> None:
         exact = reference_experts(x.double(), Dispatch.build(*gates), weights.double())
     # Hidden values and rows are rounded to 11 bits, three rows a token.
     assert float((y - exact).norm() / exact.norm()) < 2**-10
+
+
+def test_the_backward_is_fused_for_wide_tokens_in_16_bits_on_a_hopper(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    width = module.FUSED_WIDTH
+    for hopper in (True, False):
+        monkeypatch.setattr(module, "specialises", lambda _, hopper=hopper: hopper)
+        for D, dtype, want in (
+            (width, torch.bfloat16, hopper),
+            (width, torch.float16, hopper),
+            (width - 8, torch.bfloat16, False),
+            (width, torch.float32, False),
+        ):
+            assert module.fused_parts(torch.empty(1, D, dtype=dtype)) == Fused(want, want, want)

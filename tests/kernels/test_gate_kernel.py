@@ -189,9 +189,17 @@ def test_a_kept_projection(
 
         monkeypatch.setattr(gate_module, "plan", plan_of)
     plain, _ = compare(router, x) if T else run(router, x, directions(x, N), fused=True)
-    monkeypatch.setattr(gate_module, "KEEP_PROJECTION", True)
+    monkeypatch.setattr(gate_module, "KEPT_COLUMNS", 0)
     kept, _ = compare(router, x) if T else run(router, x, directions(x, N), fused=True)
     assert all(torch.equal(kept[name], plain[name]) for name in plain)
+
+
+def test_a_projection_of_many_columns_is_kept_where_a_backward_follows() -> None:
+    many = gate_module.KEPT_COLUMNS
+    assert gate_module._keeps(True, True, many)
+    assert not gate_module._keeps(True, True, many - 1)
+    assert not gate_module._keeps(True, False, many)  # no backward
+    assert not gate_module._keeps(False, True, many)  # a linear gate has its logits
 
 
 def test_the_kept_projection_is_what_the_backward_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +217,7 @@ def test_the_kept_projection_is_what_the_backward_reads(monkeypatch: pytest.Monk
     _, grads = run(router, x, directions(x, 5), fused=True)
     assert len(found[0]) == 0
     assert float(grads["frames"].abs().max()) > 0
-    monkeypatch.setattr(gate_module, "KEEP_PROJECTION", True)
+    monkeypatch.setattr(gate_module, "KEPT_COLUMNS", 0)
     _, grads = run(router, x, directions(x, 5), fused=True)
     packed = gate_module.pack(router.frames.detach(), x.dtype, True)
     assert torch.allclose(found[1], x @ packed.T, rtol=1e-5, atol=1e-4)

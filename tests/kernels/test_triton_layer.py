@@ -106,7 +106,7 @@ def test_compiled_in_eval_mode_it_follows_the_frames() -> None:
 
 def test_compiled_with_a_kept_projection_it_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(gate_module, "KEEP_PROJECTION", True)
+    monkeypatch.setattr(gate_module, "KEPT_COLUMNS", 0)
     moe = make(selection=TopK(2))
     compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
     for T in (9, 14):
@@ -118,7 +118,7 @@ def test_compiled_with_a_kept_projection_it_equals_eager(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_changes_no_bit(reentrant: bool, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_module, "KEEP_PROJECTION", keep)
+    monkeypatch.setattr(gate_module, "KEPT_COLUMNS", 0 if keep else 10**9)
     moe = make(selection=Mass(0.8))
     x = tokens(2, 4)
     plain = run(moe, x)

@@ -67,6 +67,7 @@ SMALLER = (2, 4)  # the gate's rank over these, where its FLOPs are a large part
 BACKWARDS = {
     "ours, softmax gate, backward in parts": (False, False, False),
     "ours, softmax gate, backward with fused hidden values": (True, False, False),
+    "ours, softmax gate, backward with gathered tokens": (False, False, True),
     "ours, softmax gate, backward fused": (True, True, True),
 }
 
@@ -187,11 +188,11 @@ def _backward_runs(setting: Setting, parts: tuple[bool, bool, bool]) -> Runs:
 def _fused(parts: tuple[bool, bool, bool]) -> Iterator[None]:
     from grmoe.kernels import experts  # needs Triton
 
-    before, experts.FUSED_BACKWARD = experts.FUSED_BACKWARD, experts.Fused(*parts)
+    before, experts.fused_parts = experts.fused_parts, lambda x: experts.Fused(*parts)
     try:
         yield
     finally:
-        experts.FUSED_BACKWARD = before
+        experts.fused_parts = before
 
 
 def _same_experts_runs(setting: Setting) -> Runs:

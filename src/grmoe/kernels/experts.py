@@ -21,7 +21,7 @@ from grmoe.kernels import rows
 from grmoe.kernels.fused_backward import gathered_gradient, hidden_gradient
 from grmoe.kernels.grouped_gemm import Tiles, grouped_gemm, weight_gradient
 from grmoe.kernels.launch import ceil_div, dense, power_of_2
-from grmoe.kernels.runtime import attempt, is_hopper
+from grmoe.kernels.runtime import attempt, is_hopper, specialises
 
 
 class Engines(NamedTuple):
@@ -40,10 +40,16 @@ class Fused(NamedTuple):
     up: bool  # ∂W_up with the tokens gathered on load
 
 
-# What the backward fuses: nothing, until measured. `grmoe bench layer --contender backward` compares the choices.
-FUSED_BACKWARD = Fused(hidden=False, down=False, up=False)
+# The backward is fused on Hopper in 16 bits, for tokens at least that wide. With few steps of the GEMM for each tile,
+# what is done behind a tile takes longer than a pass of its own. `grmoe bench layer --contender backward` times both.
+FUSED_WIDTH = 2048
 
 GRADIENT = Tiles(128, 256, 64, 8, 3)  # of weights, in 16 bits on Hopper
+
+
+def fused_parts(x: Tensor) -> Fused:
+    every = x.shape[1] >= FUSED_WIDTH and x.dtype != torch.float32 and specialises(x.device)
+    return Fused(every, every, every)
 
 
 def engines(dtype: torch.dtype, hopper: bool) -> Engines:
@@ -126,7 +132,7 @@ def _backward(
         return x_grad, weight_grad, up_grad, down_grad
     x, grad, up, down = dense(x), dense(grad), dense(up), dense(down)
     tiles = engines(x.dtype, is_hopper(x.device))
-    fused = FUSED_BACKWARD
+    fused = fused_parts(x)
     # Fused kernels gather by themselves.
     grad_rows = grad if fused.hidden and fused.down else rows.gather(grad, token, offset)
     if fused.hidden:

@@ -36,9 +36,9 @@ from grmoe.kernels.runtime import (
 # registers than there are. That is behind the loops, where it may not matter: it is not measured.
 FEWEST, MOST = 8, 64
 
-# Whether the forward keeps x·U for the backward, in the tokens' precision: T·C numbers more memory, and one GEMM of the
-# gate's four less. Not measured yet.
-KEEP_PROJECTION = False
+# From that many columns on the forward keeps x·U for the backward, in the tokens' precision: T·C numbers more memory,
+# and one GEMM of the gate's four less. Of fewer columns, to write and read it takes longer than to compute it again.
+KEPT_COLUMNS = 1024
 
 
 def _rank(matrix: Tensor) -> int:
@@ -94,7 +94,7 @@ def _forward(
     thin = thin and not save and T <= thin_gate.MOST_TOKENS
     if packed is None and not thin:
         packed = pack(matrix, x.dtype, square)
-    keep = _keeps(square, save)
+    keep = _keeps(square, save, p.columns)
     projection = x.new_empty(T if keep else 0, p.columns)
     kept = x.new_empty(0, D) if packed is None or not save else packed, projection
     if T == 0:
@@ -143,8 +143,8 @@ def _forward(
     return *outputs, *kept
 
 
-def _keeps(square: bool, save: bool) -> bool:
-    return KEEP_PROJECTION and square and save
+def _keeps(square: bool, save: bool, columns: int) -> bool:
+    return square and save and columns >= KEPT_COLUMNS
 
 
 def _outputs(x: Tensor, N: int, square: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -263,7 +263,7 @@ _backward_op = torch.library.custom_op("grmoe::gate_backward", _backward, mutate
 def _(x: Tensor, matrix: Tensor, log_kappa: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     N, square = len(matrix), log_kappa is not None
     save, columns = rest[-1], plan(x.dtype, N, _rank(matrix), square, is_hopper(x.device)).columns
-    tokens = x.shape[0] if _keeps(square, save) else 0
+    tokens = x.shape[0] if _keeps(square, save, columns) else 0
     return (
         *_outputs(x, N, square),
         x.new_empty(columns if save else 0, x.shape[1]),

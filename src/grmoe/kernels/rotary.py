@@ -1,7 +1,7 @@
 """Rotary positions of queries and keys in one kernel, without a gradient.
 
-Each product and sum is rounded to the tensors' precision, as PyTorch's operations do, so that the bits are the same. The
-compiler would make one operation of a product and a sum, rounded once. So it is told not to.
+Each product and sum is rounded to the tensors' precision, as PyTorch's operations do, so that the bits are the same.
+The compiler would make one operation of a product and a sum, rounded once. So it is told not to.
 
 Legend: B sequences, S positions, H query heads, G key-value heads, W head width; B… tile sizes.
 """
