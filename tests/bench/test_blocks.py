@@ -30,7 +30,7 @@ from grmoe.bench.layer import (
     compare,
     contenders,
 )
-from grmoe.bench.measure import Row
+from grmoe.bench.measure import Row, Runs
 from grmoe.bench.shapes import LayerShape
 from grmoe.kernels.runtime import INTERPRETED
 from grmoe.probe.timing import Times
@@ -372,3 +372,18 @@ def test_ranks_beside_sonicmoe_and_the_better_of_hugging_face() -> None:
 def test_a_gate_of_smaller_rank_has_the_first_directions() -> None:
     setting = Setting(LayerShape(16, 16, 4, 8, 2), 4, CPU, torch.float32)
     assert torch.equal(setting.gate(2).frames, setting.grassmann.frames[..., :2])
+
+
+def test_a_choice_holds_in_a_contenders_calls_alone() -> None:
+    module: Any = SimpleNamespace(CHOICE=1)
+    runs = Runs({FORWARD: lambda: module.CHOICE}, lambda: {"error": module.CHOICE}, {"fact": 3.0})
+    chosen = runs.with_choice(module, "CHOICE", 2)
+    assert (chosen.timed[FORWARD](), chosen.errors(), chosen.facts) == (2, {"error": 2}, {"fact": 3.0})
+    assert (runs.timed[FORWARD](), module.CHOICE) == (1, 1)
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        Runs({FORWARD: fail}).with_choice(module, "CHOICE", 2).timed[FORWARD]()
+    assert module.CHOICE == 1

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Literal
 
@@ -87,9 +86,12 @@ class Gates:
         return Runs({FORWARD: forward, _TRAINING: training, BOTH: both}, errors)
 
     def kept_from(self, columns: int) -> Runs:
-        """Ours, where the forward keeps a projection of that many columns for the backward, whatever is the default."""
-        plain, keeping = self.grassmann("auto", metrics=False), _keeping(columns)
-        return Runs({BOTH: keeping(plain.timed[BOTH])}, keeping(plain.errors))
+        """Ours, where the forward keeps a projection of at least that many columns for the backward."""
+        from grmoe.kernels import gate  # needs Triton
+
+        plain = self.grassmann("auto", metrics=False)
+        both = Runs({BOTH: plain.timed[BOTH]}, plain.errors)
+        return both.with_choice(gate, "KEPT_COLUMNS", columns)
 
     def softmax(self) -> Runs:
         x_TD = self.x_TD
@@ -139,17 +141,6 @@ class Gates:
         pairs = zip(["x", *named], gradients, gradients64, strict=True)
         errors = {name: relative_error(a, b) for name, a, b in pairs}
         return {"probs": float((got_TN - want_TN).detach().abs().max())} | errors
-
-
-@contextmanager
-def _keeping(columns: int) -> Iterator[None]:
-    from grmoe.kernels import gate  # needs Triton
-
-    before, gate.KEPT_COLUMNS = gate.KEPT_COLUMNS, columns
-    try:
-        yield
-    finally:
-        gate.KEPT_COLUMNS = before
 
 
 def compare(shape: GateShape, rows: list[Row]) -> Result:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -63,6 +62,9 @@ FACTS = {"touched experts": "g", "floor ms": ".4f"}
 SHARE = "gate's share of the FLOPs, "
 SMALLER = (2, 4)  # the gate's rank over these, where its FLOPs are a large part of the layer's
 
+# Kernels that start while the one before them still runs (`grmoe.kernels.early`), with each gate.
+EARLY = {"ours, early starts": "grassmann", "ours, softmax gate, early starts": "softmax"}
+
 # Which parts of the experts' backward are fused: hidden values, ∂W_down, ∂W_up (`grmoe.kernels.experts.Fused`).
 BACKWARDS = {
     "ours, softmax gate, backward in parts": (False, False, False),
@@ -82,6 +84,9 @@ def contenders(
 
     def backward(parts: tuple[bool, bool, bool]) -> Callable[[], Runs]:
         return lambda: _backward_runs(setting(), parts)
+
+    def early(router: str) -> Callable[[], Runs]:
+        return lambda: _early_runs(setting(), setting().ours(router=getattr(setting(), router)))
 
     backends = [
         Contender(
@@ -111,6 +116,7 @@ def contenders(
     ]
     if device.type == "cuda":  # on a CPU these have no kernels, or compile longer than the whole benchmark
         listed.append(Contender(COMPILED, runs(lambda s: s.ours(compiled=True))))
+        listed += [Contender(name, early(router)) for name, router in EARLY.items()]
         listed += [Contender(name, backward(parts)) for name, parts in BACKWARDS.items()]
         listed += [Contender(name, runs(partial(_other_gate, options))) for name, options in GATES.items()]
         if shape.tokens > max(FEW_TOKENS):
@@ -170,29 +176,18 @@ def _facts(setting: Setting, module: object) -> dict[str, float]:
 
 
 def _backward_runs(setting: Setting, parts: tuple[bool, bool, bool]) -> Runs:
-    """Our layer with the softmax gate, and these parts of the experts' backward fused, whatever is the default."""
-    block = setting.ours("triton", setting.softmax)
-
-    def both() -> tuple[Tensor, ...]:
-        with _fused(parts):
-            return block.both(setting.x_TD, setting.grad_TD)
-
-    def errors() -> dict[str, float]:
-        with _fused(parts):
-            return block.errors()
-
-    return Runs({BOTH: both}, errors)
-
-
-@contextmanager
-def _fused(parts: tuple[bool, bool, bool]) -> Iterator[None]:
+    """Our layer with the softmax gate, and these parts of the experts' backward fused."""
     from grmoe.kernels import experts  # needs Triton
 
-    before, experts.fused_parts = experts.fused_parts, lambda x: experts.Fused(*parts)
-    try:
-        yield
-    finally:
-        experts.fused_parts = before
+    runs = _block_runs(setting, setting.ours("triton", setting.softmax))
+    both = Runs({BOTH: runs.timed[BOTH]}, runs.errors)
+    return both.with_choice(experts, "fused_parts", lambda x: experts.Fused(*parts))
+
+
+def _early_runs(setting: Setting, block: Block) -> Runs:
+    from grmoe.kernels import launch  # needs Triton
+
+    return _block_runs(setting, block).with_choice(launch, "EARLY", True)
 
 
 def _same_experts_runs(setting: Setting) -> Runs:
@@ -252,6 +247,9 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
         result.add_ratio(f"share of the dense rate, softmax gate, {mode}", DENSE, SOFTMAX, mode, "share")
         result.add_ratio(f"{gates}, {mode}", OURS, SOFTMAX, mode, "excess")
         result.add_ratio(f"{gates}, same experts, {mode}", OURS, _SAME, mode, "excess")
+        for name, plain in zip(EARLY, (OURS, SOFTMAX), strict=True):
+            result.add_ratio(f"{name} / {plain}, {mode}", name, plain, mode)
+            result.add_ratio(f"{SONIC} / {name}, {mode}", SONIC, name, mode)
         for name in GATES:
             result.add_ratio(f"{name} over the plain gate, {mode}", name, OURS, mode, "excess")
         for smaller in _of_smaller_rank(rows):

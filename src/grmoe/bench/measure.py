@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,24 @@ class Runs:
     timed: Mapping[str, Callable[[], object]]
     errors: Callable[[], dict[str, float]] = dict
     facts: dict[str, float] = field(default_factory=dict)
+
+    def with_choice(self, module: ModuleType, name: str, value: object) -> Runs:
+        """The same while `module.name` is `value`, whatever is the default."""
+
+        def choosing(call: Callable[[], Any]) -> Callable[[], Any]:
+            def run() -> Any:
+                before = getattr(module, name)
+                setattr(module, name, value)
+                try:
+                    return call()
+                finally:
+                    setattr(module, name, before)
+
+            return run
+
+        return Runs(
+            {mode: choosing(call) for mode, call in self.timed.items()}, choosing(self.errors), self.facts
+        )
 
 
 @dataclass(frozen=True)

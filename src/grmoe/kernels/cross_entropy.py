@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from grmoe.kernels.early import await_inputs
 from grmoe.kernels.launch import ceil_div, dense, launch
 
 PADDING = 64
@@ -30,6 +31,7 @@ def loss_kernel(
     IGNORED: tl.constexpr, GRADIENT: tl.constexpr, PADDING: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """For one token: −log softmax(logits)[target] · scale; the gradient overwrites the logits."""
+    await_inputs()
     row = tl.program_id(0)
     # A product, and loads masked here rather than at the vocabulary, so that the compiler knows they are aligned.
     padded = blocks * PADDING

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grmoe.kernels.early import await_inputs
 from grmoe.kernels.launch import ceil_div, launch, power_of_2
 from grmoe.kernels.runtime import INTERPRETED, num_programs
 
@@ -36,6 +37,7 @@ def attend_kernel(
     """One part of one group: Σ_l exp(s_l − m)·v_l, m = max_l s_l and Σ_l exp(s_l − m), with s_l = scale·qᵀk_l where
     the mask allows l. Strides are in units of UNIT elements, so that the compiler knows that rows are aligned.
     """
+    await_inputs()
     pair, part = tl.program_id(0), tl.program_id(1)
     sequence, group = (pair // groups).to(tl.int64), pair % groups
     r, w = tl.arange(0, BR), tl.arange(0, BW)
@@ -86,6 +88,7 @@ def join_kernel(
     R: tl.constexpr, W: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """The output of one query head: Σ_p exp(m_p − m)·acc_p / Σ_p exp(m_p − m)·total_p. Zero without any position."""
+    await_inputs()
     head = tl.program_id(0)  # sequence, group and query head in one
     p, w = tl.arange(0, BP), tl.arange(0, BW)
     row_P = (head // R * parts + p) * R + head % R

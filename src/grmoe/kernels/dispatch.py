@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from grmoe.kernels.early import await_inputs
 from grmoe.kernels.launch import ceil_div, launch, power_of_2
 from grmoe.kernels.runtime import attempt
 
@@ -54,6 +55,7 @@ def count_kernel(
     selected_ptr, counts_ptr, num_tokens, chunk, num_experts: tl.constexpr, NP: tl.constexpr, B: tl.constexpr
 ):
     """counts[p, e] = assignments of chunk p to expert e."""
+    await_inputs()
     program = tl.program_id(0)
     total_N = _count(selected_ptr, program, num_tokens, chunk, num_experts, NP, B)
     tl.store(counts_ptr + program * NP + tl.arange(0, NP), total_N)
@@ -70,6 +72,7 @@ def place_kernel(
 
     ALONE: this program is the only one and counts by itself.
     """
+    await_inputs()
     program, expert, chunks = tl.program_id(0), tl.arange(0, NP), tl.arange(0, P)
     if ALONE:
         totals_N = _count(selected_ptr, program, num_tokens, chunk, num_experts, NP, B)
@@ -127,6 +130,7 @@ def place_kernel(
 def spread_kernel(grad_ptr, selected_ptr, out_ptr, num_tokens, num_experts: tl.constexpr, M: tl.constexpr,
                   NP: tl.constexpr, B: tl.constexpr):  # fmt: skip
     """Gradient of weight_TM with respect to weights_TN: slot m goes back to the token's m-th chosen expert."""
+    await_inputs()
     token, expert = tl.program_id(0) * B + tl.arange(0, B), tl.arange(0, NP)
     inside = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
     place = token[:, None].to(tl.int64) * num_experts + expert[None, :]

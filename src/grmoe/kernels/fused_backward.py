@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grmoe.kernels.early import await_inputs
 from grmoe.kernels.grouped_gemm import Tiles, listed, locate
 from grmoe.kernels.launch import ceil_div, launch, tiled
 from grmoe.kernels.rows import differentiate
@@ -41,6 +42,7 @@ def hidden_gradient_kernel(
     BM: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, GROUP: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """∂inner, w·h and the tile's part of ⟨q, h⟩. W_down is (N·D, I). ∂inner may overwrite inner."""
+    await_inputs()
     experts = tl.arange(0, NP)
     end_N = tl.load(offset_ptr + experts, mask=experts < num_experts, other=0)
     start_N = tl.load(offset_ptr + experts - 1, mask=(experts > 0) & (experts < num_experts), other=0)
@@ -96,6 +98,7 @@ def add_parts_kernel(
     partial_ptr, pair_ptr, offset_ptr, grad_weight_ptr, last, PARTS: tl.constexpr, BR: tl.constexpr
 ):
     """∂w of each used row: the sum of its parts, first to last."""
+    await_inputs()
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     used = row < tl.load(offset_ptr + last)
     total = tl.zeros((BR,), tl.float32)
@@ -168,6 +171,7 @@ def gathered_gradient_kernel(
 
     One tile per program; an idle expert gets zeros.
     """
+    await_inputs()
     d_tiles: tl.constexpr = (D + BD - 1) // BD
     o_tiles: tl.constexpr = (O + BO - 1) // BO
     tile = tl.program_id(0)

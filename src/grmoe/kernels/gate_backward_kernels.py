@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from grmoe.kernels.early import await_inputs
 from grmoe.kernels.gate_kernels import ZERO_TOKEN, column_weights
 from grmoe.kernels.select import grad_logits_BN
 
@@ -53,6 +54,7 @@ def linear_backward_kernel(
     BT: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """α·∂loss/∂ℓ of a linear gate: the gradient of x·Wᵀ."""
+    await_inputs()
     token, expert = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, NP)
     grad_BN = _logit_gradient(
         probs_ptr, weights_ptr, selected_ptr, g_logits_ptr, g_probs_ptr, g_weights_ptr, token, num_tokens, num_experts,
@@ -101,6 +103,7 @@ def gate_backward_kernel(
     HALVES: q, and what becomes of it, does not stay in registers for all columns of a tile at once.
     KEPT: the forward has written q.
     """
+    await_inputs()
     program = tl.program_id(0)
     first = program * BT
     token, expert = first + tl.arange(0, BT), tl.arange(0, NP)
@@ -159,6 +162,7 @@ def gate_input_gradient_kernel(
     PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """∂x = p·packed + along·x, one tile per program."""
+    await_inputs()
     first, d = tl.program_id(1) * BT, tl.program_id(0) * BD
     acc_BD = tl.zeros((BT, BD), tl.float32)
     for column in range(0, C, BC):
@@ -181,6 +185,7 @@ def parameter_gradients_kernel(
     NP: tl.constexpr, BP: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
     """∂log κ and ∂prior of one expert from the partial sums over programs, always in the same order."""
+    await_inputs()
     expert = tl.program_id(0)
     part = tl.arange(0, BP)
     prior = tl.zeros((BP,), tl.float32)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from grmoe.kernels import runtime
+from grmoe.kernels.early import await_inputs
 from grmoe.kernels.select import alpha_B1, bias_BN, budget_B, select_BN, softmax_BN, weigh_BN
 
 ZERO_TOKEN = tl.constexpr(1e-12)  # as in grmoe.routing.grassmann
@@ -26,6 +27,7 @@ def pack_kernel(
     NP: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """packed[j·NP + e, :] = frames[e, :, j], zero rows for padding. One program per expert and tile of directions."""
+    await_inputs()
     expert = tl.program_id(0)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     j = tl.program_id(2) * BK + tl.arange(0, BK)
@@ -51,6 +53,7 @@ def unpack_kernel(
     BK: tl.constexpr,
 ):
     """The inverse of `pack_kernel`, for gradients."""
+    await_inputs()
     expert = tl.program_id(0)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     j = tl.program_id(2) * BK + tl.arange(0, BK)
@@ -166,6 +169,7 @@ def gate_kernel(
     NP: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program: BT tokens against all experts. KEEP: the projection x·U is written too."""
+    await_inputs()
     first = tl.program_id(0) * BT
     expert = tl.arange(0, NP)
     sums_BN = tl.zeros((BT, NP), tl.float32)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grmoe.kernels.early import await_inputs
 from grmoe.kernels.launch import ceil_div, launch, power_of_2, tiled
 from grmoe.kernels.rows import gelu, sigmoid
 from grmoe.kernels.runtime import INTERPRETED, attempt, num_programs, specialises
@@ -80,6 +81,7 @@ def grouped_gemm_kernel(
 
     TRANSPOSED: B is (N·O, K), rows are output columns; otherwise (N·K, O).
     """
+    await_inputs()
     experts = tl.arange(0, NP)
     end_N = tl.load(offset_ptr + experts, mask=experts < num_experts, other=0)
     start_N = tl.load(offset_ptr + experts - 1, mask=(experts > 0) & (experts < num_experts), other=0)
@@ -199,6 +201,7 @@ def weight_gradient_kernel(
     BM: tl.constexpr, BO: tl.constexpr, BA: tl.constexpr,
 ):  # fmt: skip
     """out[e] = Σ over the rows of expert e of p_aᵀ·q_a, (M, O). One tile per program; an idle expert gets zeros."""
+    await_inputs()
     row_tiles: tl.constexpr = (M + BM - 1) // BM
     column_tiles: tl.constexpr = (O + BO - 1) // BO
     tile = tl.program_id(0)

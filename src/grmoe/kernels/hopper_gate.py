@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from grmoe.kernels.early import await_inputs
 from grmoe.kernels.gate_kernels import column_weights, finish_gate
 from grmoe.kernels.hopper import store_wide
 
@@ -134,6 +135,7 @@ def gate_kernel(
     KEEP: gl.constexpr, NP: gl.constexpr, BT: gl.constexpr, BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program: BT = 128 tokens against all experts."""
+    await_inputs()
     first = gl.program_id(0) * BT
     x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BT, BD], x_desc.layout)
     packed_tiles = gl.allocate_shared_memory(packed_desc.dtype, [STAGES, BC, BD], packed_desc.layout)

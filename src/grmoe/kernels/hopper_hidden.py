@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from grmoe.kernels.early import await_inputs
 from grmoe.kernels.grouped_gemm import locate
 from grmoe.kernels.hopper import copy_rows, tiles_of_experts
 from grmoe.kernels.rows import differentiate
@@ -178,6 +179,7 @@ def hidden_gradient_kernel(
     BM: gl.constexpr, BI: gl.constexpr, BD: gl.constexpr, GROUP: gl.constexpr, NP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Persistent; BM = 128 rows by BI = 256 hidden values."""
+    await_inputs()
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BD], grad_ptr.dtype.element_ty)
     a_tiles = gl.allocate_shared_memory(grad_ptr.dtype.element_ty, [STAGES, BM, BD], SHARED)
     b_tiles = gl.allocate_shared_memory(down_desc.dtype, [STAGES, BD, BI], down_desc.layout)

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from grmoe.kernels.early import await_inputs
 from grmoe.kernels.grouped_gemm import locate
 from grmoe.kernels.hopper import store_wide, tiles_of_experts
 from grmoe.kernels.rows import gelu, sigmoid
@@ -117,6 +118,7 @@ def up_kernel(
     BM: gl.constexpr, BO: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, NP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Persistent; BM = 128 rows, and 256 rows of B: BO = 128 of either half with GLU, else BO = 256."""
+    await_inputs()
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], a_ptr.dtype.element_ty)
     a_tiles = gl.allocate_shared_memory(a_ptr.dtype.element_ty, [STAGES, BM, BK], SHARED)
     b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 256, BK], b_desc.layout)

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from grmoe.kernels.early import await_inputs
 from grmoe.kernels.hopper import copy_rows, store_wide
 
 
@@ -126,6 +127,7 @@ def gathered_gradient_kernel(
     BD: gl.constexpr, BO: gl.constexpr, BA: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Persistent; BD = 128 gathered columns by BO = 256 columns of the list's operand, BA = 64 rows at a time."""
+    await_inputs()
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BA, BD], x_ptr.dtype.element_ty)
     x_tiles = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BA, BD], SHARED)
     row_tiles = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BA, BO], rows_desc.layout)

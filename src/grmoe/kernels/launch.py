@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from grmoe.kernels.runtime import INTERPRETED
+from grmoe.kernels.runtime import INTERPRETED, starts_early
+
+# Whether kernels start while the one before them still runs (`grmoe.kernels.early`). Not measured yet.
+EARLY = False
 
 _compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
 
@@ -69,7 +72,7 @@ def launch(
         values.append(address if base is arg else arg)
         types.append(base.dtype)
         index = base.device.index
-    key = (kernel.fn, index, warps, stages, fuse, constants, *types)
+    key = (kernel.fn, index, warps, stages, fuse, EARLY, constants, *types)
     known = _compiled.get(key)
     if known is None or index != torch._C._cuda_getDevice():
         made = _launch_anew(kernel, grid, args, constants, warps, stages, fuse, torch.device("cuda", index))
@@ -93,7 +96,8 @@ def _launch_anew(
     device: torch.device,
 ) -> Any:
     with torch.cuda.device(device):
-        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fuse}
+        early = EARLY and starts_early(device)
+        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fuse, "launch_pdl": early}
         return kernel[grid](*args, *constants, **options)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from grmoe.kernels import runtime
 from grmoe.kernels.dispatch import place_tile, token_tile
+from grmoe.kernels.early import await_inputs
 from grmoe.kernels.launch import ceil_div, launch, power_of_2
 from grmoe.kernels.select import select_BN
 
@@ -38,6 +39,7 @@ def partial_kernel(
 
     ALONE: this program is the only one and adds to `sums` and `prior_sums` by itself.
     """
+    await_inputs()
     program, expert = tl.program_id(0), tl.arange(0, NP)
     real_N = expert < num_experts
     gate_N, led_N, received_N, share_N = (
@@ -136,6 +138,7 @@ def accumulate_kernel(
     PRIOR: tl.constexpr, num_experts: tl.constexpr, NP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """sums += the batch's sums; prior_sums += its shares and tokens. Each of five programs adds one kind."""
+    await_inputs()
     kind, chunks, expert, column = tl.program_id(0), tl.arange(0, P), tl.arange(0, NP), tl.arange(0, 4)
     real_N, real_P = expert < num_experts, chunks < programs
     inside_PN = real_P[:, None] & real_N[None, :]

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grmoe.kernels.early import await_inputs
 from grmoe.kernels.launch import ceil_div, launch, power_of_2
 
 HEADS = 16  # of one program, at most
@@ -24,6 +25,7 @@ def rotate_kernel(
 ):  # fmt: skip
     """One token and BH heads of its queries or, in the programs after these, of its keys. Strides are in units of UNIT
     elements, so that the compiler knows that rows are aligned."""
+    await_inputs()
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tiles: tl.constexpr = (H + BH - 1) // BH
     if tile < tiles:

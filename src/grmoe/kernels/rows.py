@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grmoe.kernels.early import await_inputs
 from grmoe.kernels.launch import ceil_div, launch, power_of_2
 
 ELEMENTS = 4096  # of a tile: with 4 warps every thread moves four times 16 bytes of bf16
@@ -73,6 +74,7 @@ def gather_kernel(
     x_ptr, token_ptr, offset_ptr, out_ptr, last, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
 ):
     """out[a] = x[token_a]."""
+    await_inputs()
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     used = tl.load(offset_ptr + last)
     if tl.program_id(0) * BR >= used:
@@ -100,6 +102,7 @@ def combine_kernel(
     WEIGHTED: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """out_t = Σ_m w_tm · rows[slot_tm] in fp32, in slot order: always the same bits."""
+    await_inputs()
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     column = tl.program_id(1) * BD + tl.arange(0, BD)
     inside = (token < num_tokens)[:, None] & (column < D)[None, :]
@@ -140,6 +143,7 @@ def activation_backward_kernel(
 
     ∂inner may overwrite inner: a thread reads an element before it writes there, and no other thread reads it.
     """
+    await_inputs()
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     used = tl.load(offset_ptr + last)
     if tl.program_id(0) * BR >= used:

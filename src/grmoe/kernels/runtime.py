@@ -63,6 +63,11 @@ def specialises(device: torch.device) -> bool:
     return not INTERPRETED and _generation(device.index) == 9
 
 
+def starts_early(device: torch.device) -> bool:
+    """Hopper and later, where a kernel can start while the one before it still runs."""
+    return _generation(device.index) >= 9
+
+
 # The first number instead of the pair, because the Dynamo of torch 2.11 cannot compare a constant tuple.
 @torch.compiler.assume_constant_result
 def _generation(index: int) -> int:

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from grmoe.kernels import gate
+from grmoe.kernels.early import await_inputs
 from grmoe.kernels.gate_kernels import ZERO_TOKEN
 from grmoe.kernels.launch import ceil_div, launch, power_of_2
 from grmoe.kernels.runtime import FIXED, PER_TOKEN, SCORES, attempt, missing
@@ -174,6 +175,7 @@ def blend_kernel(
     num_experts: tl.constexpr, KAPPA: tl.constexpr, NETWORK: tl.constexpr, LINEAR: tl.constexpr, NORM: tl.constexpr,
     NP: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
+    await_inputs()
     token, expert = tl.program_id(0) * B + tl.arange(0, B), tl.arange(0, NP)
     inside = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
     place = token[:, None].to(tl.int64) * num_experts + expert[None, :]
@@ -201,6 +203,7 @@ def blend_backward_kernel(
 
     g_kappa (programs, N) has the sums over a program's tokens.
     """
+    await_inputs()
     token, expert = tl.program_id(0) * B + tl.arange(0, B), tl.arange(0, NP)
     inside = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
     place = token[:, None].to(tl.int64) * num_experts + expert[None, :]

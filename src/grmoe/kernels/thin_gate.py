@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grmoe.kernels.early import await_inputs
 from grmoe.kernels.gate_kernels import finish_gate
 from grmoe.kernels.launch import ceil_div, launch, power_of_2
 from grmoe.kernels.runtime import INTERPRETED
@@ -36,6 +37,7 @@ def energies_kernel(
 
     λ is one unless DIAGONAL. The program after the last expert writes ‖x_t‖².
     """
+    await_inputs()
     expert, part = tl.program_id(0), tl.program_id(1)
     token = tl.program_id(2) * BT + tl.arange(0, BT)
     here = token < num_tokens
@@ -74,6 +76,7 @@ def products_kernel(
     BT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """sums[s, t, e] = w_eᵀx_t over the s-th BD columns: one program per tile of experts, part and tile of tokens."""
+    await_inputs()
     expert = tl.program_id(0) * BN + tl.arange(0, BN)
     part = tl.program_id(1)
     token = tl.program_id(2) * BT + tl.arange(0, BT)
@@ -100,6 +103,7 @@ def choose_kernel(
     ELASTIC: tl.constexpr, UNIT: tl.constexpr, NP: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """From sums in PARTS parts, (S, T, N), to everything the gate returns."""
+    await_inputs()
     token, expert = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, NP)
     inside = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
     sums_BN = tl.zeros((BT, NP), tl.float32)
