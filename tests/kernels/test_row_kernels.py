@@ -47,7 +47,9 @@ def test_gather(width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("width", [4, 36, 1040])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_combine(width: int, weighted: bool) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_combine(width: int, weighted: bool, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "AT_ONCE", at_once)
     d = dispatch()
     used = int(d.offset_N[-1])
     y = random(d.num_rows, width)

@@ -64,6 +64,8 @@ SMALLER = (2, 4)  # the gate's rank over these, where its FLOPs are a large part
 
 # Kernels that start while the one before them still runs (`grmoe.kernels.early`), with each gate.
 EARLY = {"ours, early starts": "grassmann", "ours, softmax gate, early starts": "softmax"}
+# The weighted sum per token, with all of a token's rows on their way at once.
+SUMS = "ours, softmax gate, sums at once"
 
 # Which parts of the experts' backward are fused: hidden values, ∂W_down, ∂W_up (`grmoe.kernels.experts.Fused`).
 BACKWARDS = {
@@ -117,6 +119,7 @@ def contenders(
     if device.type == "cuda":  # on a CPU these have no kernels, or compile longer than the whole benchmark
         listed.append(Contender(COMPILED, runs(lambda s: s.ours(compiled=True))))
         listed += [Contender(name, early(router)) for name, router in EARLY.items()]
+        listed.append(Contender(SUMS, lambda: _at_once_runs(setting())))
         listed += [Contender(name, backward(parts)) for name, parts in BACKWARDS.items()]
         listed += [Contender(name, runs(partial(_other_gate, options))) for name, options in GATES.items()]
         if shape.tokens > max(FEW_TOKENS):
@@ -190,6 +193,12 @@ def _early_runs(setting: Setting, block: Block) -> Runs:
     return _block_runs(setting, block).with_choice(launch, "EARLY", True)
 
 
+def _at_once_runs(setting: Setting) -> Runs:
+    from grmoe.kernels import rows  # needs Triton
+
+    return _block_runs(setting, setting.ours(router=setting.softmax)).with_choice(rows, "AT_ONCE", True)
+
+
 def _same_experts_runs(setting: Setting) -> Runs:
     """Run the softmax gate, then the experts that the Grassmann gate chose, so that only the gates differ.
 
@@ -250,6 +259,7 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
         for name, plain in zip(EARLY, (OURS, SOFTMAX), strict=True):
             result.add_ratio(f"{name} / {plain}, {mode}", name, plain, mode)
             result.add_ratio(f"{SONIC} / {name}, {mode}", SONIC, name, mode)
+        result.add_ratio(f"{SUMS} / {SOFTMAX}, {mode}", SUMS, SOFTMAX, mode)
         for name in GATES:
             result.add_ratio(f"{name} over the plain gate, {mode}", name, OURS, mode, "excess")
         for smaller in _of_smaller_rank(rows):

@@ -15,6 +15,9 @@ from torch import Tensor
 from grmoe.kernels.early import await_inputs
 from grmoe.kernels.launch import ceil_div, launch, power_of_2
 
+# Whether all rows of a token are on their way at once while they are summed, or one after the other. Not measured yet.
+AT_ONCE = False
+
 ELEMENTS = 4096  # of a tile: with 4 warps every thread moves four times 16 bytes of bf16
 
 
@@ -96,10 +99,28 @@ def gather(x: Tensor, token: Tensor, offset: Tensor) -> Tensor:
     return out
 
 
+@triton.jit
+def _weighted_row(
+    rows_ptr, slot_ptr, weight_ptr, token, column, m, num_tokens, num_rows,
+    WEIGHTED: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """The m-th row of each token times its weight; zeros where it has fewer."""
+    slot = tl.load(slot_ptr + token * M + m, mask=token < num_tokens, other=num_rows)
+    filled = (slot < num_rows)[:, None] & (column < D)[None, :]
+    place = slot[:, None].to(tl.int64) * D + column[None, :]
+    value = tl.load(rows_ptr + place, mask=filled, other=0.0).to(tl.float32)
+    if WEIGHTED:
+        weight = tl.load(weight_ptr + token * M + m, mask=token < num_tokens, other=0.0)
+        # An empty slot counts nothing, even if its weight is NaN.
+        value = tl.where(filled, value * weight[:, None].to(tl.float32), 0.0)
+    return value
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def combine_kernel(
     rows_ptr, slot_ptr, weight_ptr, out_ptr, num_tokens, num_rows,
     WEIGHTED: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """out_t = Σ_m w_tm · rows[slot_tm] in fp32, in slot order: always the same bits."""
     await_inputs()
@@ -107,16 +128,16 @@ def combine_kernel(
     column = tl.program_id(1) * BD + tl.arange(0, BD)
     inside = (token < num_tokens)[:, None] & (column < D)[None, :]
     total = tl.zeros((BT, BD), tl.float32)
-    for m in range(M):
-        slot = tl.load(slot_ptr + token * M + m, mask=token < num_tokens, other=num_rows)
-        filled = (slot < num_rows)[:, None] & (column < D)[None, :]
-        place = slot[:, None].to(tl.int64) * D + column[None, :]
-        value = tl.load(rows_ptr + place, mask=filled, other=0.0).to(tl.float32)
-        if WEIGHTED:
-            weight = tl.load(weight_ptr + token * M + m, mask=token < num_tokens, other=0.0)
-            # An empty slot counts nothing, even if its weight is NaN.
-            value = tl.where(filled, value * weight[:, None].to(tl.float32), 0.0)
-        total += value
+    if AT_ONCE:
+        for m in tl.static_range(M):
+            total += _weighted_row(
+                rows_ptr, slot_ptr, weight_ptr, token, column, m, num_tokens, num_rows, WEIGHTED, M, D
+            )
+    else:
+        for m in range(M):
+            total += _weighted_row(
+                rows_ptr, slot_ptr, weight_ptr, token, column, m, num_tokens, num_rows, WEIGHTED, M, D
+            )
     place = token[:, None].to(tl.int64) * D + column[None, :]
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -128,7 +149,7 @@ def combine(rows: Tensor, slot: Tensor, weight: Tensor | None) -> Tensor:
     BT, BD = _tile(D)
     grid = (ceil_div(T, BT), ceil_div(D, BD))
     args = (rows, slot, slot if weight is None else weight, out, T, A)
-    launch(combine_kernel, grid, args, (weight is not None, M, D, BT, BD))
+    launch(combine_kernel, grid, args, (weight is not None, M, D, BT, BD, AT_ONCE and M <= 8))
     return out
 
 
