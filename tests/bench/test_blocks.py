@@ -377,7 +377,7 @@ def test_a_gate_of_smaller_rank_has_the_first_directions() -> None:
 def test_a_choice_holds_in_a_contenders_calls_alone() -> None:
     module: Any = SimpleNamespace(CHOICE=1)
     runs = Runs({FORWARD: lambda: module.CHOICE}, lambda: {"error": module.CHOICE}, {"fact": 3.0})
-    chosen = runs.with_choice(module, "CHOICE", 2)
+    chosen = runs.with_choice((module, "CHOICE", 2))
     assert (chosen.timed[FORWARD](), chosen.errors(), chosen.facts) == (2, {"error": 2}, {"fact": 3.0})
     assert (runs.timed[FORWARD](), module.CHOICE) == (1, 1)
 
@@ -385,5 +385,5 @@ def test_a_choice_holds_in_a_contenders_calls_alone() -> None:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        Runs({FORWARD: fail}).with_choice(module, "CHOICE", 2).timed[FORWARD]()
+        Runs({FORWARD: fail}).with_choice((module, "CHOICE", 2)).timed[FORWARD]()
     assert module.CHOICE == 1

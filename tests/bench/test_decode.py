@@ -125,6 +125,30 @@ def test_savings_follow_from_times_and_bytes() -> None:
     )
 
 
+def test_each_kind_of_step_is_compared_with_itself_and_the_default() -> None:
+    def row(kind: str, budget: float, ms: float, size: float) -> Row:
+        facts = {"MB per step": size, "floor ms": 1.0}
+        return Row(
+            bench.budget_name(budget, kind), "ours", "grmoe", {bench.MODE: Times([[ms], [ms]])}, facts=facts
+        )
+
+    rows = [row(kind, budget, ms * budget, 4 + 4 * budget) for kind, ms in
+            ((bench.PLAIN, 4.0), (bench.THIN, 3.0), (bench.EARLY, 2.0)) for budget in (2.0, 1.0)]  # fmt: skip
+    ratios = {r.name: r.value for r in bench.compare(shape(), rows).ratios}
+    saved = [name for name in ratios if name.endswith("time saved / bytes saved")]
+    assert saved == [
+        f"ours, 1.00 experts{kind}: time saved / bytes saved"
+        for kind in (bench.PLAIN, bench.THIN, bench.EARLY)
+    ]
+    assert all(ratios[name] == pytest.approx(0.5 / (1 / 3)) for name in saved)
+    assert ratios[f"ours, 2.00 experts / ours, 2.00 experts{bench.THIN}"] == pytest.approx(4 / 3)
+    assert ratios[f"ours, 1.00 experts / ours, 1.00 experts{bench.EARLY}"] == 2.0
+    listed = [
+        c.name for c in bench.contenders(shape(), torch.device("cuda"), torch.bfloat16, "graphs", (2.0, 1.0))
+    ]
+    assert listed[2:] == [r.name for r in rows]
+
+
 def test_command(tmp_path: Path) -> None:
     run = [
         "bench",

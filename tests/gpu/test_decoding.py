@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import StaticCache
 from waiting import no_sync
 
-from grmoe import attention
+from grmoe import attention, linears
 from grmoe.bench.models import ModelShape, ours
 from grmoe.kernels import runtime
 from grmoe.model.attention_grmoe import GrmoeRMSNorm
@@ -97,3 +97,67 @@ def test_a_compiled_step_is_the_step() -> None:
             layer.cumulative_length.copy_(length)
         found.append(run(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).logits)
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
+THIN = [(1, 2048, 5504), (1, 1000, 24), (7, 2048, 5504), (32, 2048, 512), (64, 768, 3072)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", THIN, ids=str)
+def test_linear_maps_of_few_tokens(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    T, D, O = shape
+    torch.manual_seed(T)
+    with torch.device("cuda"):
+        x, gain, residual = (t.to(dtype) for t in (3 * torch.randn(T, D), torch.rand(D), torch.randn(T, D)))
+        up, gate = ((torch.randn(O, D) / D**0.5).to(dtype) for _ in range(2))
+        down, k = (torch.randn(D, O) / O**0.5).to(dtype), (torch.randn(40, D) / D**0.5).to(dtype)
+    wide = [t.double() for t in (x, gate, up, gain)]
+    x64, gate64, up64, gain64 = wide
+    with no_sync():
+        inner = linears.feed_forward_few(x, gate, up, gain, 1e-5)
+        plain = linears.feed_forward_few(x, None, up, gain, 1e-5)
+        projected = linears.project_few(x, [up, k, gate], gain, 1e-5)
+        total = linears.add_product(residual, inner, down)
+    pairs = [
+        (inner, linears.feed_forward_few_reference(x64, gate64, up64, gain64, 1e-5)),
+        (plain, linears.feed_forward_few_reference(x64, None, up64, gain64, 1e-5)),
+        (total, residual.double() + inner.double() @ down.double().T),
+        *zip(
+            projected,
+            linears.project_few_reference(x64, [up64, k.double(), gate64], gain64, 1e-5),
+            strict=True,
+        ),
+    ]
+    for found, exact in pairs:
+        error = (found.double() - exact).norm() / exact.norm()
+        assert error < {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 1e-5}[dtype]
+    assert torch.equal(inner, linears.feed_forward_few(x, gate, up, gain, 1e-5))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 4])
+def test_steps_with_maps_of_few_tokens(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager and compiled, against the plain step."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = ours(ModelShape("small", batch, 64, "gelu").config("grassmann")).eval()
+        ids = torch.randint(1000, (batch, 64))
+    cache = StaticCache(config=model.config, max_cache_len=128)
+    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    kept = [
+        (layer.keys.clone(), layer.values.clone(), layer.cumulative_length.clone()) for layer in cache.layers
+    ]
+
+    def step(run: object) -> torch.Tensor:
+        for layer, (keys, values, length) in zip(cache.layers, kept, strict=True):
+            layer.keys.copy_(keys)
+            layer.values.copy_(values)
+            layer.cumulative_length.copy_(length)
+        return run(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).logits  # type: ignore[operator]
+
+    plain = step(model)
+    monkeypatch.setattr(linears, "MOST_TOKENS", 64)
+    torch.testing.assert_close(step(model), plain, rtol=1e-3, atol=1e-3)
+    compiled = torch.compile(model, dynamic=False, fullgraph=True)
+    torch.testing.assert_close(step(compiled), plain, rtol=1e-3, atol=1e-3)

@@ -37,6 +37,7 @@ from grmoe.kernels import (
     rows,
     scores,
     thin_gate,
+    thin_linear,
 )
 from grmoe.kernels import (
     gate as gate_module,
@@ -253,7 +254,7 @@ def compile_launch(
 def compile_launches() -> dict[str, str]:
     """Triton's kernels as their callers launch them. Memory is reserved, never touched."""
     triton_alone = (dispatch, grouped_gemm, thin_gate, fused_backward, metrics, gate_module, scores, rows)
-    for module in (*triton_alone, decode_attention, rotary):
+    for module in (*triton_alone, decode_attention, rotary, thin_linear):
         module.launch = compile_launch
     for module in (grouped_gemm, fused_backward, decode_attention):
         module.num_programs, module.specialises = lambda _: 132, lambda _: False
@@ -301,6 +302,16 @@ def compile_launches() -> dict[str, str]:
         )
         decode_attention._attend(q, keys, keys, make(32, 1, 1, 4096, dtype=torch.bool), 1.0)
         rotary.rotate(q, keys[:, :, :1], angles, angles)
+    for T, I in ((1, 5504), (32, 5504)):
+        x, gate, up, down = (
+            make(T, 2048, dtype=bf16),
+            *(make(I, 2048, dtype=bf16),) * 2,
+            make(2048, I, dtype=bf16),
+        )
+        inner = thin_linear._apply(x, [gate, up], make(2048, dtype=bf16), 1e-5, None, thin_linear.SWIGLU)
+        thin_linear._apply(inner, [down], None, 0.0, x, thin_linear.NONE)
+        projections = [make(2048, 2048, dtype=bf16), *(make(512, 2048, dtype=bf16),) * 2]
+        thin_linear._apply(x, projections, make(2048, dtype=bf16), 1e-5, None, thin_linear.NONE)
     rows.combine(make(1024, 2048, dtype=bf16), make(128, 8, dtype=torch.int32), make(128, 8))
     return launched
 

@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from grmoe import attention
-from grmoe.kernels import decode_attention, rotary, runtime
+from grmoe import attention, linears
+from grmoe.kernels import decode_attention, rotary, runtime, thin_linear
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -27,16 +27,18 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return lambda *args: calls.append(name) or function(*args)
 
     here = SimpleNamespace(INTERPRETED=False, available=runtime.available, attempt=runtime.attempt)
+    here.runs_on = runtime.runs_on
     monkeypatch.setattr(attention, "runtime", here)
+    monkeypatch.setattr(linears, "runtime", here)
     monkeypatch.setattr(decode_attention, "attend", counted("attend", decode_attention.attend))
     monkeypatch.setattr(rotary, "rotate", counted("rotate", rotary.rotate))
     return calls
 
 
-def make() -> GrmoeForCausalLM:
+def make(**options: Any) -> GrmoeForCausalLM:
     torch.manual_seed(0)
     config = GrmoeConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        **options, vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, num_experts=4, router_rank=4, initializer_range=0.3,
         max_position_embeddings=64,
     )  # fmt: skip
@@ -86,3 +88,77 @@ def test_other_implementations_of_attention_stay(used: list[str]) -> None:
     model.set_attn_implementation("eager")
     generate(model)
     assert "attend" not in used
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Tokens and matrices of each linear map of few tokens, which are turned on."""
+    calls: list[tuple[int, int]] = []
+    plain = thin_linear.apply
+
+    def counted(x: Any, weights: Any, **options: Any) -> Any:
+        calls.append((len(x), len(weights)))
+        return plain(x, weights, **options)
+
+    monkeypatch.setattr(linears, "MOST_TOKENS", 8)
+    monkeypatch.setattr(thin_linear, "apply", counted)
+    return calls
+
+
+@pytest.mark.usefixtures("used")
+@pytest.mark.parametrize("act", ["silu", "gelu"])
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_linear_maps_of_few_tokens_change_no_answer(
+    cache: str | None, act: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(hidden_act=act)
+    assert sorted(type(layer.mlp).__name__ for layer in model.model.layers) == ["GrmoeMLP", "GrmoeMoE"]
+    options = {"cache_implementation": cache, "disable_compile": True}
+    plain = generate(model, **options)
+    calls = counting(monkeypatch)
+    ours = generate(model, **options)
+    step = [
+        (2, 3),
+        (2, 1),
+        (2, 2 if act == "silu" else 1),
+        (2, 1),
+        (2, 3),
+        (2, 1),
+    ]  # a dense block, then a MoE block
+    assert sorted(calls) == sorted(step * 5)  # the prompt has too many tokens
+    assert torch.equal(ours.sequences, plain.sequences)
+    for a, b in zip(ours.logits, plain.logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("used")
+@torch.no_grad()
+def test_whoever_listens_to_a_layer_hears_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = make(), torch.tensor([[5]])
+    calls = counting(monkeypatch)
+    heard: list[torch.Size] = []
+    with_hook = model.model.layers[0].self_attn
+    hook = with_hook.q_proj.register_forward_hook(lambda module, args, out: heard.append(out.shape))
+    model(input_ids=ids)
+    assert len(heard) == 1
+    assert calls.count((1, 3)) == 1  # the other block's
+    hook.remove()
+    model.set_attn_implementation("eager")
+    found = model(input_ids=ids, output_attentions=True, output_hidden_states=True)
+    assert len(found.attentions) == 2
+    assert len(found.hidden_states) == 3
+    calls.clear()
+    model.train()(input_ids=ids)
+    assert calls == []
+
+
+@pytest.mark.usefixtures("used")
+@torch.no_grad()
+def test_a_compiled_step_is_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    model, ids = make(), torch.tensor([[5, 6], [7, 8]])
+    plain = model(input_ids=ids).logits
+    monkeypatch.setattr(linears, "MOST_TOKENS", 8)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(input_ids=ids).logits, plain, rtol=1e-4, atol=1e-4)
+    text = str(torch._dynamo.explain(model)(input_ids=ids).graphs[0].code)
+    assert text.count("thin_linear") == 2 + 2 + 2  # attention of both blocks, and the dense feed-forward

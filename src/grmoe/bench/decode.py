@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 from grmoe import checks
-from grmoe.bench.measure import SEED, Contender, Result, Row, Runs, bandwidth, shorten
+from grmoe.bench.measure import SEED, Choice, Contender, Result, Row, Runs, bandwidth, chosen, shorten
 from grmoe.bench.models import ModelShape, olmoe, ours
 from grmoe.bench.prefill import ALPHAS, STEPS, TAU, saved_share
 from grmoe.bench.run import Benchmark
@@ -36,9 +36,12 @@ from grmoe.probe.timing import Ratio, time_ratio, warmed_up
 
 MODE = "step"
 BATCHES = (1, 8, 32)
+FEW_TOKENS = 64  # that `grmoe.linears` is made for
 ROOM = 64  # steps before the context starts again
 FORMS = ("eager", "compiled", "graphs")
 GROUPED, BATCHED = "Hugging Face Olmoe, grouped_mm", "Hugging Face Olmoe, batched_mm"
+# Forms of our step, by what stands behind their names: the default, and two that are not measured yet.
+PLAIN, THIN, EARLY = "", ", maps of few tokens", ", these and early starts"
 FACTS = {
     "experts": ".3f", "touched": ".2f", "tokens/s": ",.0f", "MB per step": ",.1f", "floor ms": ".4f", "captured": "g",
 }  # fmt: skip
@@ -131,17 +134,18 @@ def contenders(
     decoder = partial(decoder_of, shape, device, dtype, form)
 
     @cache
-    def shared() -> Decoder:
+    def shared(kind: str) -> Decoder:
         config = shape.config("grassmann")
         config.selection, config.selection_tau = "mass", TAU
-        return decoder(partial(ours, config))
+        with chosen(*choices_of(kind)):
+            return decoder(partial(ours, config))
 
     def peer(experts: str) -> Runs:
         built = decoder(partial(olmoe, shape.config(), "sdpa", experts))
         return Runs({MODE: built.run}, facts={"captured": built.captured})
 
-    def own(budget: float) -> Runs:
-        built = shared()
+    def own(budget: float, kind: str) -> Runs:
+        built = shared(kind)
         alpha = built.alpha_for(budget, most)
         experts, touched = built.experts(alpha), built.touched(alpha)
         read = step_bytes(built.model, shape, dtype, touched)
@@ -154,18 +158,33 @@ def contenders(
 
         facts = {"α": alpha, "experts": experts, "touched": touched, "MB per step": read / 1e6}
         facts |= {"bandwidth": rate, "floor ms": 1e3 * read / rate, "captured": built.captured}
-        return Runs({MODE: run}, facts=facts)
+        return Runs({MODE: run}, facts=facts).with_choice(*choices_of(kind))
 
+    kinds = (PLAIN, THIN, EARLY) if device.type == "cuda" else (PLAIN,)
     wanted = budgets or (float(most), 0.75 * most, 0.5 * most)
     return [
         Contender(GROUPED, partial(peer, "grouped_mm"), "peer", "transformers"),
         Contender(BATCHED, partial(peer, "batched_mm"), "peer", "transformers"),
-        *(Contender(budget_name(n), partial(own, n)) for n in sorted(wanted, reverse=True)),
+        *(
+            Contender(budget_name(n, kind), partial(own, n, kind))
+            for kind in kinds
+            for n in sorted(wanted, reverse=True)
+        ),
     ]
 
 
-def budget_name(experts: float) -> str:
-    return f"ours, {experts:.2f} experts"
+def budget_name(experts: float, kind: str = PLAIN) -> str:
+    return f"ours, {experts:.2f} experts{kind}"
+
+
+def choices_of(kind: str) -> list[Choice]:
+    if kind == PLAIN:
+        return []
+    from grmoe import linears
+    from grmoe.kernels import launch  # needs Triton
+
+    thin: Choice = (linears, "MOST_TOKENS", FEW_TOKENS)
+    return [thin] if kind == THIN else [thin, (launch, "EARLY", True)]
 
 
 def decoder_of(
@@ -224,10 +243,16 @@ def compare(shape: ModelShape, rows: list[Row]) -> Result:
     for row in own:
         name = f"{row.name}: time over the floor"
         result.ratios.append(Ratio(name, row.times[MODE].median / row.facts["floor ms"]))
-    for row in own[1:]:
-        allowed = own[0].facts["MB per step"] / row.facts["MB per step"]
+    full = {kind_of(row): row for row in reversed(own)}  # the first of each kind
+    for row in own:
+        first, plain = full[kind_of(row)], result.row(row.name.removesuffix(kind_of(row)))
+        if plain is not None and plain is not row and MODE in plain.times:
+            result.ratios.append(time_ratio(f"{plain.name} / {row.name}", plain.times[MODE], row.times[MODE]))
+        if row is first:
+            continue
+        allowed = first.facts["MB per step"] / row.facts["MB per step"]
         text = f"{row.name}: speed-up (bytes allow {allowed:.3f})"
-        faster = time_ratio(text, own[0].times[MODE], row.times[MODE])
+        faster = time_ratio(text, first.times[MODE], row.times[MODE])
         result.ratios.append(faster)
         if allowed > 1:  # with many sequences every expert may be touched either way
             assert faster.interval is not None
@@ -235,3 +260,7 @@ def compare(shape: ModelShape, rows: list[Row]) -> Result:
             name = f"{row.name}: time saved / bytes saved"
             result.ratios.append(Ratio(name, saved, (low, high), "share"))
     return result
+
+
+def kind_of(row: Row) -> str:
+    return next((kind for kind in (THIN, EARLY) if row.name.endswith(kind)), PLAIN)

@@ -91,7 +91,7 @@ class Gates:
 
         plain = self.grassmann("auto", metrics=False)
         both = Runs({BOTH: plain.timed[BOTH]}, plain.errors)
-        return both.with_choice(gate, "KEPT_COLUMNS", columns)
+        return both.with_choice((gate, "KEPT_COLUMNS", columns))
 
     def softmax(self) -> Runs:
         x_TD = self.x_TD

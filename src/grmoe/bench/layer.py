@@ -184,19 +184,19 @@ def _backward_runs(setting: Setting, parts: tuple[bool, bool, bool]) -> Runs:
 
     runs = _block_runs(setting, setting.ours("triton", setting.softmax))
     both = Runs({BOTH: runs.timed[BOTH]}, runs.errors)
-    return both.with_choice(experts, "fused_parts", lambda x: experts.Fused(*parts))
+    return both.with_choice((experts, "fused_parts", lambda x: experts.Fused(*parts)))
 
 
 def _early_runs(setting: Setting, block: Block) -> Runs:
     from grmoe.kernels import launch  # needs Triton
 
-    return _block_runs(setting, block).with_choice(launch, "EARLY", True)
+    return _block_runs(setting, block).with_choice((launch, "EARLY", True))
 
 
 def _at_once_runs(setting: Setting) -> Runs:
     from grmoe.kernels import rows  # needs Triton
 
-    return _block_runs(setting, setting.ours(router=setting.softmax)).with_choice(rows, "AT_ONCE", True)
+    return _block_runs(setting, setting.ours(router=setting.softmax)).with_choice((rows, "AT_ONCE", True))
 
 
 def _same_experts_runs(setting: Setting) -> Runs:

@@ -21,7 +21,21 @@ _ERROR_LENGTH = 90
 COPIED = {"cpu": 1 << 25, "cuda": 1 << 30}  # bytes: larger than the cache of a GPU
 
 Kind = Literal["ours", "peer", "ceiling"]
+Choice = tuple[ModuleType, str, object]  # a module, a name in it, and what it is to be
 Report = Callable[[str], None]  # called after each part of the work with its stage
+
+
+@contextmanager
+def chosen(*choices: Choice) -> Iterator[None]:
+    """Inside, each `module.name` is `value`. As a decorator: in every call."""
+    before = [getattr(module, name) for module, name, _ in choices]
+    for module, name, value in choices:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(choices, before, strict=True):
+            setattr(module, name, value)
 
 
 @dataclass(frozen=True)
@@ -32,22 +46,11 @@ class Runs:
     errors: Callable[[], dict[str, float]] = dict
     facts: dict[str, float] = field(default_factory=dict)
 
-    def with_choice(self, module: ModuleType, name: str, value: object) -> Runs:
-        """The same while `module.name` is `value`, whatever is the default."""
-
-        def choosing(call: Callable[[], Any]) -> Callable[[], Any]:
-            def run() -> Any:
-                before = getattr(module, name)
-                setattr(module, name, value)
-                try:
-                    return call()
-                finally:
-                    setattr(module, name, before)
-
-            return run
-
+    def with_choice(self, *choices: Choice) -> Runs:
+        """The same under these choices, whatever is the default."""
+        inside = chosen(*choices)
         return Runs(
-            {mode: choosing(call) for mode, call in self.timed.items()}, choosing(self.errors), self.facts
+            {mode: inside(call) for mode, call in self.timed.items()}, inside(self.errors), self.facts
         )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -29,7 +29,17 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from .configuration_grmoe import GrmoeConfig
-from .parts_grmoe import HeadRouter, TopK, attend_one, can_attend_one, rotate, rotate_reference
+from .parts_grmoe import (
+    HeadRouter,
+    TopK,
+    add_product,
+    attend_one,
+    can_attend_one,
+    project_few,
+    rotate,
+    rotate_reference,
+    takes_few,
+)
 
 
 class GrmoeRMSNorm(LlamaRMSNorm):
@@ -61,19 +71,51 @@ class GrmoeAttention(LlamaAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As in transformers, with weighted heads."""
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q_BHSD, k_BGSD, v_BGSD = (p(hidden_states).view(shape).transpose(1, 2) for p in projections)
+        projected = [p(hidden_states) for p in (self.q_proj, self.k_proj, self.v_proj)]
+        given = (position_embeddings, attention_mask, past_key_values)
+        heads_BSHD, seen = self._heads(projected, *given, **kwargs)
+        if self.router is not None:
+            weights_BSH = self.router.num_experts * self.router(hidden_states).weights
+            heads_BSHD = heads_BSHD * weights_BSH.unsqueeze(-1).to(heads_BSHD.dtype)
+        return self.o_proj(heads_BSHD.flatten(-2)), seen
+
+    def takes_few(self, x_BSH: Tensor, norm: nn.Module) -> bool:
+        """Whether `step` does what the norm, this module and the residual sum do."""
+        linears = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+        return self.router is None and takes_few(x_BSH, self, norm, *linears)
+
+    def step(
+        self,
+        x_BSH: Tensor,
+        norm: GrmoeRMSNorm,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """x + attention of norm(x), for few tokens."""
+        weights = [p.weight for p in (self.q_proj, self.k_proj, self.v_proj)]
+        projected = project_few(x_BSH, weights, norm.weight, norm.variance_epsilon)
+        given = (position_embeddings, attention_mask, past_key_values)
+        heads_BSHD, _ = self._heads(projected, *given, **kwargs)
+        return add_product(x_BSH, heads_BSHD.flatten(-2), self.o_proj.weight)
+
+    def _heads(
+        self,
+        projected: list[Tensor],
+        position_embeddings: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        past_key_values: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """From queries, keys and values to what `_attend` gives."""
+        q_BHSD, k_BGSD, v_BGSD = (t.view(*t.shape[:-1], -1, self.head_dim).transpose(1, 2) for t in projected)
         # Kernels round differently, and activation checkpointing needs the same bits with and without gradients.
         turn = rotate_reference if self.training else rotate
         q_BHSD, k_BGSD = turn(q_BHSD, k_BGSD, *position_embeddings)
         if past_key_values is not None:
             k_BGSD, v_BGSD = past_key_values.update(k_BGSD, v_BGSD, self.layer_idx)
-        heads_BSHD, seen = self._attend(q_BHSD, k_BGSD, v_BGSD, attention_mask, **kwargs)
-        if self.router is not None:
-            weights_BSH = self.router.num_experts * self.router(hidden_states).weights
-            heads_BSHD = heads_BSHD * weights_BSH.unsqueeze(-1).to(heads_BSHD.dtype)
-        return self.o_proj(heads_BSHD.flatten(-2)), seen
+        return self._attend(q_BHSD, k_BGSD, v_BGSD, mask, **kwargs)
 
     def _attend(
         self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, mask: Tensor | None, **kwargs: Any

@@ -17,7 +17,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention_grmoe import GrmoeAttention, GrmoeRMSNorm
 from .configuration_grmoe import GrmoeConfig
-from .parts_grmoe import BACKENDS, Dispatch, ExpertWeights, MoE, pick_backend
+from .parts_grmoe import (
+    BACKENDS,
+    Dispatch,
+    ExpertWeights,
+    MoE,
+    add_product,
+    feed_forward_few,
+    pick_backend,
+    takes_few,
+)
 from .router_grmoe import config_router
 
 OWN_EXPERTS = ("auto", *BACKENDS)
@@ -126,6 +135,17 @@ class GrmoeMLP(nn.Module):
         y: Tensor = self.down_proj(inner)
         return y
 
+    def takes_few(self, x_BSH: Tensor, norm: nn.Module) -> bool:
+        """Whether `step` does what the norm, this module and the residual sum do."""
+        gate = () if self.gate_proj is None else (self.gate_proj,)
+        return takes_few(x_BSH, self, norm, *gate, self.up_proj, self.down_proj)
+
+    def step(self, x_BSH: Tensor, norm: GrmoeRMSNorm) -> Tensor:
+        """x + feed-forward of norm(x), for few tokens."""
+        gate = None if self.gate_proj is None else self.gate_proj.weight
+        inner = feed_forward_few(x_BSH, gate, self.up_proj.weight, norm.weight, norm.variance_epsilon)
+        return add_product(x_BSH, inner, self.down_proj.weight)
+
 
 class GrmoeDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: GrmoeConfig, layer_idx: int) -> None:
@@ -150,11 +170,18 @@ class GrmoeDecoderLayer(GradientCheckpointingLayer):
 
         token_ids: (B, S), for routers that hash them. All other arguments go to the attention.
         """
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + attended
-        x = self.post_attention_layernorm(hidden_states)
-        out = self.mlp(x, token_ids)
-        if isinstance(out, Tensor):  # by what it returns: an adapter may wrap a dense feed-forward
+        # An adapter may wrap the attention or a dense feed-forward.
+        attention, norm = self.self_attn, self.input_layernorm
+        if isinstance(attention, GrmoeAttention) and attention.takes_few(hidden_states, norm):
+            hidden_states = attention.step(hidden_states, norm, **kwargs)
+        else:
+            attended, _ = attention(norm(hidden_states), **kwargs)
+            hidden_states = hidden_states + attended
+        mlp, norm = self.mlp, self.post_attention_layernorm
+        if isinstance(mlp, GrmoeMLP) and mlp.takes_few(hidden_states, norm):
+            return mlp.step(hidden_states, norm)
+        out = mlp(norm(hidden_states), token_ids)
+        if isinstance(out, Tensor):
             return hidden_states + out
         y, _, loss = out
         if self.residual_loss_coef and self.training:

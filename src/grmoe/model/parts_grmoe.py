@@ -17,6 +17,7 @@ try:
     from grmoe.experts import BACKENDS, Dispatch, ExpertWeights, pick_backend
     from grmoe.head import IGNORED, divergence, next_token_loss
     from grmoe.layer import MoE, as_autocast
+    from grmoe.linears import add_product, feed_forward_few, project_few, takes_few
     from grmoe.regularizers import overlap_penalty
     from grmoe.routing import (
         ROUTERS,
@@ -64,8 +65,8 @@ except ImportError:
 __all__ = [
     "BACKENDS", "IGNORED", "ROUTERS", "AtLeast", "Dense", "Dispatch", "ExpertWeights", "FrameRouter", "HashRouter",
     "HeadRouter", "LayerNumbers", "Mass", "MoE", "Router", "RoutingMetrics", "Selection", "SlotRouter", "Threshold",
-    "TopK", "all_routers", "as_autocast", "attend_one", "build_router", "can_attend_one", "check_curve", "checks",
-    "curve_numbers", "curve_room", "divergence", "next_token_loss", "numbers", "overlap_penalty", "pick_backend",
-    "read_metrics_of", "realize", "rotate", "rotate_reference", "routers", "set_alpha", "set_layer_numbers",
-    "update_priors",
+    "TopK", "add_product", "all_routers", "as_autocast", "attend_one", "build_router", "can_attend_one",
+    "check_curve", "checks", "curve_numbers", "curve_room", "divergence", "feed_forward_few", "next_token_loss",
+    "numbers", "overlap_penalty", "pick_backend", "project_few", "read_metrics_of", "realize", "rotate",
+    "rotate_reference", "routers", "set_alpha", "set_layer_numbers", "takes_few", "update_priors",
 ]  # fmt: skip

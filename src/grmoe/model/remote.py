@@ -26,7 +26,7 @@ _FILES = (
 )  # fmt: skip
 BUNDLE = "grmoe_routing.py"
 # Everything that parts_grmoe.py imports is in these modules or below them.
-_ROOTS = ("layer", "regularizers", "head", "attention", "compiling")
+_ROOTS = ("layer", "regularizers", "head", "attention", "linears", "compiling")
 _AUTO_MAP = {
     "AutoConfig": "configuration_grmoe.GrmoeConfig",
     "AutoModel": "modeling_grmoe.GrmoeModel",
