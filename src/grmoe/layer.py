@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from grmoe import checks
 from grmoe.experts import BACKENDS, Dispatch, ExpertWeights, pick_backend
 from grmoe.experts.bounds import POWER, output_gains
+from grmoe.experts.one_token import one_token_experts, takes_one
 from grmoe.experts.weights import Activation, with_weights_at_hand
 from grmoe.routing import (
     GrassmannRouter,
@@ -151,11 +152,16 @@ class MoE(nn.Module):
         return self._run_experts(x_TD, weights_TN, selected_TN, self.router.max_experts()).view(x.shape)
 
     def _run_experts(self, x_TD: Tensor, weights_TN: Tensor, selected_TN: Tensor, max_experts: int) -> Tensor:
-        backend = pick_backend(self.backend, x_TD)
+        backend, own = pick_backend(self.backend, x_TD), isinstance(self.experts, ExpertWeights)
+        if backend == "triton" and self.transport is None and own and takes_one(x_TD):
+            gates = (weights_TN, selected_TN)
+            return with_weights_at_hand(
+                self.experts, lambda: one_token_experts(x_TD, *gates, self.experts, max_experts)
+            )
         dispatch = Dispatch.build(weights_TN, selected_TN, max_experts, kernels=backend == "triton")
         if self.transport is not None:
             return self.transport(x_TD, dispatch, self.experts, backend)
-        if not isinstance(self.experts, ExpertWeights):  # wrapped by an adapter
+        if not own:  # wrapped by an adapter
             return self.experts(x_TD, dispatch, BACKENDS[backend])
         return with_weights_at_hand(self.experts, lambda: BACKENDS[backend](x_TD, dispatch, self.experts))
 

@@ -10,7 +10,7 @@ import torch
 from test_kernels import DEVICE, LARGE, ODD, SMALL, TOLERANCE, Shape, make, tokens
 from waiting import no_sync
 
-from grmoe.experts import Dispatch
+from grmoe.experts import Dispatch, one_token
 from grmoe.experts.reference import reference_experts
 from grmoe.kernels import runtime, thin_gate
 from grmoe.layer import MoE
@@ -53,6 +53,27 @@ def test_output(shape: Shape, router: str, dtype: torch.dtype) -> None:
     moe = make(shape, dtype, router).eval()
     for T in (1, 2, 8, 33, 128, 500, 513):
         assert error(moe, T, dtype, shape) < TOLERANCE[dtype], T
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [SMALL, ODD, WIDE, LARGE], ids=str)
+def test_one_token_without_a_list(shape: Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_token, "ENABLED", True)
+    if shape is LARGE and dtype == torch.float32:
+        pytest.skip("the same kernels as at the small shapes")
+    moe, x = make(shape, dtype).eval(), tokens(shape, dtype, T=1)
+    assert error(moe, 1, dtype, shape) < TOLERANCE[dtype]
+    with no_sync():
+        plain = moe(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = moe(x)
+    graph.replay()
+    assert torch.equal(y, plain)
+    x.copy_(tokens(shape, dtype, T=1, seed=3))
+    graph.replay()
+    assert torch.equal(y, moe(x))
 
 
 @torch.no_grad()

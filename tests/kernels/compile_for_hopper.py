@@ -33,6 +33,7 @@ from grmoe.kernels import (
     hopper_up,
     hopper_weights,
     metrics,
+    one_token,
     rotary,
     rows,
     scores,
@@ -254,7 +255,7 @@ def compile_launch(
 def compile_launches() -> dict[str, str]:
     """Triton's kernels as their callers launch them. Memory is reserved, never touched."""
     triton_alone = (dispatch, grouped_gemm, thin_gate, fused_backward, metrics, gate_module, scores, rows)
-    for module in (*triton_alone, decode_attention, rotary, thin_linear):
+    for module in (*triton_alone, decode_attention, rotary, thin_linear, one_token):
         module.launch = compile_launch
     for module in (grouped_gemm, fused_backward, decode_attention):
         module.num_programs, module.specialises = lambda _: 132, lambda _: False
@@ -312,6 +313,9 @@ def compile_launches() -> dict[str, str]:
         thin_linear._apply(inner, [down], None, 0.0, x, thin_linear.NONE)
         projections = [make(2048, 2048, dtype=bf16), *(make(512, 2048, dtype=bf16),) * 2]
         thin_linear._apply(x, projections, make(2048, dtype=bf16), 1e-5, None, thin_linear.NONE)
+    gates = make(1, 64), make(1, 64, dtype=torch.bool)
+    weights = make(64, 2048, 2048, dtype=bf16), make(64, 2048, 1024, dtype=bf16)
+    one_token._experts(make(1, 2048, dtype=bf16), *gates, *weights, 8, True)
     rows.combine(make(1024, 2048, dtype=bf16), make(128, 8, dtype=torch.int32), make(128, 8))
     return launched
 

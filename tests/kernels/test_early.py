@@ -25,7 +25,7 @@ def kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "kernel"), kernels(), ids=lambda value: value if isinstance(value, str) else ""
+    ("name", "kernel"), list(kernels()), ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_every_kernel_begins_by_waiting_for_its_inputs(name: str, kernel: ast.FunctionDef) -> None:
     statements = [

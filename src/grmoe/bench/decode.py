@@ -40,8 +40,9 @@ FEW_TOKENS = 64  # that `grmoe.linears` is made for
 ROOM = 64  # steps before the context starts again
 FORMS = ("eager", "compiled", "graphs")
 GROUPED, BATCHED = "Hugging Face Olmoe, grouped_mm", "Hugging Face Olmoe, batched_mm"
-# Forms of our step, by what stands behind their names: the default, and two that are not measured yet.
-PLAIN, THIN, EARLY = "", ", maps of few tokens", ", these and early starts"
+# Forms of our step, by what stands behind their names: the default, and two that are not measured yet. Fused maps are
+# linear maps of few tokens with what stands around them, and experts of one token without a list.
+PLAIN, THIN, EARLY = "", ", fused maps", ", fused maps and early starts"
 FACTS = {
     "experts": ".3f", "touched": ".2f", "tokens/s": ",.0f", "MB per step": ",.1f", "floor ms": ".4f", "captured": "g",
 }  # fmt: skip
@@ -181,10 +182,11 @@ def choices_of(kind: str) -> list[Choice]:
     if kind == PLAIN:
         return []
     from grmoe import linears
+    from grmoe.experts import one_token
     from grmoe.kernels import launch  # needs Triton
 
-    thin: Choice = (linears, "MOST_TOKENS", FEW_TOKENS)
-    return [thin] if kind == THIN else [thin, (launch, "EARLY", True)]
+    thin: list[Choice] = [(linears, "MOST_TOKENS", FEW_TOKENS), (one_token, "ENABLED", True)]
+    return thin if kind == THIN else [*thin, (launch, "EARLY", True)]
 
 
 def decoder_of(

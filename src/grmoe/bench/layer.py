@@ -64,6 +64,9 @@ SMALLER = (2, 4)  # the gate's rank over these, where its FLOPs are a large part
 
 # Kernels that start while the one before them still runs (`grmoe.kernels.early`), with each gate.
 EARLY = {"ours, early starts": "grassmann", "ours, softmax gate, early starts": "softmax"}
+# The experts of one token without a list, and with early starts too.
+ONE_TOKEN = {"ours, one token": False, "ours, one token, early starts": True}
+
 # The weighted sum per token, with all of a token's rows on their way at once.
 SUMS = "ours, softmax gate, sums at once"
 
@@ -86,6 +89,9 @@ def contenders(
 
     def backward(parts: tuple[bool, bool, bool]) -> Callable[[], Runs]:
         return lambda: _backward_runs(setting(), parts)
+
+    def one_token(early: bool) -> Callable[[], Runs]:
+        return lambda: _one_token_runs(setting(), early)
 
     def early(router: str) -> Callable[[], Runs]:
         return lambda: _early_runs(setting(), setting().ours(router=getattr(setting(), router)))
@@ -120,6 +126,8 @@ def contenders(
         listed.append(Contender(COMPILED, runs(lambda s: s.ours(compiled=True))))
         listed += [Contender(name, early(router)) for name, router in EARLY.items()]
         listed.append(Contender(SUMS, lambda: _at_once_runs(setting())))
+        if shape.tokens == 1:
+            listed += [Contender(name, one_token(early)) for name, early in ONE_TOKEN.items()]
         listed += [Contender(name, backward(parts)) for name, parts in BACKWARDS.items()]
         listed += [Contender(name, runs(partial(_other_gate, options))) for name, options in GATES.items()]
         if shape.tokens > max(FEW_TOKENS):
@@ -193,6 +201,14 @@ def _early_runs(setting: Setting, block: Block) -> Runs:
     return _block_runs(setting, block).with_choice((launch, "EARLY", True))
 
 
+def _one_token_runs(setting: Setting, early: bool) -> Runs:
+    from grmoe.experts import one_token
+    from grmoe.kernels import launch  # needs Triton
+
+    runs = _block_runs(setting, setting.ours(), backward=False)
+    return runs.with_choice((one_token, "ENABLED", True), (launch, "EARLY", early))
+
+
 def _at_once_runs(setting: Setting) -> Runs:
     from grmoe.kernels import rows  # needs Triton
 
@@ -260,6 +276,8 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
             result.add_ratio(f"{name} / {plain}, {mode}", name, plain, mode)
             result.add_ratio(f"{SONIC} / {name}, {mode}", SONIC, name, mode)
         result.add_ratio(f"{SUMS} / {SOFTMAX}, {mode}", SUMS, SOFTMAX, mode)
+        for name in ONE_TOKEN:
+            result.add_ratio(f"{name} / {OURS}, {mode}", name, OURS, mode)
         for name in GATES:
             result.add_ratio(f"{name} over the plain gate, {mode}", name, OURS, mode, "excess")
         for smaller in _of_smaller_rank(rows):

@@ -28,11 +28,10 @@ from grmoe.kernels.runtime import INTERPRETED
 
 NONE, SWIGLU, GELU = 0, 1, 2
 MOST_MATRICES = 3
-ONE_TOKEN = (8, 1024)  # rows and columns of a tile
-MANY_ROWS, MANY_COLUMNS = (
-    16,
-    256,
-)  # below 32 rows and tokens, products stay in order: see docs/explanation/kernels.md
+# Of one token: columns of a tile, and its rows where the programs keep the device busy. Otherwise half as many.
+ONE_COLUMNS, ONE_ROWS, ENOUGH = 1024, 8, 512
+# Products of so few rows are not asynchronous. So tokens may feed the norm too (docs/explanation/kernels.md, "A race").
+MANY_ROWS, MANY_COLUMNS = 16, 256
 MOST_AT_ONCE = 32  # tokens of a tile
 
 
@@ -135,8 +134,8 @@ def _apply(
     )
     precision = "tf32x3" if x.dtype == torch.float32 and not INTERPRETED else "ieee"
     if T == 1:
-        BT, (BO, columns) = 1, ONE_TOKEN
-        BD = min(columns, power_of_2(D))
+        BT, BD = 1, min(ONE_COLUMNS, power_of_2(D))
+        BO = ONE_ROWS if out.shape[1] >= ONE_ROWS * ENOUGH else ONE_ROWS // 2
     else:
         BT, BO = min(MOST_AT_ONCE, max(16, power_of_2(T))), MANY_ROWS
         BD = max(16, min(MANY_COLUMNS, power_of_2(D)))
