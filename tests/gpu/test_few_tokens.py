@@ -60,8 +60,6 @@ def test_output(shape: Shape, router: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [SMALL, ODD, WIDE, LARGE], ids=str)
 def test_one_token_without_a_list(shape: Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_token, "ENABLED", True)
-    if shape is LARGE and dtype == torch.float32:
-        pytest.skip("the same kernels as at the small shapes")
     moe, x = make(shape, dtype).eval(), tokens(shape, dtype, T=1)
     assert error(moe, 1, dtype, shape) < TOLERANCE[dtype]
     with no_sync():

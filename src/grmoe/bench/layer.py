@@ -67,6 +67,9 @@ EARLY = {"ours, early starts": "grassmann", "ours, softmax gate, early starts": 
 # The experts of one token without a list, and with early starts too.
 ONE_TOKEN = {"ours, one token": False, "ours, one token, early starts": True}
 
+# The warp-specialised gate, where it has more experts than it takes by default.
+MANY = "ours, specialised gate"
+
 # The weighted sum per token, with all of a token's rows on their way at once.
 SUMS = "ours, softmax gate, sums at once"
 
@@ -126,6 +129,8 @@ def contenders(
         listed.append(Contender(COMPILED, runs(lambda s: s.ours(compiled=True))))
         listed += [Contender(name, early(router)) for name, router in EARLY.items()]
         listed.append(Contender(SUMS, lambda: _at_once_runs(setting())))
+        if shape.experts > 64 and shape.tokens > max(FEW_TOKENS):
+            listed.append(Contender(MANY, lambda: _many_runs(setting())))
         if shape.tokens == 1:
             listed += [Contender(name, one_token(early)) for name, early in ONE_TOKEN.items()]
         listed += [Contender(name, backward(parts)) for name, parts in BACKWARDS.items()]
@@ -209,6 +214,12 @@ def _one_token_runs(setting: Setting, early: bool) -> Runs:
     return runs.with_choice((one_token, "ENABLED", True), (launch, "EARLY", early))
 
 
+def _many_runs(setting: Setting) -> Runs:
+    from grmoe.kernels import gate  # needs Triton
+
+    return _block_runs(setting, setting.ours()).with_choice((gate, "MOST", setting.shape.experts))
+
+
 def _at_once_runs(setting: Setting) -> Runs:
     from grmoe.kernels import rows  # needs Triton
 
@@ -276,6 +287,7 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
             result.add_ratio(f"{name} / {plain}, {mode}", name, plain, mode)
             result.add_ratio(f"{SONIC} / {name}, {mode}", SONIC, name, mode)
         result.add_ratio(f"{SUMS} / {SOFTMAX}, {mode}", SUMS, SOFTMAX, mode)
+        result.add_ratio(f"{MANY} / {OURS}, {mode}", MANY, OURS, mode)
         for name in ONE_TOKEN:
             result.add_ratio(f"{name} / {OURS}, {mode}", name, OURS, mode)
         for name in GATES:
