@@ -18,15 +18,14 @@ from torch.nn import functional as F
 
 from grmoe.bench.blocks import Block, Setting, skewed, softmax_gate
 from grmoe.bench.dial import fit_line, given_selection, near_tokens
+from grmoe.bench.forms import FORMS, IN_PARTS, OURS
 from grmoe.bench.hopper_peers import deinterleave, interleave, sonicmoe, triton_kernels
 from grmoe.bench.layer import (
-    BACKWARDS,
     BOTH,
     FORWARD,
     GATES,
     HUGGING_FACE,
-    OURS,
-    _backward_runs,
+    _form_runs,
     compare,
     contenders,
 )
@@ -291,28 +290,59 @@ def test_a_line_is_fitted_exactly() -> None:
     assert fit(3.0) == pytest.approx(11.0)
 
 
+ONE, MANY = LayerShape(1, 16, 2, 8, 1), LayerShape(256, 16, 72, 8, 2)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here, not interpreted")
-def test_a_chosen_backward_of_the_layer_is_used_and_the_default_restored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_is_the_layer_and_the_default_is_restored(name: str) -> None:
+    form = FORMS[name]
+    suitable = next(filter(form.suits, (LayerShape(16, 16, 4, 8, 2), ONE, MANY)))
+    setting = Setting(suitable, 4, CPU, torch.float32)
+    before = [getattr(module, key) for module, key, _ in form.choices()]
+    runs = _form_runs(setting, form)
+    assert set(runs.timed) == {mode for mode, on in ((FORWARD, form.forward), (BOTH, form.backward)) if on}
+    block = setting.ours("reference", setting.softmax if form.softmax else setting.grassmann)
+    plain = {
+        FORWARD: lambda: block.forward(setting.x_TD),
+        BOTH: lambda: block.both(setting.x_TD, setting.grad_TD),
+    }
+    for mode, timed in runs.timed.items():
+        # fp32 sums of 4 to 16 terms.
+        torch.testing.assert_close(timed(), plain[mode](), rtol=1e-4, atol=1e-5)
+    errors = runs.errors()
+    assert max(errors.values()) < 1e-5, errors
+    assert [getattr(module, key) for module, key, _ in form.choices()] == before
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here, not interpreted")
+def test_a_chosen_backward_of_the_layer_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     from grmoe.kernels import experts
 
     used: list[Any] = []
+    plain = experts.hidden_gradient
 
     def listen(*args: Any, **options: Any) -> Any:
         used.append(experts.fused_parts(args[0]))
-        return hidden_gradient(*args, **options)
+        return plain(*args, **options)
 
-    hidden_gradient, default = experts.hidden_gradient, experts.fused_parts
     monkeypatch.setattr(experts, "hidden_gradient", listen)
     setting = Setting(LayerShape(4, 16, 2, 8, 1), 4, CPU, torch.float32)
-    expected = setting.ours("reference", setting.softmax).both(setting.x_TD, setting.grad_TD)
-    parts = max(BACKWARDS.values())
-    ours: Any = _backward_runs(setting, parts).timed[BOTH]()
-    # fp32 sums of 4 to 16 terms.
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
-    assert used == [(True, True, True)] == [parts]
-    assert experts.fused_parts is default
+    _form_runs(setting, FORMS["ours, softmax gate, backward fused"]).timed[BOTH]()
+    _form_runs(setting, FORMS[IN_PARTS]).timed[BOTH]()
+    assert used == [(True, True, True)]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here, not interpreted")
+def test_errors_without_a_backward_are_those_of_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path without gradients, which that of all other errors never takes."""
+    from grmoe.kernels import one_token
+
+    plain = one_token.experts
+    monkeypatch.setattr(one_token, "experts", lambda *args, **options: 1.5 * plain(*args, **options))
+    setting = Setting(ONE, 4, CPU, torch.float32)
+    errors = _form_runs(setting, FORMS["ours, one token"]).errors()
+    assert errors == {"y": pytest.approx(0.5, rel=1e-3)}
 
 
 @pytest.mark.parametrize("name", GATES)
@@ -357,7 +387,7 @@ def test_ranks_beside_sonicmoe_and_the_better_of_hugging_face() -> None:
     assert ratios["best of Hugging Face (Hugging Face OLMoE block, batched_mm) / ours, forward"] == 2.0
     assert ratios["best peer (SonicMoE) / ours, forward"] == 0.75
 
-    fused = max(BACKWARDS, key=lambda name: BACKWARDS[name])
+    fused = "ours, softmax gate, backward fused"
     rows = [
         Row("SonicMoE", "peer", "torch", {BOTH: Times([[3.0]])}, peak=400),
         Row(fused, "ours", "grmoe", {BOTH: Times([[2.0]])}, peak=300),

@@ -127,16 +127,27 @@ class Setting:
         y_TD = call(x_TD)
         gradients = torch.autograd.grad(y_TD, [x_TD, *named.values()], grad_TD)
 
+        x64_TD = x_TD.detach().double().requires_grad_()
+        moe64, y64_TD = self._exact(moe, x_TD, x64_TD)
+        named64 = dict(moe64.router.named_parameters()) | dict(moe64.experts.named_parameters())
+        gradients64 = torch.autograd.grad(y64_TD, [x64_TD, *named64.values()], grad_TD.double())
+        pairs = zip(["x", *named], gradients, gradients64, strict=True)
+        return {"y": relative_error(y_TD, y64_TD)} | {name: relative_error(a, b) for name, a, b in pairs}
+
+    @torch.no_grad()
+    def output_error(self, moe: MoE) -> dict[str, float]:
+        """Of the output in eval mode, for forms that have no backward."""
+        x_TD = self.x_TD[:CHECKED_TOKENS].detach()
+        y_TD = moe.eval()(x_TD)
+        return {"y": relative_error(y_TD, self._exact(moe, x_TD, x_TD.double())[1])}
+
+    def _exact(self, moe: MoE, x_TD: Tensor, x64_TD: Tensor) -> tuple[MoE, Tensor]:
+        """The same layer in fp64 and its output, with the selection that `moe` makes."""
         with torch.no_grad():
             selected_TN = moe.router(x_TD).selected
         moe64 = self.layer(as_reference(moe.router), "reference")
         moe64.experts = self.experts64
-        named64 = dict(moe64.router.named_parameters()) | dict(moe64.experts.named_parameters())
-        x64_TD = x_TD.detach().double().requires_grad_()
-        y64_TD = routed(moe64, x64_TD, selected_TN)
-        gradients64 = torch.autograd.grad(y64_TD, [x64_TD, *named64.values()], grad_TD.double())
-        pairs = zip(["x", *named], gradients, gradients64, strict=True)
-        return {"y": relative_error(y_TD, y64_TD)} | {name: relative_error(a, b) for name, a, b in pairs}
+        return moe64, routed(moe64, x64_TD, selected_TN)
 
     # -- other libraries ----------------------------------------------------------------------------------------
 

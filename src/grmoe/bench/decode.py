@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 from grmoe import checks
+from grmoe.bench.forms import early, one_token
 from grmoe.bench.measure import SEED, Choice, Contender, Result, Row, Runs, bandwidth, chosen, shorten
 from grmoe.bench.models import ModelShape, olmoe, ours
 from grmoe.bench.prefill import ALPHAS, STEPS, TAU, saved_share
@@ -181,12 +182,10 @@ def budget_name(experts: float, kind: str = PLAIN) -> str:
 def choices_of(kind: str) -> list[Choice]:
     if kind == PLAIN:
         return []
-    from grmoe import linears
-    from grmoe.experts import one_token
-    from grmoe.kernels import launch  # needs Triton
+    from grmoe import linears  # needs Triton
 
-    thin: list[Choice] = [(linears, "MOST_TOKENS", FEW_TOKENS), (one_token, "ENABLED", True)]
-    return thin if kind == THIN else [*thin, (launch, "EARLY", True)]
+    thin = [(linears, "MOST_TOKENS", FEW_TOKENS), *one_token()]
+    return thin if kind == THIN else [*thin, *early()]
 
 
 def decoder_of(

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grmoe.bench.blocks import Block, Setting
+from grmoe.bench.blocks import Block, Setting, skewed
+from grmoe.bench.forms import FEW_TOKENS, FORMS, OURS, SOFTMAX, Form
 from grmoe.bench.hopper_peers import sonicmoe, triton_kernels
 from grmoe.bench.measure import Contender, Result, Row, Runs, bandwidth
 from grmoe.bench.run import Benchmark
@@ -33,8 +34,6 @@ HOPPER_SHAPES = (
     LayerShape(32768, 2048, 64, 1024, 8),
     LayerShape(32768, 4096, 128, 768, 8),
 )
-# Decoding and short prompts. The experts' weights are read once and hardly used.
-FEW_TOKENS = (1, 2, 8, 32, 128)
 DECODE_SHAPES = tuple(
     LayerShape(tokens, 2048, experts, width, top_k)
     for experts, width, top_k in ((64, 1024, 8), (16, 2752, 2))
@@ -45,7 +44,7 @@ CPU_SHAPES = tuple(LayerShape(2048, 256, experts, 256, 2) for experts in (4, 8, 
 # The reference reads offsets on the host and launches several kernels per expert.
 LOOP_EXPERTS, LOOP_ROUNDS = 64, 5
 
-OURS, SOFTMAX, COMPILED = "ours", "ours, softmax gate", "ours, compiled"
+COMPILED = "ours, compiled"
 _SAME = "ours, softmax gate, same experts"
 HUGGING_FACE, LIGER, SCATTER = "Hugging Face OLMoE block", "Liger fused MoE", "ScatterMoE"
 BATCHED = "Hugging Face OLMoE block, batched_mm"
@@ -62,25 +61,6 @@ FACTS = {"touched experts": "g", "floor ms": ".4f"}
 SHARE = "gate's share of the FLOPs, "
 SMALLER = (2, 4)  # the gate's rank over these, where its FLOPs are a large part of the layer's
 
-# Kernels that start while the one before them still runs (`grmoe.kernels.early`), with each gate.
-EARLY = {"ours, early starts": "grassmann", "ours, softmax gate, early starts": "softmax"}
-# The experts of one token without a list, and with early starts too.
-ONE_TOKEN = {"ours, one token": False, "ours, one token, early starts": True}
-
-# The warp-specialised gate, where it has more experts than it takes by default.
-MANY = "ours, specialised gate"
-
-# The weighted sum per token, with all of a token's rows on their way at once.
-SUMS = "ours, softmax gate, sums at once"
-
-# Which parts of the experts' backward are fused: hidden values, ∂W_down, ∂W_up (`grmoe.kernels.experts.Fused`).
-BACKWARDS = {
-    "ours, softmax gate, backward in parts": (False, False, False),
-    "ours, softmax gate, backward with fused hidden values": (True, False, False),
-    "ours, softmax gate, backward with gathered tokens": (False, False, True),
-    "ours, softmax gate, backward fused": (True, True, True),
-}
-
 
 def contenders(
     shape: LayerShape, device: torch.device, dtype: torch.dtype, rank: int | None = None
@@ -90,14 +70,8 @@ def contenders(
     def runs(block: Callable[[Setting], Block], backward: bool = True) -> Callable[[], Runs]:
         return lambda: _block_runs(setting(), block(setting()), backward)
 
-    def backward(parts: tuple[bool, bool, bool]) -> Callable[[], Runs]:
-        return lambda: _backward_runs(setting(), parts)
-
-    def one_token(early: bool) -> Callable[[], Runs]:
-        return lambda: _one_token_runs(setting(), early)
-
-    def early(router: str) -> Callable[[], Runs]:
-        return lambda: _early_runs(setting(), setting().ours(router=getattr(setting(), router)))
+    def form_of(form: Form) -> Callable[[], Runs]:
+        return lambda: _form_runs(setting(), form)
 
     backends = [
         Contender(
@@ -127,13 +101,7 @@ def contenders(
     ]
     if device.type == "cuda":  # on a CPU these have no kernels, or compile longer than the whole benchmark
         listed.append(Contender(COMPILED, runs(lambda s: s.ours(compiled=True))))
-        listed += [Contender(name, early(router)) for name, router in EARLY.items()]
-        listed.append(Contender(SUMS, lambda: _at_once_runs(setting())))
-        if shape.experts > 64 and shape.tokens > max(FEW_TOKENS):
-            listed.append(Contender(MANY, lambda: _many_runs(setting())))
-        if shape.tokens == 1:
-            listed += [Contender(name, one_token(early)) for name, early in ONE_TOKEN.items()]
-        listed += [Contender(name, backward(parts)) for name, parts in BACKWARDS.items()]
+        listed += [Contender(name, form_of(form)) for name, form in FORMS.items() if form.suits(shape)]
         listed += [Contender(name, runs(partial(_other_gate, options))) for name, options in GATES.items()]
         if shape.tokens > max(FEW_TOKENS):
             full = default_rank(shape.dim, shape.experts) if rank is None else rank
@@ -191,39 +159,16 @@ def _facts(setting: Setting, module: object) -> dict[str, float]:
     }
 
 
-def _backward_runs(setting: Setting, parts: tuple[bool, bool, bool]) -> Runs:
-    """Our layer with the softmax gate, and these parts of the experts' backward fused."""
-    from grmoe.kernels import experts  # needs Triton
+def _form_runs(setting: Setting, form: Form) -> Runs:
+    gate = setting.softmax if form.softmax else setting.grassmann
+    runs = _block_runs(setting, setting.ours("triton", gate))
+    modes = {FORWARD: form.forward, BOTH: form.backward}
+    timed = {mode: runs.timed[mode] for mode, wanted in modes.items() if wanted}
 
-    runs = _block_runs(setting, setting.ours("triton", setting.softmax))
-    both = Runs({BOTH: runs.timed[BOTH]}, runs.errors)
-    return both.with_choice((experts, "fused_parts", lambda x: experts.Fused(*parts)))
+    def output() -> dict[str, float]:
+        return setting.output_error(setting.layer(skewed(copy.deepcopy(gate)), "triton"))
 
-
-def _early_runs(setting: Setting, block: Block) -> Runs:
-    from grmoe.kernels import launch  # needs Triton
-
-    return _block_runs(setting, block).with_choice((launch, "EARLY", True))
-
-
-def _one_token_runs(setting: Setting, early: bool) -> Runs:
-    from grmoe.experts import one_token
-    from grmoe.kernels import launch  # needs Triton
-
-    runs = _block_runs(setting, setting.ours(), backward=False)
-    return runs.with_choice((one_token, "ENABLED", True), (launch, "EARLY", early))
-
-
-def _many_runs(setting: Setting) -> Runs:
-    from grmoe.kernels import gate  # needs Triton
-
-    return _block_runs(setting, setting.ours()).with_choice((gate, "MOST", setting.shape.experts))
-
-
-def _at_once_runs(setting: Setting) -> Runs:
-    from grmoe.kernels import rows  # needs Triton
-
-    return _block_runs(setting, setting.ours(router=setting.softmax)).with_choice((rows, "AT_ONCE", True))
+    return Runs(timed, runs.errors if form.backward else output, runs.facts).with_choice(*form.choices())
 
 
 def _same_experts_runs(setting: Setting) -> Runs:
@@ -283,21 +228,14 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
         result.add_ratio(f"share of the dense rate, softmax gate, {mode}", DENSE, SOFTMAX, mode, "share")
         result.add_ratio(f"{gates}, {mode}", OURS, SOFTMAX, mode, "excess")
         result.add_ratio(f"{gates}, same experts, {mode}", OURS, _SAME, mode, "excess")
-        for name, plain in zip(EARLY, (OURS, SOFTMAX), strict=True):
-            result.add_ratio(f"{name} / {plain}, {mode}", name, plain, mode)
-            result.add_ratio(f"{SONIC} / {name}, {mode}", SONIC, name, mode)
-        result.add_ratio(f"{SUMS} / {SOFTMAX}, {mode}", SUMS, SOFTMAX, mode)
-        result.add_ratio(f"{MANY} / {OURS}, {mode}", MANY, OURS, mode)
-        for name in ONE_TOKEN:
-            result.add_ratio(f"{name} / {OURS}, {mode}", name, OURS, mode)
+        for name, form in FORMS.items():
+            if name != form.beside:
+                result.add_ratio(f"{form.beside} / {name}, {mode}", form.beside, name, mode)
+                result.add_ratio(f"{SONIC} / {name}, {mode}", SONIC, name, mode)
         for name in GATES:
             result.add_ratio(f"{name} over the plain gate, {mode}", name, OURS, mode, "excess")
         for smaller in _of_smaller_rank(rows):
             result.add_ratio(f"{SONIC} / {smaller.name}, {mode}", SONIC, smaller.name, mode)
-    in_parts, *others = BACKWARDS
-    for name in others:
-        result.add_ratio(f"{in_parts} / {name}", in_parts, name, BOTH)
-        result.add_ratio(f"{SONIC} / {name}, {BOTH}", SONIC, name, BOTH)
     row = result.row(OURS)
     if row is not None and FORWARD in row.times and "floor ms" in row.facts:
         name = f"{OURS} / floor (its experts and frames read once), {FORWARD}"
@@ -308,7 +246,7 @@ def compare(shape: LayerShape, rows: list[Row]) -> Result:
         name = f"peak memory, {OURS} / best peer ({least.name})"
         result.ratios.append(Ratio(name, row.peak / (least.peak or 1)))
     sonic = result.row(SONIC)
-    for ours in map(result.row, (OURS, SOFTMAX, *others)):
+    for ours in map(result.row, (OURS, SOFTMAX, *FORMS)):
         if sonic is not None and ours is not None and sonic.peak and ours.peak:
             result.ratios.append(Ratio(f"peak memory, {ours.name} / {SONIC}", ours.peak / sonic.peak))
     return result

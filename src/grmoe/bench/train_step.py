@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from grmoe.bench.blocks import Block, Setting
-from grmoe.bench.layer import CPU_SHAPES, CUDA_SHAPES, HUGGING_FACE, OURS, SOFTMAX
+from grmoe.bench.forms import OURS, SOFTMAX
+from grmoe.bench.layer import CPU_SHAPES, CUDA_SHAPES, HUGGING_FACE
 from grmoe.bench.measure import Contender, Result, Row, Runs
 from grmoe.bench.run import Benchmark
 from grmoe.bench.shapes import LayerShape
