@@ -77,6 +77,21 @@ def test_tokens() -> None:
         assert not whole.asked(torch.randn(4, 8).double())
 
 
+def test_hooks_of_transformers_are_silent_and_global_ones_are_not() -> None:
+    whole, x = Whole().eval(), torch.randn(4, 8)
+
+    def capture(*_: object) -> None: ...
+
+    capture.__module__ = "transformers.utils.output_capturing"
+    whole.register_forward_hook(capture)
+    with torch.no_grad():
+        assert whole.asked(x)
+        every = nn.modules.module.register_module_forward_hook(lambda *_: None)
+        assert not whole.asked(x)
+        every.remove()
+        assert whole.asked(x)
+
+
 @torch.no_grad()
 def test_each_map_is_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the fallback: the kernel has tests of its own."""

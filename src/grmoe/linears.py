@@ -16,6 +16,7 @@ from grmoe.kernels import runtime
 # The most tokens that go through the kernel, in place of several of PyTorch's. It is made for up to 64. None do until
 # that is measured.
 MOST_TOKENS = 0
+_CAPTURES = "transformers.utils.output_capturing"
 
 
 def takes_few(x: Tensor, whole: nn.Module, norm: nn.Module, *linears: nn.Module) -> bool:
@@ -24,9 +25,9 @@ def takes_few(x: Tensor, whole: nn.Module, norm: nn.Module, *linears: nn.Module)
     x must be few tokens on a GPU, without a gradient. Layers must be as they were built: nobody listens to them, wraps
     them, or keeps their weights in another form.
     """
-    if whole.training or torch.is_grad_enabled() or not 0 < x.shape[:-1].numel() <= MOST_TOKENS:
+    if MOST_TOKENS == 0 or whole.training or torch.is_grad_enabled():
         return False
-    if runtime.INTERPRETED or not runtime.runs_on(x):
+    if runtime.INTERPRETED or not runtime.runs_on(x) or not 0 < x.shape[:-1].numel() <= MOST_TOKENS:
         return False
     plain = all(type(each) is nn.Linear and each.bias is None for each in linears)
     return (
@@ -37,8 +38,14 @@ def takes_few(x: Tensor, whole: nn.Module, norm: nn.Module, *linears: nn.Module)
 
 
 def _is_heard(module: nn.Module) -> bool:
-    """Someone sees or replaces what its forward returns."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+    """Someone sees or replaces what its forward returns.
+
+    transformers leaves a hook on every attention once a caller asked for hidden states. It looks for attention weights,
+    which there are none of here.
+    """
+    hooks = [hook for hook in module._forward_hooks.values() if hook.__module__ != _CAPTURES]
+    every = nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks
+    return bool(hooks or module._forward_pre_hooks or every or "forward" in module.__dict__)
 
 
 def _has(layer: nn.Module, x: Tensor) -> bool:

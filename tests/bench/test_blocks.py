@@ -28,9 +28,11 @@ from grmoe.bench.layer import (
     _form_runs,
     compare,
     contenders,
+    gate_share,
 )
 from grmoe.bench.measure import Row, Runs
 from grmoe.bench.shapes import LayerShape
+from grmoe.kernels import runtime
 from grmoe.kernels.runtime import INTERPRETED
 from grmoe.probe.timing import Times
 from grmoe.routing import Mass
@@ -417,3 +419,18 @@ def test_a_choice_holds_in_a_contenders_calls_alone() -> None:
     with pytest.raises(ValueError, match="broken"):
         Runs({FORWARD: fail}).with_choice((module, "CHOICE", 2)).timed[FORWARD]()
     assert module.CHOICE == 1
+
+    def fall_back() -> None:
+        runtime._failed.add("some kernel")
+
+    with pytest.raises(RuntimeError, match="did not compile: some kernel"):
+        Runs({FORWARD: fall_back}).with_choice((module, "CHOICE", 2)).timed[FORWARD]()
+    assert (module.CHOICE, runtime.failures()) == (1, [])
+
+
+def test_the_gates_share_of_the_flops_follows_what_the_backward_computes() -> None:
+    for experts, products in ((16, 3), (8, 4)):  # 1024 columns, and 512
+        shape = LayerShape(512, 256, experts, 64, 2)
+        gate, rest = 2 * experts * 64, 6 * 2 * 64
+        assert gate_share(shape, 64, FORWARD) == pytest.approx(gate / (gate + rest))
+        assert gate_share(shape, 64, BOTH) == pytest.approx(products * gate / (products * gate + 3 * rest))

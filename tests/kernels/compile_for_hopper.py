@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -72,10 +74,19 @@ def check_waits(made: Any, kernel: Any) -> None:
     )
 
 
+def disassembled(made: Any) -> str:
+    """All of it: Triton's own listing ends after 64 KB."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def remarks(said: str, made: Any) -> str:
     """What the assembler says, and a line for each tensor core's address that it moves from threads' registers between
     two products of a step: there all threads agree, but the compiler did not see it."""
-    _, *steps = made.asm["sass"].split("WARPGROUP.ARRIVE")
+    _, *steps = disassembled(made).split("WARPGROUP.ARRIVE")
     products = (step.split("WARPGROUP.DEPBAR")[0] for step in steps)
     moved = sum(text[text.find("HGMMA") : text.rfind("HGMMA")].count("R2UR") for text in products)
     return f"{said}\n{moved} addresses of tensor cores from threads"

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
 from grmoe import attention, linears
 from grmoe.kernels import decode_attention, rotary, runtime, thin_linear
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM
+from grmoe.model.attention_grmoe import GrmoeRMSNorm
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -142,13 +145,62 @@ def test_whoever_listens_to_a_layer_hears_it(monkeypatch: pytest.MonkeyPatch) ->
     assert len(heard) == 1
     assert calls.count((1, 3)) == 1  # the other block's
     hook.remove()
-    model.set_attn_implementation("eager")
-    found = model(input_ids=ids, output_attentions=True, output_hidden_states=True)
-    assert len(found.attentions) == 2
+    calls.clear()
+    found = model(input_ids=ids, output_hidden_states=True)
     assert len(found.hidden_states) == 3
+    assert calls.count((1, 3)) == 2
+    calls.clear()
+    model(input_ids=ids)  # the hooks of the last call stay
+    assert calls.count((1, 3)) == 2
+    model.set_attn_implementation("eager")
+    calls.clear()
+    assert len(model(input_ids=ids, output_attentions=True).attentions) == 2
+    assert calls.count((1, 3)) == 0
+    model.set_attn_implementation("sdpa")
     calls.clear()
     model.train()(input_ids=ids)
     assert calls == []
+
+
+@pytest.mark.usefixtures("used")
+@torch.no_grad()
+@pytest.mark.parametrize("what", ["norm", "attention", "feed-forward"])
+def test_what_someone_put_in_place_of_a_part_is_used(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, seen = make(), torch.tensor([[5]]), []
+    calls = counting(monkeypatch)
+    layer: Any = next(each for each in model.model.layers if type(each.mlp).__name__ == "GrmoeMLP")
+    name = {"norm": "input_layernorm", "attention": "self_attn", "feed-forward": "mlp"}[what]
+    part = getattr(layer, name)
+
+    class Other(type(part)):  # type: ignore[misc]
+        def forward(self, *args: Any, **options: Any) -> Any:
+            seen.append(1)
+            return super().forward(*args, **options)
+
+    part.__class__ = Other
+    model(input_ids=ids)
+    assert seen == [1]
+    usual = (
+        [(1, 3)] * 2 + [(1, 1)] * 2 + [(1, 2), (1, 1)]
+    )  # attention of both blocks, and a dense feed-forward
+    left = [(1, 2), (1, 1)] if what == "feed-forward" else [(1, 3), (1, 1)]
+    assert Counter(calls) == Counter(usual) - Counter(left)
+
+
+@torch.no_grad()
+def test_a_norm_under_autocast_keeps_the_precision() -> None:
+    """PyTorch would run its own in fp32 there."""
+    with FakeTensorMode():
+        x = torch.empty(2, 8, device="cuda", dtype=torch.bfloat16)
+        norm = GrmoeRMSNorm(8).eval()
+        norm.weight = torch.nn.Parameter(torch.ones(8, device="cuda", dtype=torch.bfloat16))
+        for on in (False, True):
+            torch.set_autocast_enabled("cuda", on)  # `torch.autocast` wants a GPU
+            torch.set_autocast_dtype("cuda", torch.bfloat16)
+            try:
+                assert norm(x).dtype == torch.bfloat16
+            finally:
+                torch.set_autocast_enabled("cuda", False)
 
 
 @pytest.mark.usefixtures("used")

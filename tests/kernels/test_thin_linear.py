@@ -84,3 +84,17 @@ def test_no_tokens() -> None:
 def test_a_token_of_zeros_stays_zero_behind_a_norm() -> None:
     for T in (1, 3):
         assert not thin_linear.apply(torch.zeros(T, 40), [random(8, 40)], gain=random(40), eps=EPS).any()
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_a_norm_keeps_large_and_small_tokens_within_16_bits(T: int) -> None:
+    """g·x would leave the range of fp16 before the norm's scale brings it back."""
+    weight, gain = random(8, 40, seed=4) / 40**0.5, 30 * random(40, seed=1).abs()
+    for size in (3000.0, 1e-5):
+        x = size * random(T, 40)
+        x[:, 3] = size
+        half = [t.half() for t in (x, weight, gain)]
+        found = thin_linear.apply(half[0], [half[1]], gain=half[2], eps=1e-12)
+        wide = [t.double() for t in half]
+        (exact,) = linears.project_few_reference(wide[0], [wide[1]], wide[2], 1e-12)
+        assert (found.double() - exact).norm() < 1e-3 * exact.norm()

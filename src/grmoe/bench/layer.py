@@ -17,6 +17,7 @@ from grmoe.bench.measure import Contender, Result, Row, Runs, bandwidth
 from grmoe.bench.run import Benchmark
 from grmoe.bench.shapes import LayerShape, default_rank
 from grmoe.experts import BACKENDS
+from grmoe.kernels import runtime
 from grmoe.layer import MoE
 from grmoe.probe.timing import Ratio
 from grmoe.routing import GrassmannRouter
@@ -119,10 +120,20 @@ def _other_gate(options: dict[str, Any], setting: Setting) -> Block:
 
 
 def gate_share(shape: LayerShape, rank: int, mode: str) -> float:
-    """FLOPs of the Grassmann gate over those of the layer. The backward computes the gate's first product again."""
-    gate = 2 * shape.experts * rank * (1 if mode == FORWARD else 4)
+    """FLOPs of the Grassmann gate over those of the layer. Its backward has two products, and computes the first one
+    again where the forward does not keep it."""
+    products = 1 if mode == FORWARD else 3 if _keeps_projection(shape.experts * rank) else 4
+    gate = 2 * shape.experts * rank * products
     experts = 6 * shape.top_k * shape.width * (1 if mode == FORWARD else 3)
     return gate / (gate + experts)
+
+
+def _keeps_projection(columns: int) -> bool:
+    if not runtime.HAS_TRITON:
+        return False
+    from grmoe.kernels.gate import KEPT_COLUMNS
+
+    return columns >= KEPT_COLUMNS
 
 
 def _block_runs(setting: Setting, block: Block, backward: bool = True) -> Runs:

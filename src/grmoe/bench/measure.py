@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grmoe.bench.shapes import Shape
+from grmoe.kernels import runtime
 from grmoe.probe.timing import Ratio, Style, Timer, Times, peak_bytes, time_ratio
 
 SEED = 0
@@ -27,8 +28,11 @@ Report = Callable[[str], None]  # called after each part of the work with its st
 
 @contextmanager
 def chosen(*choices: Choice) -> Iterator[None]:
-    """Inside, each `module.name` is `value`. As a decorator: in every call."""
-    before = [getattr(module, name) for module, name, _ in choices]
+    """Inside, each `module.name` is `value`. As a decorator: in every call.
+
+    A kernel that does not compile under these choices is an error: its fallback would be timed under another's name.
+    """
+    before, failed = [getattr(module, name) for module, name, _ in choices], runtime.failures()
     for module, name, value in choices:
         setattr(module, name, value)
     try:
@@ -36,6 +40,9 @@ def chosen(*choices: Choice) -> Iterator[None]:
     finally:
         for (module, name, _), value in zip(choices, before, strict=True):
             setattr(module, name, value)
+        if new := set(runtime.failures()) - set(failed):
+            runtime.try_again(new)
+            raise RuntimeError(f"did not compile: {', '.join(sorted(new))}")
 
 
 @dataclass(frozen=True)

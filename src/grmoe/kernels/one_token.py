@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grmoe.kernels.early import await_inputs
-from grmoe.kernels.launch import ceil_div, dense, launch, power_of_2
+from grmoe.kernels.launch import ceil_div, launch, power_of_2
 from grmoe.kernels.rows import gelu, sigmoid
 
 COLUMNS = 1024  # of a tile, at most
@@ -103,7 +103,7 @@ def _experts(
     x: Tensor, weights: Tensor, selected: Tensor, up: Tensor, down: Tensor, max_experts: int, glu: bool
 ) -> Tensor:
     (N, D, I), M = down.shape, max_experts
-    x, up, down, marks = dense(x), dense(up), dense(down), selected.contiguous().view(torch.uint8)
+    x, up, down, marks = *(t.contiguous() for t in (x, up, down)), selected.contiguous().view(torch.uint8)
     hidden = torch.empty(M, I, dtype=torch.float32, device=x.device)
     NP = power_of_2(N)
     BO, BD = _tile(M * I, D)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TypeVar
 
@@ -102,6 +102,11 @@ def has_failed(name: str) -> bool:
 def failures() -> list[str]:
     """Kernels that did not compile and were replaced by a slower path."""
     return sorted(_failed)
+
+
+def try_again(names: Iterable[str]) -> None:
+    """Forget that these kernels did not compile."""
+    _failed.difference_update(names)
 
 
 def attempt(name: str, kernel: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:

@@ -1,13 +1,13 @@
 """Linear maps of few tokens, as in decoding: their time is that of reading the weights.
 
 One kernel in place of several small ones. It takes the norm before a map with it, what follows (activation, residual
-sum), and up to three matrices that read the same tokens. The scale of a norm is one number per token, so it may come
-after the products:
+sum), and up to three matrices that read the same tokens:
 
-    W·norm(x) = r·W(g·x),        r = 1/√(mean x² + ε)
+    W·norm(x),        norm(x) = g·x/√(mean x² + ε)
 
-Each program reads some rows of a matrix once. One token is a sum of products in registers. More tokens are a product on
-the tensor cores.
+Each program reads some rows of a matrix once. One token is a sum of products in registers. There the scale of the norm,
+one number, comes after the products. More tokens are a product on the tensor cores. Each program computes their norms
+by itself, from the cache, because g·x alone may not fit into 16 bits.
 
 Legend: T tokens, D inner width, O outputs of all matrices; B… tile sizes.
 """
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grmoe.kernels.early import await_inputs
-from grmoe.kernels.launch import ceil_div, dense, launch, power_of_2
+from grmoe.kernels.launch import ceil_div, launch, power_of_2
 from grmoe.kernels.rows import gelu, sigmoid
 from grmoe.kernels.runtime import INTERPRETED
 
@@ -33,6 +33,7 @@ ONE_COLUMNS, ONE_ROWS, ENOUGH = 1024, 8, 512
 # Products of so few rows are not asynchronous. So tokens may feed the norm too (docs/explanation/kernels.md, "A race").
 MANY_ROWS, MANY_COLUMNS = 16, 256
 MOST_AT_ONCE = 32  # tokens of a tile
+WIDE_COLUMNS, WIDE_STAGES = 64, 2  # in fp32, whose products take three parts of each operand
 
 
 @triton.jit(do_not_specialize=["num_tokens", "eps"])
@@ -63,6 +64,16 @@ def thin_linear_kernel(
     SUMS: tl.constexpr = BD if BT == 1 else BT
     acc, acc_up = tl.zeros((BO, SUMS), tl.float32), tl.zeros((BO, SUMS), tl.float32)
     square = tl.zeros((BD,) if BT == 1 else (BT,), tl.float32)
+    scale = square
+    if NORM and BT > 1:
+        for d in range(0, D, BD):
+            column = d + tl.arange(0, BD)
+            place = token[:, None] * D + column[None, :]
+            wide = tl.load(x_ptr + place, mask=here[:, None] & (column < D)[None, :], other=0.0).to(
+                tl.float32
+            )
+            square += tl.sum(wide * wide, axis=1)
+        scale = tl.rsqrt(square / D + eps)
     for d in range(0, D, BD):
         column = d + tl.arange(0, BD)
         if D % BD == 0:
@@ -82,20 +93,17 @@ def thin_linear_kernel(
             place = token[:, None] * D + column[None, :]
             x = tl.load(x_ptr + place, mask=here[:, None] & (column < D)[None, :], other=0.0)
             if NORM:
-                wide = x.to(tl.float32)
-                square += tl.sum(wide * wide, axis=1)
                 gain = tl.load(gain_ptr + column, mask=column < D, other=0.0).to(tl.float32)
-                x = (wide * gain[None, :]).to(x_ptr.dtype.element_ty)
+                x = (x.to(tl.float32) * scale[:, None] * gain[None, :]).to(x_ptr.dtype.element_ty)
             acc = tl.dot(w, x.T, acc, input_precision=PRECISION)
             if ACTIVATION == 1:
                 up = tl.load(other + column[None, :], mask=inside, other=0.0)
                 acc_up = tl.dot(up, x.T, acc_up, input_precision=PRECISION)
     if BT == 1:
         acc, acc_up = tl.sum(acc, axis=1)[:, None], tl.sum(acc_up, axis=1)[:, None]
-        square = tl.sum(square, axis=0)[None]
-    if NORM:
-        scale = tl.rsqrt(square / D + eps)
-        acc, acc_up = acc * scale[None, :], acc_up * scale[None, :]
+        if NORM:
+            one = tl.rsqrt(tl.sum(square, axis=0) / D + eps)
+            acc, acc_up = acc * one, acc_up * one
     if ACTIVATION == 1:
         acc = acc * sigmoid(acc) * acc_up
     if ACTIVATION == 2:
@@ -120,28 +128,23 @@ def _apply(
     out = torch.empty(T, sizes[0] if activation == SWIGLU else sum(sizes), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    x, given = dense(x), [dense(w) for w in weights]
+    x, given = x.contiguous(), [w.contiguous() for w in weights]
     pointers = [*given, *(given[0],) * (MOST_MATRICES - len(given))]
     sizes += [0] * (MOST_MATRICES - len(sizes))
-    args = (
-        x,
-        x if gain is None else gain,
-        *pointers,
-        x if residual is None else dense(residual),
-        out,
-        T,
-        eps,
-    )
-    precision = "tf32x3" if x.dtype == torch.float32 and not INTERPRETED else "ieee"
+    added = x if residual is None else residual.contiguous()
+    args = (x, x if gain is None else gain, *pointers, added, out, T, float(eps))
+    wide = x.dtype == torch.float32
+    precision = "tf32x3" if wide and not INTERPRETED else "ieee"
     if T == 1:
         BT, BD = 1, min(ONE_COLUMNS, power_of_2(D))
         BO = ONE_ROWS if out.shape[1] >= ONE_ROWS * ENOUGH else ONE_ROWS // 2
     else:
         BT, BO = min(MOST_AT_ONCE, max(16, power_of_2(T))), MANY_ROWS
-        BD = max(16, min(MANY_COLUMNS, power_of_2(D)))
+        BD = max(16, min(WIDE_COLUMNS if wide else MANY_COLUMNS, power_of_2(D)))
     tiles = sum(ceil_div(size, BO) for size in (sizes[:1] if activation == SWIGLU else sizes))
     constants = (D, *sizes, gain is not None, activation, residual is not None, precision, BT, BO, BD)
-    launch(thin_linear_kernel, (tiles, ceil_div(T, BT)), args, constants, stages=4)
+    stages = WIDE_STAGES if wide else 4 if BT <= 16 else 3  # so that the tiles fit on smaller GPUs too
+    launch(thin_linear_kernel, (tiles, ceil_div(T, BT)), args, constants, stages=stages)
     return out
 
 

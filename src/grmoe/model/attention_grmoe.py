@@ -50,6 +50,8 @@ class GrmoeRMSNorm(LlamaRMSNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         plain = self.training or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        # Autocast would run PyTorch's norm in fp32.
+        plain = plain or torch.is_autocast_enabled(hidden_states.device.type)
         if plain or not hidden_states.is_cuda or hidden_states.dtype != self.weight.dtype:
             return super().forward(hidden_states)
         return rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
@@ -81,8 +83,9 @@ class GrmoeAttention(LlamaAttention):
 
     def takes_few(self, x_BSH: Tensor, norm: nn.Module) -> bool:
         """Whether `step` does what the norm, this module and the residual sum do."""
-        linears = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
-        return self.router is None and takes_few(x_BSH, self, norm, *linears)
+        own = type(self) is GrmoeAttention and type(norm) is GrmoeRMSNorm and self.router is None
+        plain = own and self.config._attn_implementation == "sdpa"  # which gives no attention weights
+        return plain and takes_few(x_BSH, self, norm, self.q_proj, self.k_proj, self.v_proj, self.o_proj)
 
     def step(
         self,

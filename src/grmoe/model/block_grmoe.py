@@ -138,7 +138,8 @@ class GrmoeMLP(nn.Module):
     def takes_few(self, x_BSH: Tensor, norm: nn.Module) -> bool:
         """Whether `step` does what the norm, this module and the residual sum do."""
         gate = () if self.gate_proj is None else (self.gate_proj,)
-        return takes_few(x_BSH, self, norm, *gate, self.up_proj, self.down_proj)
+        own = type(self) is GrmoeMLP and type(norm) is GrmoeRMSNorm
+        return own and takes_few(x_BSH, self, norm, *gate, self.up_proj, self.down_proj)
 
     def step(self, x_BSH: Tensor, norm: GrmoeRMSNorm) -> Tensor:
         """x + feed-forward of norm(x), for few tokens."""
