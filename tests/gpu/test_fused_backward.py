@@ -115,10 +115,14 @@ def test_hidden_gradient_and_separate_passes(case: Any) -> None:
 
 
 @only_hopper
+@pytest.mark.parametrize("lead", [0, 2, 3])
 @pytest.mark.parametrize("spend", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_hidden_gradient_of_gluon_and_triton(case: Any, spend: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_gradient_of_gluon_and_triton(
+    case: Any, spend: bool, lead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lists = Lists(*case)
+    monkeypatch.setattr("grmoe.kernels.hopper.LEAD", lead)
     special, plain = triton_too(lambda: lists.hidden(spend), module, monkeypatch)
     for name, a, b in zip(("inner", "hidden"), special, plain, strict=False):
         assert not a.isnan().any()
@@ -204,10 +208,11 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("D", [768, 2048])
-def test_many_rows(seed: int, D: int) -> None:
+@pytest.mark.parametrize(("D", "lead"), [(768, 0), (2048, 0), (768, 3)])
+def test_many_rows(seed: int, D: int, lead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every multiprocessor works through many tiles, so each buffer is used many times."""
     torch.manual_seed(seed)
+    monkeypatch.setattr("grmoe.kernels.hopper.LEAD", lead)
     lists = Lists(Sizes(8192, D, 16, 1376, 2), True, BF16)
     ours = lists.hidden()
     for a, b in zip(ours, lists.separate(), strict=True):

@@ -170,20 +170,25 @@ UPS = [  # tokens, width, experts, expert width, experts per token; activation; 
 ]
 
 
+def uneven(num_experts: int, rows: int) -> Tensor:
+    """Offsets: one expert takes half of all rows, one nobody; rows behind the last are nobody's."""
+    load = torch.rand(num_experts)
+    load[0], load[-1] = load.sum(), 0.0
+    return (load / load.sum() * rows).int().cumsum(0).int().to(DEVICE)
+
+
+@pytest.mark.parametrize("lead", [0, 2, 3])
 @pytest.mark.parametrize(("shape", "activation", "save", "dtype"), UPS, ids=str)
 def test_first_gemm(
-    shape: tuple[int, int, int, int, int], activation: int, save: bool, dtype: torch.dtype,
+    shape: tuple[int, int, int, int, int], activation: int, save: bool, dtype: torch.dtype, lead: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     T, D, N, I, k = shape
     torch.manual_seed(T)
+    monkeypatch.setattr("grmoe.kernels.hopper.LEAD", lead)
     x = torch.randn(T, D, device=DEVICE, dtype=dtype)
     weights = torch.randn(N, I * (2 if activation == 1 else 1), D, device=DEVICE, dtype=dtype) / D**0.5
-    # One expert takes half of all, one nobody; rows behind the last are nobody's.
-    load = torch.rand(N)
-    load[0], load[-1] = load.sum(), 0.0
-    count = (load / load.sum() * T * k).int()
-    offset = count.cumsum(0).int().to(DEVICE)
+    offset = uneven(N, T * k)
     token = torch.randint(0, T, (T * k,), device=DEVICE, dtype=torch.int32)
     used = int(offset[-1])
 
@@ -202,6 +207,40 @@ def test_first_gemm(
     assert not special[0].isnan().any()
     for a, b in zip(special, plain, strict=True):
         assert torch.equal(a, b), (a.float() - b.float()).abs().max().item()
+
+
+PLAIN = [  # rows, inner dimension, experts, columns; B's rows are output columns; precision
+    ((4000, 1536, 8, 768), True, BF16),
+    ((4000, 768, 8, 1536), False, BF16),
+    ((999, 200, 3, 104), True, FP16),  # neither whole steps nor whole tiles of columns
+    ((999, 192, 3, 104), False, FP16),  # fewer steps than stages
+    ((30000, 256, 40, 360), True, BF16),  # several tiles per program
+    ((30000, 320, 40, 360), False, BF16),
+]
+
+
+@pytest.mark.parametrize("lead", [0, 2, 3])
+@pytest.mark.parametrize(("shape", "transposed", "dtype"), PLAIN, ids=str)
+def test_second_gemm(
+    shape: tuple[int, int, int, int], transposed: bool, dtype: torch.dtype, lead: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    A, K, N, O = shape
+    torch.manual_seed(A)
+    monkeypatch.setattr("grmoe.kernels.hopper.LEAD", lead)
+    monkeypatch.setattr(gemm_module, "ALL_SPECIALISED", True)
+    offset = uneven(N, A)
+    used = int(offset[-1])
+    a = torch.randn(A, K, device=DEVICE, dtype=dtype)
+    a[used:] = torch.nan
+    b = torch.randn(N, *((O, K) if transposed else (K, O)), device=DEVICE, dtype=dtype) / K**0.5
+
+    def run() -> tuple[Tensor]:
+        return (grouped_gemm(a, b, offset, engines(dtype, True).plain, transposed=transposed)[:used],)
+
+    (special,), (plain,) = triton_too(run, gemm_module, monkeypatch)
+    assert not special.isnan().any()
+    assert torch.equal(special, plain), (special.float() - plain.float()).abs().max().item()
 
 
 def test_another_number_of_tokens_is_no_new_kernel_and_changes_no_token() -> None:

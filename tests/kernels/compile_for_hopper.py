@@ -31,8 +31,8 @@ from grmoe.kernels import (
     grouped_gemm,
     hopper,
     hopper_gate,
+    hopper_gemm,
     hopper_hidden,
-    hopper_up,
     hopper_weights,
     metrics,
     one_token,
@@ -159,20 +159,25 @@ def gate(
     return assembler(hopper_gate.gate_kernel, types, constants)
 
 
-def up(glu: bool, save: bool, K: int = 768) -> str:
-    columns = 128 if glu else 256
+def gemm(
+    activation: int, save: bool, K: int = 768, gather: bool = True, transposed: bool = True, lead: int = 0
+) -> str:
+    columns = 128 if activation == 1 else 256
     types = {
         **{f"{name}_ptr": "*bf16" for name in ("a", "out", "inner")},
         "token_ptr": "*i32",
         "offset_ptr": "*i32",
-        "b_desc": tiles(columns),
+        "a_desc": tiles(128),
+        "b_desc": tiles(columns) if transposed else tiles(64, 256),
     }
     constants = {
         "num_experts": 8,
         "K": K,
         "O": 1000,
-        "B_ROWS": 1000 * (1 + glu),
-        "GLU": glu,
+        "B_ROWS": (1000 if transposed else K) * (2 if activation == 1 else 1),
+        "GATHER": gather,
+        "TRANSPOSED": transposed,
+        "ACTIVATION": activation,
         "SAVE": save,
         "BM": 128,
         "BO": columns,
@@ -180,11 +185,12 @@ def up(glu: bool, save: bool, K: int = 768) -> str:
         "GROUP": 16,
         "NP": grouped_gemm.listed(8),
         "STAGES": 4,
+        "LEAD": lead,
     }
-    return assembler(hopper_up.up_kernel, types, constants)
+    return assembler(hopper_gemm.grouped_kernel, types, constants)
 
 
-def hidden(glu: bool, D: int, I: int) -> str:
+def hidden(glu: bool, D: int, I: int, lead: int = 0) -> str:
     types = {
         **{f"{name}_ptr": "*bf16" for name in ("grad", "down", "inner", "grad_inner", "hidden")},
         **{f"{name}_ptr": "*i32" for name in ("token", "pair", "offset")},
@@ -202,6 +208,7 @@ def hidden(glu: bool, D: int, I: int) -> str:
         "GROUP": 16,
         "NP": grouped_gemm.listed(8),
         "STAGES": 4,
+        "LEAD": lead,
     }
     return assembler(hopper_hidden.hidden_gradient_kernel, types, constants)
 
@@ -336,9 +343,13 @@ if __name__ == "__main__":
         "gate 64, diagonal": gate(64, True),
         "gate 32, projection kept": gate(32, False, keep=True),
         "gate 16, two tiles, drawn budgets, numbers per sequence": gate(16, False, 1, True, K=32),
-        "up, SwiGLU": up(True, True),
-        "up, GELU, width 200": up(False, True, 200),
+        "up, SwiGLU": gemm(1, True),
+        "up, SwiGLU, one group ahead": gemm(1, True, lead=2),
+        "up, GELU, width 200": gemm(2, True, 200),
+        "down, one group ahead": gemm(0, False, 1536, gather=False, lead=2),
+        "gradient of rows": gemm(0, False, 1536, gather=False, transposed=False),
         "hidden gradient, SwiGLU, width 200": hidden(True, 200, 1000),
+        "hidden gradient, SwiGLU, one group ahead": hidden(True, 768, 1000, lead=2),
         "weight gradient, turned, width 200": weights(True, 200, 1000),
         **compile_launches(),
     }

@@ -44,6 +44,20 @@ def one_token() -> list[Choice]:
     return [(one_token, "ENABLED", True)]
 
 
+def _ahead(steps: int) -> Choice:
+    """One of the two groups that multiply goes ahead of the other by that many steps, on Hopper."""
+    from grmoe.kernels import hopper
+
+    return (hopper, "LEAD", steps)
+
+
+def _specialised() -> Choice:
+    """All GEMMs are warp-specialised, on Hopper."""
+    from grmoe.kernels import grouped_gemm
+
+    return (grouped_gemm, "ALL_SPECIALISED", True)
+
+
 def _at_once() -> list[Choice]:
     """The weighted sum per token, with all of a token's rows on their way at once."""
     from grmoe.kernels import rows
@@ -76,6 +90,15 @@ def _fused(*parts: bool) -> Form:
 FORMS = {
     f"{OURS}, early starts": Form(choices=early, beside=OURS),
     f"{SOFTMAX}, early starts": Form(choices=early, beside=SOFTMAX, softmax=True),
+    f"{SOFTMAX}, 2 steps ahead": Form(choices=lambda: [_ahead(2)], beside=SOFTMAX, softmax=True),
+    f"{SOFTMAX}, 3 steps ahead": Form(choices=lambda: [_ahead(3)], beside=SOFTMAX, softmax=True),
+    f"{SOFTMAX}, all specialised": Form(choices=lambda: [_specialised()], beside=SOFTMAX, softmax=True),
+    f"{SOFTMAX}, all specialised, 2 steps ahead": Form(
+        choices=lambda: [_specialised(), _ahead(2)], beside=SOFTMAX, softmax=True
+    ),
+    f"{SOFTMAX}, all specialised, 3 steps ahead": Form(
+        choices=lambda: [_specialised(), _ahead(3)], beside=SOFTMAX, softmax=True
+    ),
     f"{SOFTMAX}, sums at once": Form(choices=_at_once, beside=SOFTMAX, softmax=True),
     f"{OURS}, specialised gate": Form(
         choices=_any_number,

@@ -148,7 +148,7 @@ def hidden_gradient(
 
         BM, BI, BD = hopper.ROWS, hopper.COLUMNS, hopper.INNER
         partial = parts(BI)
-        constants = (N, D, I, glu, BM, BI, BD, tiles.group, listed(N), hopper.STAGES)
+        constants = (N, D, I, glu, BM, BI, BD, tiles.group, listed(N), hopper.STAGES, hopper.lead(D))
         args = (grad, flat, hopper.swizzled(flat, BD, BI), *lists, partial)
         launch(hopper_hidden.hidden_gradient_kernel, programs(BM, BI), args, constants)
         return partial

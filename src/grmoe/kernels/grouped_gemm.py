@@ -24,6 +24,11 @@ from grmoe.kernels.launch import ceil_div, launch, power_of_2, tiled
 from grmoe.kernels.rows import gelu, sigmoid
 from grmoe.kernels.runtime import INTERPRETED, attempt, num_programs, specialises
 
+# Whether GEMMs without gather and activation are warp-specialised too. Triton's pipeline was as fast while both groups
+# reached the end of a tile together (`hopper.await_lead`). Not measured since.
+ALL_SPECIALISED = False
+WHOLE = 64  # columns of a step of the warp-specialised kernel
+
 
 class Tiles(NamedTuple):
     rows: int
@@ -174,21 +179,23 @@ def grouped_gemm(
         launch(grouped_gemm_kernel, (min(programs, tile_count),), args, constants, tiles.warps, tiles.stages)
 
     def specialised() -> None:
-        from grmoe.kernels import hopper, hopper_up
+        from grmoe.kernels import hopper, hopper_gemm
 
         columns = hopper.COLUMNS // (2 if activation == 1 else 1)
-        args = (a, hopper.swizzled(flat, columns, hopper.INNER), *pointers)
+        shape = (columns, hopper.INNER) if transposed else (hopper.INNER, columns)
+        args = (a, hopper.swizzled(a, hopper.ROWS, hopper.INNER), hopper.swizzled(flat, *shape), *pointers)
         constants = (
-            *(N, K, O, b.shape[1], activation == 1, inner is not None),
-            *(hopper.ROWS, columns, hopper.INNER, tiles.group, listed(N), hopper.STAGES),
+            *(N, K, O, b.shape[1], token is not None, transposed, activation, inner is not None),
+            *(hopper.ROWS, columns, hopper.INNER, tiles.group, listed(N), hopper.STAGES, hopper.lead(K)),
         )
         tile_count = (ceil_div(A, hopper.ROWS) + N) * ceil_div(O, columns)
-        launch(hopper_up.up_kernel, (min(programs, tile_count),), args, constants)
+        launch(hopper_gemm.grouped_kernel, (min(programs, tile_count),), args, constants)
 
-    # Without gather and activation, Triton's pipeline is as fast.
-    gathers = token is not None and transposed and activation != 0 and not tiles.thin
-    if gathers and a.dtype != torch.float32 and specialises(a.device):
-        attempt("first GEMM for Hopper", specialised, plain)
+    first = token is not None and transposed and activation != 0
+    # The next expert's rows follow B's last ones, and only Triton's kernel keeps their NaN out.
+    other = ALL_SPECIALISED and token is None and activation == 0 and (transposed or K % WHOLE == 0)
+    if (first or other) and not tiles.thin and a.dtype != torch.float32 and specialises(a.device):
+        attempt("first GEMM for Hopper" if first else "second GEMM for Hopper", specialised, plain)
     else:
         plain()
     return out

@@ -17,11 +17,18 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Tiles of a grouped GEMM: 64 rows for each of the two groups that multiply; four of 48 KB in flight.
 ROWS, COLUMNS, INNER, STAGES = 128, 256, 64, 4
+# Steps by which the first of the two groups goes ahead of the second (`await_lead`). Not measured yet.
+LEAD = 0
+
+
+def lead(inner: int) -> int:
+    """LEAD, for products over `inner` columns. With fewer steps than stages, groups could be two tiles apart."""
+    return LEAD if inner > (STAGES - 1) * INNER else 0
 
 
 class Swizzled(TensorDescriptor):
@@ -57,6 +64,24 @@ def tiles_of_experts(offset_ptr, num_experts: gl.constexpr, BM: gl.constexpr, NP
     start_N = gl.load(offset_ptr + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0)
     tiles_N = gl.where(expert < num_experts, (end_N - start_N + BM - 1) // BM, 0)
     return (expert, end_N, gl.associative_scan(tiles_N, 0, _add)), gl.sum(tiles_N, axis=0)
+
+
+@gluon.jit
+def await_lead(turns, tile, HALF: gl.constexpr, LEAD: gl.constexpr):
+    """The second group begins its half of a tile when the first has begun its LEAD steps (0: at once).
+
+    Otherwise both reach the end of a tile together, and the tensor cores wait while both finish it. Both are in the
+    same tile or in neighbouring ones, so two barriers in turns are enough. `tile` counts this program's tiles.
+    """
+    if HALF == 1 and LEAD > 0:
+        mbarrier.wait(turns.index(tile & 1), (tile >> 1) & 1)
+
+
+@gluon.jit
+def give_lead(turns, tile, step, HALF: gl.constexpr, LEAD: gl.constexpr):
+    """The first group has begun this step of a tile."""
+    if HALF == 0 and LEAD > 0:
+        mbarrier.arrive(turns.index(tile & 1), count=1, pred=step == LEAD - 1)
 
 
 @gluon.jit

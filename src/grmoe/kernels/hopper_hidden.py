@@ -1,6 +1,6 @@
 """The gradient of the experts' hidden values for Hopper, warp-specialised: gathered on load, finished before the store.
 
-The same arithmetic as `fused_backward.hidden_gradient_kernel`. As in `hopper_up`, four warps fetch: rows of the
+The same arithmetic as `fused_backward.hidden_gradient_kernel`. As in `hopper_gemm`, four warps fetch: rows of the
 output's gradient by ordinary asynchronous copies, weights by the copy engine. Two groups of four warps multiply 64 rows
 each, of the same tile: both read the same weights from shared memory. With a tile for each group (ping-pong) one
 group's epilogue would always hide behind the other's products. But the tiles would have to be smaller, because a
@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from grmoe.kernels.early import await_inputs
 from grmoe.kernels.grouped_gemm import locate
-from grmoe.kernels.hopper import copy_rows, tiles_of_experts
+from grmoe.kernels.hopper import await_lead, copy_rows, give_lead, tiles_of_experts
 from grmoe.kernels.rows import differentiate
 
 
@@ -89,9 +89,10 @@ def _read(inner_ptr, place, inside, I: gl.constexpr, GLU: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    HALF: gl.constexpr, tiles, inner_ptr, pair_ptr, weight_ptr, offset_ptr, results,
+    HALF: gl.constexpr, tiles, turns, inner_ptr, pair_ptr, weight_ptr, offset_ptr, results,
     num_experts: gl.constexpr, D: gl.constexpr, I: gl.constexpr, GLU: gl.constexpr,
     BM: gl.constexpr, BI: gl.constexpr, BD: gl.constexpr, GROUP: gl.constexpr, NP: gl.constexpr, STAGES: gl.constexpr,
+    LEAD: gl.constexpr,
 ):  # fmt: skip
     """Four warps: one half of the rows of every tile of this program."""
     a_tiles, b_tiles, full, empty = tiles
@@ -106,6 +107,7 @@ def _multiply(
     row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
     here = gl.arange(0, 32, gl.SliceLayout(0, WIDE))
     width: gl.constexpr = 2 * I if GLU else I
+    steps: gl.constexpr = (D + BD - 1) // BD
     i = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         _, first, end, column_tile = locate(tile, lists, row_tiles, column_tiles, GROUP, BM)
@@ -122,6 +124,8 @@ def _multiply(
         read = _read(
             inner_ptr + inner_tile, inner_place, mine[:, None] & (column + here < I)[None, :], I, GLU
         )
+        turn = i // steps
+        await_lead(turns, turn, HALF, LEAD)
         acc = gl.zeros([64, 256], gl.float32, PRODUCTS)
         for d in range(0, D, BD):
             stage = i % STAGES
@@ -129,6 +133,7 @@ def _multiply(
             fence_async_shared()  # makes rows from ordinary copies visible to the tensor cores
             rows = a_tiles.index(stage).slice(HALF * 64, 64)
             acc = warpgroup_mma(rows, b_tiles.index(stage), acc, is_async=True)
+            give_lead(turns, turn, d // BD, HALF, LEAD)
             # The previous product is done, so its tiles may be refilled.
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
             mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=d > 0)
@@ -177,6 +182,7 @@ def hidden_gradient_kernel(
     grad_inner_ptr, hidden_ptr, partial_ptr,
     num_experts: gl.constexpr, D: gl.constexpr, I: gl.constexpr, GLU: gl.constexpr,
     BM: gl.constexpr, BI: gl.constexpr, BD: gl.constexpr, GROUP: gl.constexpr, NP: gl.constexpr, STAGES: gl.constexpr,
+    LEAD: gl.constexpr,
 ):  # fmt: skip
     """Persistent; BM = 128 rows by BI = 256 hidden values."""
     await_inputs()
@@ -185,20 +191,23 @@ def hidden_gradient_kernel(
     b_tiles = gl.allocate_shared_memory(down_desc.dtype, [STAGES, BD, BI], down_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=129)  # the copy engine, and each thread that copies rows
         mbarrier.init(empty.index(i), count=2)  # both halves must be done with a tile
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     tiles, results = (a_tiles, b_tiles, full, empty), (grad_inner_ptr, hidden_ptr, partial_ptr)
     gl.warp_specialize(
         [
             (_multiply, (
-                0, tiles, inner_ptr, pair_ptr, weight_ptr, offset_ptr, results,
-                num_experts, D, I, GLU, BM, BI, BD, GROUP, NP, STAGES,
+                0, tiles, turns, inner_ptr, pair_ptr, weight_ptr, offset_ptr, results,
+                num_experts, D, I, GLU, BM, BI, BD, GROUP, NP, STAGES, LEAD,
             )),
             (_multiply, (
-                1, tiles, inner_ptr, pair_ptr, weight_ptr, offset_ptr, results,
-                num_experts, D, I, GLU, BM, BI, BD, GROUP, NP, STAGES,
+                1, tiles, turns, inner_ptr, pair_ptr, weight_ptr, offset_ptr, results,
+                num_experts, D, I, GLU, BM, BI, BD, GROUP, NP, STAGES, LEAD,
             )),
             (_fetch, (
                 grad_ptr, down_ptr, down_desc, tiles, token_ptr, offset_ptr,
