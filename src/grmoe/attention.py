@@ -1,4 +1,5 @@
-"""Parts of attention that are slow in PyTorch where nothing is compiled or positions are masked: decoding.
+"""Parts of attention that are slow in PyTorch: decoding, where nothing is compiled or positions are masked, and on
+Hopper its default kernel for training and prompts.
 
 Legend: B sequences, S new positions, H query heads, G key-value heads, L positions of the cache, W head width.
 """
@@ -10,6 +11,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from grmoe.kernels import runtime
+
+# Whether causal attention of many positions is cuDNN's on Hopper. PyTorch takes FlashAttention 2, which was made for
+# the GPUs before. Off until it is measured: `grmoe bench train-model --contender cuDNN`.
+CUDNN = False
+_CUDNN_WIDTHS = range(8, 129, 8)  # of a head
 
 
 def rotate(q_BHSW: Tensor, k_BGSW: Tensor, cos_BSW: Tensor, sin_BSW: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,6 +45,25 @@ def rotate_reference(
 def _turned(x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def can_attend_causally(q_BHSW: Tensor, k_BGSW: Tensor, mask: Tensor | None) -> bool:
+    """Whether `attend_causally` takes these: every position sees those before it and itself, on Hopper, in 16 bits."""
+    plain = CUDNN and mask is None and q_BHSW.shape[2] == k_BGSW.shape[2] > 1
+    if not plain or q_BHSW.dtype not in (torch.float16, torch.bfloat16) or q_BHSW.dtype != k_BGSW.dtype:
+        return False
+    return q_BHSW.shape[-1] in _CUDNN_WIDTHS and q_BHSW.is_cuda and runtime.is_hopper(q_BHSW.device)
+
+
+def attend_causally(q_BHSW: Tensor, k_BGSW: Tensor, v_BGSW: Tensor, scale: float) -> Tensor:
+    """softmax(scale·q kᵀ) v over the positions up to each query's own, (B, H, S, W), by cuDNN."""
+    group = q_BHSW.shape[1] // k_BGSW.shape[1]
+    if group > 1:
+        k_BGSW, v_BGSW = (t.repeat_interleave(group, dim=1) for t in (k_BGSW, v_BGSW))
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    # With what a backward needs, in any case: activation checkpointing needs the same bits with and without gradients.
+    out: Tensor = attend(q_BHSW, k_BGSW, v_BGSW, None, True, 0.0, True, scale=scale)[0]
+    return out
 
 
 def can_attend_one(q_BHSW: Tensor, k_BGLW: Tensor, v_BGLW: Tensor, mask: Tensor | None) -> bool:

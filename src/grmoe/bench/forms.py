@@ -118,4 +118,10 @@ FORMS = {
     f"{SOFTMAX}, backward with fused hidden values": _fused(True, False, False),
     f"{SOFTMAX}, backward with gathered tokens": _fused(False, False, True),
     f"{SOFTMAX}, backward fused": _fused(True, True, True),
+    f"{SOFTMAX}, backward fused, all specialised, 3 steps ahead": Form(
+        choices=lambda: [*_backward(True, True, True)(), _specialised(), _ahead(3)],
+        beside=IN_PARTS,
+        softmax=True,
+        forward=False,
+    ),
 }

@@ -33,7 +33,9 @@ from .parts_grmoe import (
     HeadRouter,
     TopK,
     add_product,
+    attend_causally,
     attend_one,
+    can_attend_causally,
     can_attend_one,
     project_few,
     rotate,
@@ -128,8 +130,10 @@ class GrmoeAttention(LlamaAttention):
         if implementation == "sdpa" and not self.training and can_attend_one(q_BHSD, k_BGSD, v_BGSD, mask):
             assert mask is not None
             return attend_one(q_BHSD, k_BGSD, v_BGSD, mask, self.scaling).transpose(1, 2), None
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
+        if implementation == "sdpa" and not dropout and can_attend_causally(q_BHSD, k_BGSD, mask):
+            return attend_causally(q_BHSD, k_BGSD, v_BGSD, self.scaling).transpose(1, 2), None
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         found: tuple[Tensor, Tensor | None] = attend(
             self, q_BHSD, k_BGSD, v_BGSD, mask, dropout=dropout, scaling=self.scaling, **kwargs
         )

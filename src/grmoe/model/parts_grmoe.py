@@ -12,7 +12,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 try:
     from grmoe import checks
-    from grmoe.attention import attend_one, can_attend_one, rotate, rotate_reference
+    from grmoe.attention import (
+        attend_causally,
+        attend_one,
+        can_attend_causally,
+        can_attend_one,
+        rotate,
+        rotate_reference,
+    )
     from grmoe.compiling import realize
     from grmoe.experts import BACKENDS, Dispatch, ExpertWeights, pick_backend
     from grmoe.head import IGNORED, divergence, next_token_loss
@@ -65,8 +72,9 @@ except ImportError:
 __all__ = [
     "BACKENDS", "IGNORED", "ROUTERS", "AtLeast", "Dense", "Dispatch", "ExpertWeights", "FrameRouter", "HashRouter",
     "HeadRouter", "LayerNumbers", "Mass", "MoE", "Router", "RoutingMetrics", "Selection", "SlotRouter", "Threshold",
-    "TopK", "add_product", "all_routers", "as_autocast", "attend_one", "build_router", "can_attend_one",
-    "check_curve", "checks", "curve_numbers", "curve_room", "divergence", "feed_forward_few", "next_token_loss",
-    "numbers", "overlap_penalty", "pick_backend", "project_few", "read_metrics_of", "realize", "rotate",
-    "rotate_reference", "routers", "set_alpha", "set_layer_numbers", "takes_few", "update_priors",
+    "TopK", "add_product", "all_routers", "as_autocast", "attend_causally", "attend_one", "build_router",
+    "can_attend_causally", "can_attend_one", "check_curve", "checks", "curve_numbers", "curve_room", "divergence",
+    "feed_forward_few", "next_token_loss", "numbers", "overlap_penalty", "pick_backend", "project_few",
+    "read_metrics_of", "realize", "rotate", "rotate_reference", "routers", "set_alpha", "set_layer_numbers",
+    "takes_few", "update_priors",
 ]  # fmt: skip
