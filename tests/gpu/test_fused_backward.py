@@ -141,9 +141,11 @@ def gradients(lists: Lists) -> tuple[Tensor, Tensor]:
     return down, gathered_gradient(lists.x, lists.inner, *given, turned=True)
 
 
+@pytest.mark.parametrize("lead", [0, 3])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_weight_gradients(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_gradients(case: Any, lead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lists = Lists(*case)
+    monkeypatch.setattr("grmoe.kernels.hopper.LEAD", lead)
     if hopper:
         special, plain = triton_too(lambda: gradients(lists), module, monkeypatch)
         for name, a, b in zip(("down", "up"), special, plain, strict=True):

@@ -213,7 +213,7 @@ def hidden(glu: bool, D: int, I: int, lead: int = 0) -> str:
     return assembler(hopper_hidden.hidden_gradient_kernel, types, constants)
 
 
-def weights(turned: bool, D: int, O: int) -> str:
+def weights(turned: bool, D: int, O: int, lead: int = 0) -> str:
     types = {
         **{f"{name}_ptr": "*bf16" for name in ("x", "rows", "out")},
         **{f"{name}_ptr": "*i32" for name in ("token", "offset")},
@@ -228,6 +228,7 @@ def weights(turned: bool, D: int, O: int) -> str:
         "BO": 256,
         "BA": 64,
         "STAGES": 4,
+        "LEAD": lead,
     }
     return assembler(hopper_weights.gathered_gradient_kernel, types, constants)
 
@@ -351,6 +352,7 @@ if __name__ == "__main__":
         "hidden gradient, SwiGLU, width 200": hidden(True, 200, 1000),
         "hidden gradient, SwiGLU, one group ahead": hidden(True, 768, 1000, lead=2),
         "weight gradient, turned, width 200": weights(True, 200, 1000),
+        "weight gradient, one group ahead": weights(False, 768, 1000, lead=2),
         **compile_launches(),
     }
     json.dump(said, sys.stdout)

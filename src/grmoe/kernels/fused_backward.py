@@ -232,7 +232,7 @@ def gathered_gradient(
         BD, BO, BA = hopper.ROWS, hopper.COLUMNS, hopper.INNER
         num_tiles = N * ceil_div(D, BD) * ceil_div(O, BO)
         args = (x, rows, hopper.swizzled(rows, BA, BO), out, token, offset)
-        constants = (num_tiles, D, O, turned, BD, BO, BA, hopper.STAGES)
+        constants = (num_tiles, D, O, turned, BD, BO, BA, hopper.STAGES, hopper.LEAD)
         grid = (min(num_programs(x.device), num_tiles),)
         launch(hopper_weights.gathered_gradient_kernel, grid, args, constants)
 

@@ -67,21 +67,24 @@ def tiles_of_experts(offset_ptr, num_experts: gl.constexpr, BM: gl.constexpr, NP
 
 
 @gluon.jit
-def await_lead(turns, tile, HALF: gl.constexpr, LEAD: gl.constexpr):
+def await_lead(turns, turn, HALF: gl.constexpr, LEAD: gl.constexpr, leads=True):
     """The second group begins its half of a tile when the first has begun its LEAD steps (0: at once).
 
-    Otherwise both reach the end of a tile together, and the tensor cores wait while both finish it. Both are in the
-    same tile or in neighbouring ones, so two barriers in turns are enough. `tile` counts this program's tiles.
+    Otherwise both reach the end of a tile together, and the tensor cores wait while both finish it. The groups are less
+    than a tile and LEAD steps apart, because they share the tiles in flight. So two barriers in turns are enough.
+
+    turn: counts this program's tiles in which there is a lead. leads: whether this one is. It must have as many steps
+    as there are tiles in flight.
     """
     if HALF == 1 and LEAD > 0:
-        mbarrier.wait(turns.index(tile & 1), (tile >> 1) & 1)
+        mbarrier.wait(turns.index(turn & 1), (turn >> 1) & 1, pred=leads)
 
 
 @gluon.jit
-def give_lead(turns, tile, step, HALF: gl.constexpr, LEAD: gl.constexpr):
+def give_lead(turns, turn, step, HALF: gl.constexpr, LEAD: gl.constexpr, leads=True):
     """The first group has begun this step of a tile."""
     if HALF == 0 and LEAD > 0:
-        mbarrier.arrive(turns.index(tile & 1), count=1, pred=step == LEAD - 1)
+        mbarrier.arrive(turns.index(turn & 1), count=1, pred=(step == LEAD - 1) & leads)
 
 
 @gluon.jit
