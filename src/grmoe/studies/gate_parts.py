@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from grmoe.model import preset
 from grmoe.studies.judging import below, changed, in_doubt
+from grmoe.studies.many import Family
 from grmoe.studies.models.recipes import GATES, Recipe, best_rate
 from grmoe.studies.models.store import Run
 from grmoe.studies.models.summary import Mean, difference, mean, mean_of, rows_by_seed, show_mean
@@ -125,6 +126,15 @@ def claims(parts: Models) -> list[Claim]:
             f"Loss minus that of {QUARTER.label}, by seed. {in_doubt(rank)} With our prior, scaling and hinge.",
         ),
     ]
+
+
+def family(parts: Models) -> Family:
+    """Every change of GrMoE that was tried, minus GrMoE."""
+    return {
+        recipe.label: difference(parts[recipe.name], parts[GRMOE.name])
+        for recipe in PARTS
+        if recipe not in (SOFTMAX_RENORMALISED, VMF_LED)
+    }
 
 
 def tables(parts: Models) -> list[Table]:

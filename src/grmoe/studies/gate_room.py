@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from grmoe.studies.gate_parts import Models
 from grmoe.studies.judging import below, in_doubt
+from grmoe.studies.many import Family
 from grmoe.studies.models.recipes import EQUAL, GATES, RECIPES, Recipe
 from grmoe.studies.models.store import Run
 from grmoe.studies.models.summary import difference, mean_of, show_mean
@@ -60,16 +61,33 @@ def _below(text: str, ours: Sequence[Run], theirs: Sequence[Run]) -> Claim:
     )
 
 
+def family(wide: Models, narrow: Models) -> Family:
+    """The last column of the table."""
+    return {
+        f"{recipe.label} ({name})": difference(models[recipe.name], models[fixed.name])
+        for name, models, learned, fixed in _rows(wide, narrow)
+        for recipe in learned
+    }
+
+
 def tables(wide: Models, narrow: Models) -> list[Table]:
     found = Table(
         "What a gate can gain: gates that learn, beside one that learns nothing",
         ["experts per token", "gate", "seeds", "loss", "minus the one that learns nothing"],
         left=2,
     )
-    _add(found, "one of eight", wide, [GATES["one"][method] for method in EQUAL], HASH)
-    _add(found, "two of eight", wide, [NO_CHOICE, *(GATES["two"][method] for method in EQUAL)], FIXED)
-    _add(found, "eight of 32", narrow, [FINE], FIXED_FINE)
+    for name, models, learned, fixed in _rows(wide, narrow):
+        _add(found, name, models, learned, fixed)
     return [found]
+
+
+def _rows(wide: Models, narrow: Models) -> list[tuple[str, Models, list[Recipe], Recipe]]:
+    """(experts per token, models, recipes, the one that learns nothing)."""
+    return [
+        ("one of eight", wide, [GATES["one"][method] for method in EQUAL], HASH),
+        ("two of eight", wide, [NO_CHOICE, *(GATES["two"][method] for method in EQUAL)], FIXED),
+        ("eight of 32", narrow, [FINE], FIXED_FINE),
+    ]
 
 
 def _add(table: Table, name: str, models: Models, learned: Sequence[Recipe], fixed: Recipe) -> None:

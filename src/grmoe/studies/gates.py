@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from grmoe.studies import gate_parts, gate_room, halving, narrow_gates
+from grmoe.studies import gate_parts, gate_room, halving, many, narrow_gates
 from grmoe.studies.judging import below_on, in_doubt
 from grmoe.studies.model_study import Group, ModelStudy, runs_of
 from grmoe.studies.models.recipes import EQUAL, GATES, SETTINGS, Setting, base_of
 from grmoe.studies.models.store import Run, Store
 from grmoe.studies.models.summary import (
     VALIDATION,
+    Mean,
     difference,
     model_table,
     short_name,
@@ -36,6 +37,8 @@ Models = Mapping[str, Sequence[Run]]
 
 def write(store: Store) -> Page:
     claims, tables = [], []
+    others: dict[str, Mean | None] = {}
+    halves: dict[str, Mean | None] = {}
     for setting in SETTINGS:
         models = _models(store, setting)
         texts = texts_of(run for runs in models.values() for run in runs) or [VALIDATION]
@@ -50,8 +53,16 @@ def write(store: Store) -> Page:
             )
             for text in texts
         ]
+        labels = {
+            method: f"{GATES['two'][method].label} ({SETTINGS[setting].removesuffix(' experts per token')})"
+            for method in BASELINES
+        }
+        others |= {label: difference(models["grmoe"], models[method]) for method, label in labels.items()}
         full = FULL_BUDGET.get(setting)
         if full is not None:
+            halves |= {
+                label: halving.gap(models["grmoe"], models[method], full) for method, label in labels.items()
+            }
             claims += [
                 halving.claim(
                     GATES["two"][method].label,
@@ -84,6 +95,16 @@ def write(store: Store) -> Page:
             *gate_parts.tables(parts),
             *narrow_gates.tables(narrow),
             *gate_room.tables(room, fine),
+            many.table(
+                "Many comparisons at once, on validation text",
+                {
+                    "GrMoE minus another gate": others,
+                    "what half of the experts cost GrMoE, minus what they cost another gate": halves,
+                    "a change of GrMoE, two of eight experts": gate_parts.family(parts),
+                    "a change of GrMoE, narrow experts": narrow_gates.family(narrow),
+                    "a gate minus one that learns nothing": gate_room.family(room, fine),
+                },
+            ),
         ],
         notes=[
             "Presets `small` and `small-fine`, 2500 steps of 32 × 512 tokens, full budgets, weights not renormalised, "
@@ -91,9 +112,14 @@ def write(store: Store) -> Page:
             "The entropy term is the mean over tokens of (H − target)² with weight 0.1. Like a z-loss, its gradient "
             "reaches the tokens as well as the gate, so it may change more than the gate. It upsets the balance of "
             "the load (see its CV), and so says little about a flat gate.",
-            "Two gates with equal losses may be equally good, or the choice of experts may hardly matter. So the last "
-            "table has gates that learn nothing: a hash of the token's id, and GrMoE with the subspaces and κ that it "
-            "started with. Their experts learn like all others.",
+            "Two gates with equal losses may be equally good, or the choice of experts may hardly matter. So one table "
+            "has gates that learn nothing: a hash of the token's id, and GrMoE with the subspaces and κ that it "
+            "started with. Their experts learn like all others. The prior of GrMoE goes on balancing the load there, "
+            "and the layers before the gate can move tokens between its subspaces.",
+            "Every interval and every verdict is of one comparison. Where nothing differs, one of twenty such "
+            "intervals excludes zero all the same. “Many comparisons at once” looks at all of a kind together: with "
+            "Holm's rule the chance that any of those left is a mistake is at most 5 %. Comparisons with fewer than "
+            "three seeds are left out.",
             "A negative difference is a lower loss. Parts of a gain need not add up, because they act on each other.",
         ],
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 
 
 def student(values: list[float], level: float = 0.95) -> float | None:
@@ -24,6 +25,24 @@ def spread_ratio(values: list[float], others: list[float], level: float = 0.95) 
     m, n = len(values) - 1, len(others) - 1
     low, high = (math.sqrt(float(f.ppf(q, m, n))) for q in ((1 - level) / 2, (1 + level) / 2))
     return ratio, ratio / high, ratio / low
+
+
+def chance(mean: float, half: float, seeds: int, level: float = 0.95) -> float:
+    """Of a mean at least this far from zero, on either side, if it really were zero: from its Student interval."""
+    from scipy.stats import t  # an extra: the command line names it when it is missing
+
+    if half == 0:
+        return 0.0 if mean else 1.0
+    return float(2 * t.sf(abs(mean) / half * t.ppf((1 + level) / 2, seeds - 1), seeds - 1))
+
+
+def holm(chances: Sequence[float]) -> list[float]:
+    """Of comparisons that are looked at together: the smallest level at which Holm's rule keeps each."""
+    found, largest = [1.0] * len(chances), 0.0
+    for rank, place in enumerate(sorted(range(len(chances)), key=lambda i: chances[i])):
+        largest = max(largest, min(1.0, (len(chances) - rank) * chances[place]))
+        found[place] = largest
+    return found
 
 
 def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:

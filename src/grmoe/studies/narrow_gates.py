@@ -9,6 +9,7 @@ from __future__ import annotations
 from grmoe.runs.config_groups import RoutingConfig
 from grmoe.studies.gate_parts import Models, parts_table
 from grmoe.studies.judging import below, in_doubt
+from grmoe.studies.many import Family
 from grmoe.studies.models.recipes import BUDGETS, GATES, SOFTMAX_BUDGET, Recipe, on_fine
 from grmoe.studies.models.store import TRAINING
 from grmoe.studies.models.summary import VALIDATION, difference, mean_of, show_mean
@@ -78,6 +79,16 @@ def _below(models: Models, recipe: Recipe, other: Recipe, text: str) -> Claim:
     ours, theirs = (_NAMES.get(each.name, each.label) for each in (recipe, other))
     why = f"Loss of “{ours}” minus that of “{theirs}”, by seed. {in_doubt(gap)}"
     return Claim(OWN, text, show_mean(gap, 4, "+"), below(gap), why)
+
+
+def family(models: Models) -> Family:
+    """Every change of GrMoE that was tried, minus GrMoE, with full and with random budgets."""
+    pairs = [(recipe, GRMOE) for recipe in PLAIN if recipe not in (GRMOE, SOFTMAX)]
+    pairs += [(recipe, ELASTIC) for recipe in RANDOM.values() if recipe not in (ELASTIC, ELASTIC_SOFTMAX)]
+    return {
+        recipe.label.removeprefix("GrMoE, "): difference(models[recipe.name], models[other.name])
+        for recipe, other in pairs
+    }
 
 
 def tables(models: Models) -> list[Table]:

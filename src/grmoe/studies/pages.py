@@ -16,7 +16,9 @@ _GENERATED = "<!-- Made by `grmoe reproduce --pages` from results/. Change the s
 _INTRO = (
     "Which claims of the paper hold here, with smaller models. Each has its place in the paper, what was measured, a "
     "verdict, and the command that repeats it. Intervals are 95 %: Student's over seeds, Wilson's for counts. Brackets "
-    "of benchmarks are the middle 80 % of their rounds. Where the paper has a ±, it is a standard deviation."
+    "of benchmarks are the middle 80 % of their rounds. Where the paper has a ±, it is a standard deviation. Each "
+    "verdict looks at its own interval, and where nothing differs, one interval of twenty excludes zero all the same. "
+    "[Gates](gates.md#many-comparisons-at-once-on-validation-text) has what stands of many comparisons at once."
 )
 _WORDS = (
     "- **GrMoE** alone is ours: a balanced prior, and energies scaled by d/k. In language models it also has an "
