@@ -293,6 +293,26 @@ def test_one_model_for_every_budget_is_judged_for_softmax_too(tmp_path: Path) ->
     assert seeds[budgets.BASE.name, "step-count"] == 3
 
 
+def test_gates_with_random_budgets_are_compared_at_each_budget(tmp_path: Path) -> None:
+    """By seed: of GrMoE's four seeds, the three that softmax has too."""
+    ours, theirs = (family.elastic for family in budgets.NARROW)
+    for recipe, losses in ((ours, [3.0, 3.1, 3.2, 9.0]), (theirs, [2.99, 3.1, 3.18])):
+        kept = [
+            replace(run, rows=[replace(run.rows[0], setting=s) for s in ("top-8", "top-1")])
+            for run in models(losses)
+        ]
+        put(tmp_path, budgets.FINE, recipe, kept)
+    (found,) = [t for t in budgets.STUDY.page(tmp_path).tables if "minus that of softmax" in t.title]
+    rows = {row[:2]: row[2:] for row in found.rows}
+    assert rows["32 narrow", "top-8"] == rows["32 narrow", "top-1"] == ("3", "+0.0100 ± 0.0248")
+    assert rows["32 narrow", "top-4"] == rows["eight", "top-2"] == ("0", "–")
+    assert list(rows) == [
+        ("eight", "top-2"),
+        ("eight", "top-1"),
+        *(("32 narrow", f"top-{k}") for k in (8, 4, 2, 1)),
+    ]
+
+
 @pytest.mark.parametrize(
     ("costs", "verdict"),
     [

@@ -111,6 +111,7 @@ def write(store: Store) -> Page:
             _half_by_seed(models, texts),
             _loads(models),
             _beside_specialists(fine),
+            _by_gate(models, fine, texts),
         ],
         notes=[
             "A model with random budgets computes, for each token, as many experts as a random share of the "
@@ -214,6 +215,25 @@ def _pairs(models: Models, text: str) -> Table:
         text,
         "trained",
     )
+
+
+def _by_gate(models: Models, fine: Models, texts: Sequence[str]) -> Table:
+    """Whether one of the two gates is better once both have learned with random budgets."""
+    table = Table(
+        "Random budgets: loss of GrMoE minus that of softmax, by seed",
+        ["experts", "computed at", "seeds", *map(short_name, texts)],
+        left=2,
+    )
+    for name, found, (ours, theirs) in (("eight", models, COARSE), ("32 narrow", fine, NARROW)):
+        for count in ours.specialists:
+            at = f"top-{count}"
+            gaps = [
+                difference(found[ours.elastic.name], found[theirs.elastic.name], text, at, at)
+                for text in texts
+            ]
+            seeds = max((gap.seeds for gap in gaps if gap is not None), default=0)
+            table.add(name, at, str(seeds), *(show_mean(gap, 4, "+") for gap in gaps))
+    return table
 
 
 def _recipes(models: Models) -> Table:
