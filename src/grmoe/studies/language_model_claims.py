@@ -68,8 +68,9 @@ def _perplexity(models: Models) -> list[Claim]:
                 f"{RECIPES[form].label} minus {shown}" for form, found in gaps.items() if (shown := _list(found))
             ),
             with_change(paper, ours),
-            f"Loss, by seed. {BOTH} The baselines have no balancing but Switch's loss. Only the sign decides; the "
-            "paper's differences are 1 to 10 %.",
+            f"Loss, by seed. {BOTH} The baselines have no balancing but Switch's loss. Hash and Switch compute one "
+            "expert per token; [gates](gates.md) has as many for each. Only the sign decides; the paper's differences "
+            "are 1 to 10 %.",
         ),
         Claim(
             "Abstract",
