@@ -120,7 +120,9 @@ def write(store: Store) -> Page:
             "intervals excludes zero all the same. “Many comparisons at once” looks at all of a kind together: with "
             "Holm's rule the chance that any of those left is a mistake is at most 5 %. Comparisons with fewer than "
             "three seeds are left out.",
-            "A negative difference is a lower loss. Parts of a gain need not add up, because they act on each other.",
+            "A negative difference is a lower loss. It is over the seeds that both models have: to GrMoE with "
+            "subspaces as drawn, three, however many the other gate has. Parts of a gain need not add up, because they "
+            "act on each other.",
         ],
     )
 
