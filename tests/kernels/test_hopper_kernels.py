@@ -1,6 +1,6 @@
 """The warp-specialised kernels where there is no Hopper: they compile for it, and Triton's stand in for them.
 
-tests/gpu compares their results with the Triton kernels'.
+`test_hopper_emulated` computes with them. tests/gpu compares their bits with the Triton kernels'.
 """
 
 from __future__ import annotations
