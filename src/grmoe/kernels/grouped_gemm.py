@@ -25,7 +25,7 @@ from grmoe.kernels.rows import gelu, sigmoid
 from grmoe.kernels.runtime import INTERPRETED, attempt, num_programs, specialises
 
 # Whether GEMMs without gather and activation are warp-specialised too. Triton's pipeline was as fast while both groups
-# reached the end of a tile together (`hopper.await_lead`). Not measured since.
+# reached the end of a tile together (`hopper.LEAD`). Not measured since.
 ALL_SPECIALISED = False
 WHOLE = 64  # columns of a step of the warp-specialised kernel
 

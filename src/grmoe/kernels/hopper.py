@@ -17,12 +17,18 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Tiles of a grouped GEMM: 64 rows for each of the two groups that multiply; four of 48 KB in flight.
 ROWS, COLUMNS, INNER, STAGES = 128, 256, 64, 4
-# Steps by which the first of the two groups goes ahead of the second (`await_lead`). Not measured yet.
+# Steps by which the first of the two groups goes ahead of the second (`sum_products`). Not measured yet.
 LEAD = 0
 
 
@@ -67,24 +73,65 @@ def tiles_of_experts(offset_ptr, num_experts: gl.constexpr, BM: gl.constexpr, NP
 
 
 @gluon.jit
-def await_lead(turns, turn, HALF: gl.constexpr, LEAD: gl.constexpr, leads=True):
-    """The second group begins its half of a tile when the first has begun its LEAD steps (0: at once).
-
-    Otherwise both reach the end of a tile together, and the tensor cores wait while both finish it. The groups are less
-    than a tile and LEAD steps apart, because they share the tiles in flight. So two barriers in turns are enough.
-
-    turn: counts this program's tiles in which there is a lead. leads: whether this one is. It must have as many steps
-    as there are tiles in flight.
-    """
-    if HALF == 1 and LEAD > 0:
-        mbarrier.wait(turns.index(turn & 1), (turn >> 1) & 1, pred=leads)
+def make_barriers(FETCHERS: gl.constexpr, STAGES: gl.constexpr):
+    """(full, empty, turns). FETCHERS: how many arrive at a full tile, the copy engine among them."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=FETCHERS)
+        mbarrier.init(empty.index(i), count=2)  # both halves must be done with a tile
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
+    fence_async_shared()
+    return full, empty, turns
 
 
 @gluon.jit
-def give_lead(turns, turn, step, HALF: gl.constexpr, LEAD: gl.constexpr, leads=True):
-    """The first group has begun this step of a tile."""
-    if HALF == 0 and LEAD > 0:
-        mbarrier.arrive(turns.index(turn & 1), count=1, pred=(step == LEAD - 1) & leads)
+def sum_products(
+    HALF: gl.constexpr, tiles, i, turn, leads, steps, COPIED: gl.constexpr,
+    A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr,
+):  # fmt: skip
+    """Σ over `steps` of this group's half of A times B, 64 × 256, from tiles as they become full.
+
+    i: steps before. COPIED: threads have copied to a tile too. A_TURNED, B_TURNED: rows of the operand's tile are steps
+    of the sum (A), or columns of the result (B).
+
+    The first group begins LEAD steps before the second one (0: together). Otherwise both reach the end of a tile at
+    once, and the tensor cores wait while both finish it. The groups are less than a tile and LEAD steps apart, because
+    they share the tiles in flight. So two barriers in turns are enough.
+
+    turn: counts the tiles in which there is a lead. leads: whether this is one. It must have STAGES steps at least.
+    """
+    a_tiles, b_tiles, full, empty, turns = tiles
+    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]
+    )
+    if HALF == 1 and LEAD > 0:
+        mbarrier.wait(turns.index(turn & 1), (turn >> 1) & 1, pred=leads)
+    acc = gl.zeros([64, 256], gl.float32, PRODUCTS)
+    for step in range(steps):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        if COPIED:
+            fence_async_shared()  # makes them visible to the tensor cores
+        if A_TURNED:
+            a = a_tiles.index(stage).slice(HALF * 64, 64, 1).permute((1, 0))
+        else:
+            a = a_tiles.index(stage).slice(HALF * 64, 64)
+        if B_TURNED:
+            acc = warpgroup_mma(a, b_tiles.index(stage).permute((1, 0)), acc, is_async=True)
+        else:
+            acc = warpgroup_mma(a, b_tiles.index(stage), acc, is_async=True)
+        if HALF == 0 and LEAD > 0:
+            mbarrier.arrive(turns.index(turn & 1), count=1, pred=(step == LEAD - 1) & leads)
+        # The previous product is done, so its tiles may be refilled.
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        i += 1
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=steps > 0)
+    return acc, i
 
 
 @gluon.jit

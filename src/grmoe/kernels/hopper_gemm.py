@@ -10,18 +10,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
 from grmoe.kernels.early import await_inputs
 from grmoe.kernels.grouped_gemm import locate
-from grmoe.kernels.hopper import await_lead, give_lead, store_wide, tiles_of_experts
+from grmoe.kernels.hopper import make_barriers, store_wide, sum_products, tiles_of_experts
 from grmoe.kernels.rows import gelu, sigmoid
 
 
@@ -33,7 +26,7 @@ def _fetch(
     BM: gl.constexpr, BO: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, NP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Four warps: fetch the rows and weights of every tile of this program, as buffers become empty."""
-    a_tiles, b_tiles, full, empty = tiles
+    a_tiles, b_tiles, full, empty, _turns = tiles
     lists, row_tiles = tiles_of_experts(offset_ptr, num_experts, BM, NP)
     column_tiles: gl.constexpr = (O + BO - 1) // BO
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -77,43 +70,22 @@ def _fetch(
 
 @gluon.jit
 def _multiply(
-    HALF: gl.constexpr, tiles, turns, out_ptr, inner_ptr, offset_ptr,
+    HALF: gl.constexpr, tiles, out_ptr, inner_ptr, offset_ptr,
     num_experts: gl.constexpr, K: gl.constexpr, O: gl.constexpr,
     GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, SAVE: gl.constexpr,
     BM: gl.constexpr, BO: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, NP: gl.constexpr, STAGES: gl.constexpr,
     LEAD: gl.constexpr,
 ):  # fmt: skip
     """Four warps: one half of the rows of every tile of this program."""
-    a_tiles, b_tiles, full, empty = tiles
     lists, row_tiles = tiles_of_experts(offset_ptr, num_experts, BM, NP)
     column_tiles: gl.constexpr = (O + BO - 1) // BO
-    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]
-    )
     steps: gl.constexpr = (K + BK - 1) // BK
     i = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         _, first, end, column_tile = locate(tile, lists, row_tiles, column_tiles, GROUP, BM)
-        turn = i // steps
-        await_lead(turns, turn, HALF, LEAD)
-        acc = gl.zeros([64, 256], gl.float32, PRODUCTS)
-        for k in range(0, K, BK):
-            stage = i % STAGES
-            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-            if GATHER:
-                fence_async_shared()  # makes rows from ordinary copies visible to the tensor cores
-            rows, b_tile = a_tiles.index(stage).slice(HALF * 64, 64), b_tiles.index(stage)
-            if TRANSPOSED:
-                acc = warpgroup_mma(rows, b_tile.permute((1, 0)), acc, is_async=True)
-            else:
-                acc = warpgroup_mma(rows, b_tile, acc, is_async=True)
-            give_lead(turns, turn, k // BK, HALF, LEAD)
-            # The previous product is done, so its tiles may be refilled.
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=k > 0)
-            i += 1
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1)
+        acc, i = sum_products(
+            HALF, tiles, i, i // steps, True, steps, GATHER, False, TRANSPOSED, STAGES, LEAD
+        )
         first += HALF * 64
         column = column_tile * BO
         left, right = acc.reshape([64, 2, 128]).permute((0, 2, 1)).split()
@@ -149,25 +121,17 @@ def grouped_kernel(
     a_tiles = gl.allocate_shared_memory(a_ptr.dtype.element_ty, [STAGES, BM, BK], SHARED)
     b_shape: gl.constexpr = [STAGES, 256, BK] if TRANSPOSED else [STAGES, BK, 256]
     b_tiles = gl.allocate_shared_memory(b_desc.dtype, b_shape, b_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        # The copy engine, and each thread that copies rows.
-        mbarrier.init(full.index(i), count=129 if GATHER else 1)
-        mbarrier.init(empty.index(i), count=2)  # both halves must be done with a tile
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
-    fence_async_shared()
-    tiles = (a_tiles, b_tiles, full, empty)
+    # Rows of tokens are copied by each thread.
+    full, empty, turns = make_barriers(129 if GATHER else 1, STAGES)
+    tiles = (a_tiles, b_tiles, full, empty, turns)
     gl.warp_specialize(
         [
             (_multiply, (
-                0, tiles, turns, out_ptr, inner_ptr, offset_ptr,
+                0, tiles, out_ptr, inner_ptr, offset_ptr,
                 num_experts, K, O, GATHER, TRANSPOSED, ACTIVATION, SAVE, BM, BO, BK, GROUP, NP, STAGES, LEAD,
             )),
             (_multiply, (
-                1, tiles, turns, out_ptr, inner_ptr, offset_ptr,
+                1, tiles, out_ptr, inner_ptr, offset_ptr,
                 num_experts, K, O, GATHER, TRANSPOSED, ACTIVATION, SAVE, BM, BO, BK, GROUP, NP, STAGES, LEAD,
             )),
             (_fetch, (

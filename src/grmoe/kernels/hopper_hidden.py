@@ -13,18 +13,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
 from grmoe.kernels.early import await_inputs
 from grmoe.kernels.grouped_gemm import locate
-from grmoe.kernels.hopper import await_lead, copy_rows, give_lead, tiles_of_experts
+from grmoe.kernels.hopper import copy_rows, make_barriers, sum_products, tiles_of_experts
 from grmoe.kernels.rows import differentiate
 
 
@@ -35,7 +28,7 @@ def _fetch(
     BM: gl.constexpr, BI: gl.constexpr, BD: gl.constexpr, GROUP: gl.constexpr, NP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Four warps: fetch the rows and weights of every tile of this program, as buffers become empty."""
-    a_tiles, b_tiles, full, empty = tiles
+    a_tiles, b_tiles, full, empty, _turns = tiles
     lists, row_tiles = tiles_of_experts(offset_ptr, num_experts, BM, NP)
     column_tiles: gl.constexpr = (I + BI - 1) // BI
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -89,19 +82,15 @@ def _read(inner_ptr, place, inside, I: gl.constexpr, GLU: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    HALF: gl.constexpr, tiles, turns, inner_ptr, pair_ptr, weight_ptr, offset_ptr, results,
+    HALF: gl.constexpr, tiles, inner_ptr, pair_ptr, weight_ptr, offset_ptr, results,
     num_experts: gl.constexpr, D: gl.constexpr, I: gl.constexpr, GLU: gl.constexpr,
     BM: gl.constexpr, BI: gl.constexpr, BD: gl.constexpr, GROUP: gl.constexpr, NP: gl.constexpr, STAGES: gl.constexpr,
     LEAD: gl.constexpr,
 ):  # fmt: skip
     """Four warps: one half of the rows of every tile of this program."""
-    a_tiles, b_tiles, full, empty = tiles
     grad_inner_ptr, hidden_ptr, partial_ptr = results
     lists, row_tiles = tiles_of_experts(offset_ptr, num_experts, BM, NP)
     column_tiles: gl.constexpr = (I + BI - 1) // BI
-    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]
-    )
     # A row of 32 values in 4 threads of 16 bytes: reads and writes are whole sectors, and no two threads share a value.
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
@@ -124,22 +113,7 @@ def _multiply(
         read = _read(
             inner_ptr + inner_tile, inner_place, mine[:, None] & (column + here < I)[None, :], I, GLU
         )
-        turn = i // steps
-        await_lead(turns, turn, HALF, LEAD)
-        acc = gl.zeros([64, 256], gl.float32, PRODUCTS)
-        for d in range(0, D, BD):
-            stage = i % STAGES
-            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-            fence_async_shared()  # makes rows from ordinary copies visible to the tensor cores
-            rows = a_tiles.index(stage).slice(HALF * 64, 64)
-            acc = warpgroup_mma(rows, b_tiles.index(stage), acc, is_async=True)
-            give_lead(turns, turn, d // BD, HALF, LEAD)
-            # The previous product is done, so its tiles may be refilled.
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=d > 0)
-            i += 1
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1)
+        acc, i = sum_products(HALF, tiles, i, i // steps, True, steps, True, False, False, STAGES, LEAD)
         left, right = _halves(acc, 256)
         q_0, q_1 = _halves(left, 128)
         q_2, q_3 = _halves(right, 128)
@@ -189,24 +163,18 @@ def hidden_gradient_kernel(
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BD], grad_ptr.dtype.element_ty)
     a_tiles = gl.allocate_shared_memory(grad_ptr.dtype.element_ty, [STAGES, BM, BD], SHARED)
     b_tiles = gl.allocate_shared_memory(down_desc.dtype, [STAGES, BD, BI], down_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=129)  # the copy engine, and each thread that copies rows
-        mbarrier.init(empty.index(i), count=2)  # both halves must be done with a tile
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
-    fence_async_shared()
-    tiles, results = (a_tiles, b_tiles, full, empty), (grad_inner_ptr, hidden_ptr, partial_ptr)
+    # Rows are copied by each thread.
+    full, empty, turns = make_barriers(129, STAGES)
+    tiles = (a_tiles, b_tiles, full, empty, turns)
+    results = (grad_inner_ptr, hidden_ptr, partial_ptr)
     gl.warp_specialize(
         [
             (_multiply, (
-                0, tiles, turns, inner_ptr, pair_ptr, weight_ptr, offset_ptr, results,
+                0, tiles, inner_ptr, pair_ptr, weight_ptr, offset_ptr, results,
                 num_experts, D, I, GLU, BM, BI, BD, GROUP, NP, STAGES, LEAD,
             )),
             (_multiply, (
-                1, tiles, turns, inner_ptr, pair_ptr, weight_ptr, offset_ptr, results,
+                1, tiles, inner_ptr, pair_ptr, weight_ptr, offset_ptr, results,
                 num_experts, D, I, GLU, BM, BI, BD, GROUP, NP, STAGES, LEAD,
             )),
             (_fetch, (

@@ -13,17 +13,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
 from grmoe.kernels.early import await_inputs
-from grmoe.kernels.hopper import await_lead, copy_rows, give_lead, store_wide
+from grmoe.kernels.hopper import copy_rows, make_barriers, store_wide, sum_products
 
 
 @gluon.jit
@@ -44,7 +37,7 @@ def _fetch(
     BD: gl.constexpr, BO: gl.constexpr, BA: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Four warps: fetch both operands of every tile of this program, as buffers become empty."""
-    x_tiles, row_tiles, full, empty = tiles
+    x_tiles, row_tiles, full, empty, _turns = tiles
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     here = gl.arange(0, BA, gl.SliceLayout(1, WIDE))
     i = 0
@@ -84,35 +77,17 @@ def _store_turned(ptr, tile, first, column, end, width: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    HALF: gl.constexpr, tiles, turns, out_ptr, offset_ptr,
+    HALF: gl.constexpr, tiles, out_ptr, offset_ptr,
     num_tiles: gl.constexpr, D: gl.constexpr, O: gl.constexpr, TURNED: gl.constexpr,
     BD: gl.constexpr, BO: gl.constexpr, BA: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr,
 ):  # fmt: skip
     """Four warps: one half of the gathered operand's columns of every tile of this program."""
-    x_tiles, row_tiles, full, empty = tiles
-    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]
-    )
-    i = 0
-    turn = 0
+    i, turn = 0, 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         expert, start, end, d, o = place_tile(tile, offset_ptr, D, O, BD, BO)
-        leads = end - start > (STAGES - 1) * BA  # an expert may have few rows, or none
-        await_lead(turns, turn, HALF, LEAD, leads)
-        acc = gl.zeros([64, 256], gl.float32, PRODUCTS)
-        for first in range(start, end, BA):
-            stage = i % STAGES
-            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-            fence_async_shared()  # makes rows from ordinary copies visible to the tensor cores
-            x = x_tiles.index(stage).slice(HALF * 64, 64, 1)
-            acc = warpgroup_mma(x.permute((1, 0)), row_tiles.index(stage), acc, is_async=True)
-            give_lead(turns, turn, (first - start) // BA, HALF, LEAD, leads)
-            # The previous product is done, so its tiles may be refilled.
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=first > start)
-            i += 1
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=end > start)
+        steps = (end - start + BA - 1) // BA
+        leads = steps >= STAGES  # an expert may have few rows, or none
+        acc, i = sum_products(HALF, tiles, i, turn, leads, steps, True, True, False, STAGES, LEAD)
         turn += leads.to(gl.int32)
         left, right = acc.reshape([64, 2, 128]).permute((0, 2, 1)).split()
         d += HALF * 64
@@ -136,23 +111,16 @@ def gathered_gradient_kernel(
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BA, BD], x_ptr.dtype.element_ty)
     x_tiles = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BA, BD], SHARED)
     row_tiles = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BA, BO], rows_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=129)  # the copy engine, and each thread that copies rows
-        mbarrier.init(empty.index(i), count=2)  # both halves must be done with a tile
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
-    fence_async_shared()
-    tiles = (x_tiles, row_tiles, full, empty)
+    # Rows of tokens, and the last rows of an expert, are copied by each thread.
+    full, empty, turns = make_barriers(129, STAGES)
+    tiles = (x_tiles, row_tiles, full, empty, turns)
     gl.warp_specialize(
         [
             (_multiply, (
-                0, tiles, turns, out_ptr, offset_ptr, num_tiles, D, O, TURNED, BD, BO, BA, STAGES, LEAD,
+                0, tiles, out_ptr, offset_ptr, num_tiles, D, O, TURNED, BD, BO, BA, STAGES, LEAD,
             )),
             (_multiply, (
-                1, tiles, turns, out_ptr, offset_ptr, num_tiles, D, O, TURNED, BD, BO, BA, STAGES, LEAD,
+                1, tiles, out_ptr, offset_ptr, num_tiles, D, O, TURNED, BD, BO, BA, STAGES, LEAD,
             )),
             (_fetch, (
                 x_ptr, rows_ptr, rows_desc, tiles, token_ptr, offset_ptr, num_tiles, D, O, BD, BO, BA, STAGES,
