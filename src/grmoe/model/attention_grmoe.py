@@ -74,10 +74,24 @@ class GrmoeAttention(LlamaAttention):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As in transformers, with weighted heads."""
-        projected = [p(hidden_states) for p in (self.q_proj, self.k_proj, self.v_proj)]
-        given = (position_embeddings, attention_mask, past_key_values)
-        heads_BSHD, seen = self._heads(projected, *given, **kwargs)
+        """As in transformers, with weighted heads.
+
+        vLLM reads the text of this method. It looks for one call of each projection, and for one lookup and one call of
+        the implementation.
+        """
+        projected = [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]
+        q_BHSD, k_BGSD, v_BGSD = self._placed(projected, position_embeddings, past_key_values)
+        heads, seen = self._attend_by_kernel(q_BHSD, k_BGSD, v_BGSD, attention_mask), None
+        if heads is None:
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation, eager_attention_forward
+            )
+            dropout = self.attention_dropout if self.training else 0.0
+            heads, seen = attend(
+                self, q_BHSD, k_BGSD, v_BGSD, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+            )
+        # vLLM's gives a row per token, with all heads side by side.
+        heads_BSHD = heads.reshape(*hidden_states.shape[:-1], -1, self.head_dim)
         if self.router is not None:
             weights_BSH = self.router.num_experts * self.router(hidden_states).weights
             heads_BSHD = heads_BSHD * weights_BSH.unsqueeze(-1).to(heads_BSHD.dtype)
@@ -101,43 +115,41 @@ class GrmoeAttention(LlamaAttention):
         """x + attention of norm(x), for few tokens."""
         weights = [p.weight for p in (self.q_proj, self.k_proj, self.v_proj)]
         projected = project_few(x_BSH, weights, norm.weight, norm.variance_epsilon)
-        given = (position_embeddings, attention_mask, past_key_values)
-        heads_BSHD, _ = self._heads(projected, *given, **kwargs)
+        q_BHSD, k_BGSD, v_BGSD = self._placed(projected, position_embeddings, past_key_values)
+        heads_BSHD = self._attend_by_kernel(q_BHSD, k_BGSD, v_BGSD, attention_mask)
+        if heads_BSHD is None:
+            attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+            heads_BSHD, _ = attend(
+                self, q_BHSD, k_BGSD, v_BGSD, attention_mask, scaling=self.scaling, **kwargs
+            )
         return add_product(x_BSH, heads_BSHD.flatten(-2), self.o_proj.weight)
 
-    def _heads(
-        self,
-        projected: list[Tensor],
-        position_embeddings: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        past_key_values: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """From queries, keys and values to what `_attend` gives."""
+    def _placed(
+        self, projected: list[Tensor], position_embeddings: tuple[Tensor, Tensor], past_key_values: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries at their positions, and keys and values of all positions so far."""
         q_BHSD, k_BGSD, v_BGSD = (t.view(*t.shape[:-1], -1, self.head_dim).transpose(1, 2) for t in projected)
+        cos_BSD, sin_BSD = position_embeddings
         # Kernels round differently, and activation checkpointing needs the same bits with and without gradients.
         turn = rotate_reference if self.training else rotate
-        q_BHSD, k_BGSD = turn(q_BHSD, k_BGSD, *position_embeddings)
+        q_BHSD, k_BGSD = turn(q_BHSD, k_BGSD, cos_BSD, sin_BSD)
         if past_key_values is not None:
             k_BGSD, v_BGSD = past_key_values.update(k_BGSD, v_BGSD, self.layer_idx)
-        return self._attend(q_BHSD, k_BGSD, v_BGSD, mask, **kwargs)
+        return q_BHSD, k_BGSD, v_BGSD
 
-    def _attend(
-        self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """(output of each head (B, S, H, D), attention weights if this implementation has them)."""
-        implementation = self.config._attn_implementation
-        if implementation == "sdpa" and not self.training and can_attend_one(q_BHSD, k_BGSD, v_BGSD, mask):
+    def _attend_by_kernel(
+        self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, mask: Tensor | None
+    ) -> Tensor | None:
+        """Output of each head (B, S, H, D), where a kernel does better than PyTorch's choice."""
+        if self.config._attn_implementation != "sdpa":
+            return None
+        if not self.training and can_attend_one(q_BHSD, k_BGSD, v_BGSD, mask):
             assert mask is not None
-            return attend_one(q_BHSD, k_BGSD, v_BGSD, mask, self.scaling).transpose(1, 2), None
+            return attend_one(q_BHSD, k_BGSD, v_BGSD, mask, self.scaling).transpose(1, 2)
         dropout = self.attention_dropout if self.training else 0.0
-        if implementation == "sdpa" and not dropout and can_attend_causally(q_BHSD, k_BGSD, mask):
-            return attend_causally(q_BHSD, k_BGSD, v_BGSD, self.scaling).transpose(1, 2), None
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        found: tuple[Tensor, Tensor | None] = attend(
-            self, q_BHSD, k_BGSD, v_BGSD, mask, dropout=dropout, scaling=self.scaling, **kwargs
-        )
-        return found
+        if not dropout and can_attend_causally(q_BHSD, k_BGSD, mask):
+            return attend_causally(q_BHSD, k_BGSD, v_BGSD, self.scaling).transpose(1, 2)
+        return None
 
 
 def head_router(config: GrmoeConfig) -> HeadRouter:
