@@ -71,10 +71,14 @@ def covers(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 def _packed(x_BHSW: Tensor, unit: int) -> bool:
     B, H, S, W = x_BHSW.shape
-    row, head, token, one = x_BHSW.stride()
-    return (
-        (one == 1 or W == 1) and (head == W or H == 1) and (row == S * token or B == 1) and token % unit == 0
-    )
+    row, head, _, one = x_BHSW.stride()
+    step = _step(x_BHSW)
+    return (one == 1 or W == 1) and (head == W or H == 1) and (row == S * step or B == 1) and step % unit == 0
+
+
+def _step(x_BHSW: Tensor) -> int:
+    """Elements from a token to the next. The stride of a dimension of size one says nothing."""
+    return x_BHSW.stride(2) if x_BHSW.shape[2] > 1 else x_BHSW.stride(0) if len(x_BHSW) > 1 else 0
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +88,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     if q.numel():
         BH = min(HEADS, power_of_2(max(H, G)))
         args = (q, k, cos, sin, q_out, k_out, S, 0 if cos.shape[0] == 1 else S)
-        strides = (q.stride(2) // unit, k.stride(2) // unit)
+        strides = (_step(q) // unit, _step(k) // unit)
         grid = (B * S, ceil_div(H, BH) + ceil_div(G, BH))
         constants = (H, G, W, unit, BH, power_of_2(W // 2))
         launch(rotate_kernel, grid, (*args, *strides), constants, fuse=False)
