@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -80,6 +82,21 @@ def test_parts_make_the_whole(parts: int, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(decode_attention, "BUSY", 1000)
     ours = decode_attention.attend(q, k, v, mask, 0.25)
     torch.testing.assert_close(ours, attend_one_reference(q, k, v, mask, 0.25), rtol=1e-5, atol=1e-5)
+
+
+def test_heads_may_lie_billions_of_numbers_apart(tmp_path: Path) -> None:
+    """As in long caches of many heads. A product of 32 bits would end at the first head again."""
+    apart, (G, L, W) = 2**32, (2, 3, 16)
+    # A file with a hole: nothing of it takes memory but its ends.
+    buffer = torch.from_file(
+        str(tmp_path / "cache"), shared=True, size=apart + 2 * L * W, dtype=torch.float16
+    )
+    k, v = (buffer.as_strided((1, G, L, W), (apart, apart, W, 1), start).normal_() for start in (0, L * W))
+    q, mask = torch.randn(1, 4, 1, W, dtype=torch.float16), torch.ones(1, 1, 1, L, dtype=torch.bool)
+    assert decode_attention.covers(q, k, v, mask)
+    ours = decode_attention.attend(q, k, v, mask, 0.25)
+    exact = attend_one_reference(*(t.double() for t in (q, k, v)), mask, 0.25)
+    torch.testing.assert_close(ours.double(), exact, rtol=2e-3, atol=2e-3)  # fp16
 
 
 def test_layouts_it_does_not_take() -> None:

@@ -39,7 +39,7 @@ def attend_kernel(
     """
     await_inputs()
     pair, part = tl.program_id(0), tl.program_id(1)
-    sequence, group = (pair // groups).to(tl.int64), pair % groups
+    sequence, group = (pair // groups).to(tl.int64), (pair % groups).to(tl.int64)
     r, w = tl.arange(0, BR), tl.arange(0, BW)
     own = (r < R)[:, None] & (w < W)[None, :]
     q_ptr += sequence * q_row * UNIT + group * R * W
