@@ -62,15 +62,18 @@ GATES = [  # tokens, width, experts, rank; how to choose; λ along a frame's dir
 SMALL_GATE = ((1000, 768, 8, 48), runtime.LARGEST, False, BF16)  # three tiles of columns at once
 
 
+@pytest.mark.parametrize("lead", [0, 3])
 @pytest.mark.parametrize(("shape", "mode", "diagonal", "dtype"), GATES, ids=str)
 def test_gate(
     shape: tuple[int, int, int, int],
     mode: int,
     diagonal: bool,
     dtype: torch.dtype,
+    lead: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     T, D, N, K = shape
+    monkeypatch.setattr("grmoe.kernels.hopper.LEAD", lead)
     torch.manual_seed(T + mode)
     x = torch.randn(T, D, device=DEVICE, dtype=dtype)
     x[T // 2] = 0.0

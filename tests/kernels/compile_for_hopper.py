@@ -105,7 +105,13 @@ def assembler(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> 
 
 
 def gate(
-    N: int, diagonal: bool, elastic: int = 0, per_row: bool = False, K: int = 64, keep: bool = False
+    N: int,
+    diagonal: bool,
+    elastic: int = 0,
+    per_row: bool = False,
+    K: int = 64,
+    keep: bool = False,
+    lead: int = 0,
 ) -> str:
     floats = [
         "log_kappa",
@@ -155,6 +161,7 @@ def gate(
         "BC": 256,
         "BD": 64,
         "STAGES": 4,
+        "LEAD": lead,
     }
     return assembler(hopper_gate.gate_kernel, types, constants)
 
@@ -343,6 +350,7 @@ if __name__ == "__main__":
     said = {
         "gate 64, diagonal": gate(64, True),
         "gate 32, projection kept": gate(32, False, keep=True),
+        "gate 16, one group ahead": gate(16, False, lead=3),
         "gate 16, two tiles, drawn budgets, numbers per sequence": gate(16, False, 1, True, K=32),
         "up, SwiGLU": gemm(1, True),
         "up, SwiGLU, one group ahead": gemm(1, True, lead=2),

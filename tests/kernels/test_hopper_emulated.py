@@ -150,7 +150,7 @@ def test_weight_gradient(turned: bool, lead: int, emulated: list[str]) -> None:
     [(runtime.LARGEST, False, False), (runtime.ABOVE, True, False), (runtime.DENSE, False, True)],
 )
 def test_gate(
-    mode: int, diagonal: bool, per_row: bool, emulated: list[str], monkeypatch: pytest.MonkeyPatch
+    mode: int, diagonal: bool, per_row: bool, lead: int, emulated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside Triton's kernel, which is interpreted: two tiles of tokens and two of columns, a width of odd steps."""
     T, D, N, K = 150, 200, 13, 32

@@ -90,6 +90,7 @@ def _fused(*parts: bool) -> Form:
 FORMS = {
     f"{OURS}, early starts": Form(choices=early, beside=OURS),
     f"{SOFTMAX}, early starts": Form(choices=early, beside=SOFTMAX, softmax=True),
+    f"{OURS}, 3 steps ahead": Form(choices=lambda: [_ahead(3)], beside=OURS),
     f"{SOFTMAX}, 2 steps ahead": Form(choices=lambda: [_ahead(2)], beside=SOFTMAX, softmax=True),
     f"{SOFTMAX}, 3 steps ahead": Form(choices=lambda: [_ahead(3)], beside=SOFTMAX, softmax=True),
     f"{SOFTMAX}, all specialised": Form(choices=lambda: [_specialised()], beside=SOFTMAX, softmax=True),

@@ -133,7 +133,8 @@ def _forward(
 
         tiles = hopper.swizzled(x, t.tokens, t.width), hopper.swizzled(packed, t.columns, t.width)
         args = (*tiles, projection if keep else packed, *pointers)
-        constants = (*shape, *choice, keep, p.experts, t.tokens, t.columns, t.width, t.stages)
+        sizes = (t.tokens, t.columns, t.width, t.stages, hopper.lead(D))
+        constants = (*shape, *choice, keep, p.experts, *sizes)
         launch(hopper_gate.gate_kernel, (ceil_div(T, t.tokens),), args, constants)
 
     if square and t == WIDE and FEWEST <= p.experts <= MOST and specialises(x.device):

@@ -88,6 +88,27 @@ def make_barriers(FETCHERS: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def await_lead(turns, turn, leads, HALF: gl.constexpr, LEAD: gl.constexpr):
+    """The second group waits here until the first has begun LEAD steps of this tile (0: it does not wait).
+
+    Otherwise both reach the end of a tile at once, and the tensor cores wait while both finish it. The groups are less
+    than a tile and LEAD steps apart, because they share the tiles in flight. So two barriers in turns are enough.
+
+    turn: counts the tiles in which there is a lead. leads: whether this is one. It must have as many steps as there
+    are tiles in flight.
+    """
+    if HALF == 1 and LEAD > 0:
+        mbarrier.wait(turns.index(turn & 1), (turn >> 1) & 1, pred=leads)
+
+
+@gluon.jit
+def give_lead(turns, turn, step, leads, HALF: gl.constexpr, LEAD: gl.constexpr):
+    """The first group has begun this step."""
+    if HALF == 0 and LEAD > 0:
+        mbarrier.arrive(turns.index(turn & 1), count=1, pred=(step == LEAD - 1) & leads)
+
+
+@gluon.jit
 def sum_products(
     HALF: gl.constexpr, tiles, i, turn, leads, steps, COPIED: gl.constexpr,
     A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr,
@@ -95,20 +116,13 @@ def sum_products(
     """Σ over `steps` of this group's half of A times B, 64 × 256, from tiles as they become full.
 
     i: steps before. COPIED: threads have copied to a tile too. A_TURNED, B_TURNED: rows of the operand's tile are steps
-    of the sum (A), or columns of the result (B).
-
-    The first group begins LEAD steps before the second one (0: together). Otherwise both reach the end of a tile at
-    once, and the tensor cores wait while both finish it. The groups are less than a tile and LEAD steps apart, because
-    they share the tiles in flight. So two barriers in turns are enough.
-
-    turn: counts the tiles in which there is a lead. leads: whether this is one. It must have STAGES steps at least.
+    of the sum (A), or columns of the result (B). turn, leads: see `await_lead`.
     """
     a_tiles, b_tiles, full, empty, turns = tiles
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]
     )
-    if HALF == 1 and LEAD > 0:
-        mbarrier.wait(turns.index(turn & 1), (turn >> 1) & 1, pred=leads)
+    await_lead(turns, turn, leads, HALF, LEAD)
     acc = gl.zeros([64, 256], gl.float32, PRODUCTS)
     for step in range(steps):
         stage = i % STAGES
@@ -123,8 +137,7 @@ def sum_products(
             acc = warpgroup_mma(a, b_tiles.index(stage).permute((1, 0)), acc, is_async=True)
         else:
             acc = warpgroup_mma(a, b_tiles.index(stage), acc, is_async=True)
-        if HALF == 0 and LEAD > 0:
-            mbarrier.arrive(turns.index(turn & 1), count=1, pred=(step == LEAD - 1) & leads)
+        give_lead(turns, turn, step, leads, HALF, LEAD)
         # The previous product is done, so its tiles may be refilled.
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=step > 0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -17,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from grmoe.kernels.early import await_inputs
 from grmoe.kernels.gate_kernels import column_weights, finish_gate
-from grmoe.kernels.hopper import store_wide
+from grmoe.kernels.hopper import await_lead, give_lead, make_barriers, store_wide, sum_products
 
 
 @gluon.jit
@@ -26,7 +25,7 @@ def _fetch(
     D: gl.constexpr, C: gl.constexpr, BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads x once per tile of columns."""
-    x_tiles, packed_tiles, full, empty = tiles
+    x_tiles, packed_tiles, full, empty, _turns = tiles
     steps: gl.constexpr = (D + BD - 1) // BD
     for i in range(steps * (C // BC)):
         stage = i % STAGES
@@ -69,15 +68,17 @@ def _multiply(
     POSTERIOR: gl.constexpr, MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr, RENORMALIZE: gl.constexpr,
     PER_ROW: gl.constexpr, APART: gl.constexpr, BIASED: gl.constexpr, ELASTIC: gl.constexpr, UNIT: gl.constexpr,
     KEEP: gl.constexpr, NP: gl.constexpr, BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
+    LEAD: gl.constexpr,
 ):  # fmt: skip
     """Four warps: one half of the tile's tokens against all experts."""
-    x_tiles, packed_tiles, full, empty = tiles
+    x_tiles, packed_tiles, full, empty, turns = tiles
     logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr = results
     BT: gl.constexpr = 64
     steps: gl.constexpr = (D + BD - 1) // BD
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BC, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, NP, 16])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    await_lead(turns, 0, True, HALF, LEAD)
     square_BD = gl.zeros([BT, BD], gl.float32, ROWS)
     acc_BC = gl.zeros([BT, BC], gl.float32, PRODUCTS)
     for i in range(steps):
@@ -85,6 +86,7 @@ def _multiply(
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         x = x_tiles.index(stage).slice(HALF * BT, BT)
         acc_BC = warpgroup_mma(x, packed_tiles.index(stage).permute((1, 0)), acc_BC, is_async=True)
+        give_lead(turns, 0, i, True, HALF, LEAD)
         wide_BD = x.load(ROWS).to(gl.float32)  # the lengths, while the tensor cores work
         square_BD += wide_BD * wide_BD
         # The previous product is done, so its tiles may be refilled.
@@ -98,17 +100,9 @@ def _multiply(
     sums_BN = _sum_directions(acc_BC, log_kappa_ptr, 0, num_experts, K, DIAGONAL, BT, BC, NP, SUMS)
     # A count that is known only at run time: a loop of one round would be unrolled, and registers run out.
     for tile in range(1, C // BC + (num_tokens < 0).to(gl.int32)):
-        acc_BC = gl.zeros([BT, BC], gl.float32, PRODUCTS)
-        for step in range(steps):
-            i = tile * steps + step
-            stage = i % STAGES
-            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-            x = x_tiles.index(stage).slice(HALF * BT, BT)
-            acc_BC = warpgroup_mma(x, packed_tiles.index(stage).permute((1, 0)), acc_BC, is_async=True)
-            acc_BC = warpgroup_mma_wait(num_outstanding=1, deps=(acc_BC,))
-            mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=step > 0)
-        acc_BC = warpgroup_mma_wait(num_outstanding=0, deps=(acc_BC,))
-        mbarrier.arrive(empty.index((tile * steps + steps - 1) % STAGES), count=1)
+        acc_BC, _ = sum_products(
+            HALF, tiles, tile * steps, tile, True, steps, False, False, True, STAGES, LEAD
+        )
         if KEEP:
             _keep(kept_ptr, acc_BC, first + HALF * BT, tile * BC, num_tokens, C)
         sums_BN += _sum_directions(
@@ -133,19 +127,15 @@ def gate_kernel(
     POSTERIOR: gl.constexpr, MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr, RENORMALIZE: gl.constexpr,
     PER_ROW: gl.constexpr, APART: gl.constexpr, BIASED: gl.constexpr, ELASTIC: gl.constexpr, UNIT: gl.constexpr,
     KEEP: gl.constexpr, NP: gl.constexpr, BT: gl.constexpr, BC: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
+    LEAD: gl.constexpr,
 ):  # fmt: skip
     """One program: BT = 128 tokens against all experts."""
     await_inputs()
     first = gl.program_id(0) * BT
     x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BT, BD], x_desc.layout)
     packed_tiles = gl.allocate_shared_memory(packed_desc.dtype, [STAGES, BC, BD], packed_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)  # both halves must be done with a tile
-    fence_async_shared()
-    tiles = (x_tiles, packed_tiles, full, empty)
+    full, empty, turns = make_barriers(1, STAGES)
+    tiles = (x_tiles, packed_tiles, full, empty, turns)
     budget = (tau_ptr, cap_ptr, bias_ptr, key_ptr, first_row_ptr)
     results = (logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr)
     # Registers: warps that multiply need 128 for sums alone; the one that fetches needs few.
@@ -154,12 +144,12 @@ def gate_kernel(
             (_multiply, (
                 0, tiles, first, kept_ptr, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget, results,
                 num_tokens, energy_scale, length, layer, D, K, C, num_experts, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS,
-                RENORMALIZE, PER_ROW, APART, BIASED, ELASTIC, UNIT, KEEP, NP, BC, BD, STAGES,
+                RENORMALIZE, PER_ROW, APART, BIASED, ELASTIC, UNIT, KEEP, NP, BC, BD, STAGES, LEAD,
             )),
             (_multiply, (
                 1, tiles, first, kept_ptr, log_kappa_ptr, prior_ptr, alpha_ptr, weight_alpha_ptr, budget, results,
                 num_tokens, energy_scale, length, layer, D, K, C, num_experts, DIAGONAL, POSTERIOR, MODE, MAX_EXPERTS,
-                RENORMALIZE, PER_ROW, APART, BIASED, ELASTIC, UNIT, KEEP, NP, BC, BD, STAGES,
+                RENORMALIZE, PER_ROW, APART, BIASED, ELASTIC, UNIT, KEEP, NP, BC, BD, STAGES, LEAD,
             )),
             (_fetch, (x_desc, packed_desc, tiles, first, D, C, BC, BD, STAGES)),
         ],
