@@ -1,9 +1,10 @@
 """Common parts of the warp-specialised kernels for Hopper.
 
 In Triton's pipeline the same warps fetch, multiply and finish a tile, one after the other. These kernels are written in
-Gluon, the layer below Triton's tiles: one group of warps fetches and two multiply. While one of the two finishes its
-half of a tile, the other keeps the tensor cores busy. Gluon makes explicit which group waits for which, and lets one
-tile of shared memory feed tensor cores and registers. Results equal those of the Triton kernels bit for bit.
+Gluon, the layer below Triton's tiles: one group of warps fetches and two multiply. With a lead (`await_lead`), one of
+the two keeps the tensor cores busy while the other finishes its half of a tile. Gluon makes explicit which group waits
+for which, and lets one tile of shared memory feed tensor cores and registers. Results equal those of the Triton kernels
+bit for bit.
 
 Gluon is experimental in Triton. Where it is missing or has changed, the Triton kernels run instead.
 """
