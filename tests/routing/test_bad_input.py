@@ -24,6 +24,7 @@ from grmoe.routing import (
     Router,
     SoftMoERouter,
     SwitchRouter,
+    TopK,
     build_router,
     set_alpha,
     update_priors,
@@ -73,6 +74,18 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 def test_bad_arguments_of_every_router(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(name, **options)
+
+
+@pytest.mark.parametrize("wrong", [2, "topk", TopK, None], ids=repr)
+def test_a_selection_that_is_none_is_named_before_the_first_token(wrong: Any) -> None:
+    """The first forward pass once said "'int' object is not callable"."""
+    router = make("grassmann")
+    with pytest.raises(ValueError, match=r"selection must be a policy such as TopK\(2\), got "):
+        router.selection = wrong
+    assert router(tokens(3)).selected.all()  # the one it had
+    if wrong is not None:
+        with pytest.raises(ValueError, match=r"selection must be a policy such as TopK\(2\), got "):
+            make("grassmann", selection=wrong)
 
 
 NOT_ORTHONORMAL = haar_frames(D, 2, N, generator=rng()) * 1.1

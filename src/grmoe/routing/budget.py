@@ -32,6 +32,12 @@ from grmoe.routing.selection import (
 Balances = Literal["computed", "candidates", "leading", "both"]
 
 
+def _require_policy(policy: Any) -> None:
+    """Here, because the first forward pass would fail without naming the argument."""
+    is_policy = callable(policy) and hasattr(policy, "renormalize") and not isinstance(policy, type)
+    checks.require(is_policy, f"selection must be a policy such as TopK(2), got {policy!r}")
+
+
 class Budget(Restarted):
     """How many experts a token gets: a policy, and its numbers on the device. Not part of a checkpoint.
 
@@ -55,6 +61,7 @@ class Budget(Restarted):
 
     def __init__(self, policy: Selection, num_experts: int) -> None:
         super().__init__()
+        _require_policy(policy)
         self.num_experts = num_experts
         self.elastic: Elastic | None = None
         self.layer = 0
@@ -92,6 +99,7 @@ class Budget(Restarted):
 
     def use(self, policy: Selection) -> None:
         """Another policy, and its numbers."""
+        _require_policy(policy)
         self.policy = policy
         tau, cap = numbers(policy, self.num_experts)
         self._fill("tau", tau)
