@@ -51,7 +51,8 @@ def test_every_way_to_write_a_number(text: str) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("inner.stpes=3", "unknown key 'inner.stpes'; did you mean 'steps'?"),
+        ("inner.stpes=3", "unknown key 'inner.stpes'; did you mean 'inner.steps'?"),
+        ("rate=3", "unknown key 'rate'; did you mean 'inner.rate'?"),
         ("xyz=3", "unknown key 'xyz'; known here: seed, fast, inner, options, sizes"),
         ("seed=1.5", "seed must be an integer, got 1.5"),
         ("seed=true", "seed must be an integer, got True"),

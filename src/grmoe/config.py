@@ -17,7 +17,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union
 
@@ -64,7 +64,8 @@ def from_dict(kind: type[C], tree: Mapping[str, Any], where: str = "") -> C:
     for name, value in tree.items():
         place = f"{where}.{name}" if where else str(name)
         if name not in known:
-            raise ConfigError(unknown(place, str(name), list(known)))
+            in_groups = [f"{group}.{name}" for group, field in known.items() if name in _keys_of(field)]
+            raise ConfigError(unknown(place, str(name), list(known), in_groups))
         values[name] = convert(hints[name], value, place)
     try:
         return kind(**values)
@@ -196,11 +197,25 @@ def _override(tree: dict[str, Any], text: str) -> None:
     node[last] = value.strip() if is_plain else found
 
 
-def unknown(place: str, name: str, known: list[str]) -> str:
-    """The message about a key that does not exist."""
-    near = difflib.get_close_matches(name, known, n=1)
+def _keys_of(field: dataclasses.Field[Any]) -> Collection[str]:
+    """The keys of a group: a dataclass, or a mapping whose field names them in its metadata."""
+    group = field.default_factory
+    if isinstance(group, type) and dataclasses.is_dataclass(group):
+        return [f.name for f in dataclasses.fields(group)]
+    keys: Collection[str] = field.metadata.get("keys", ())
+    return keys
+
+
+def unknown(place: str, name: str, known: list[str], in_groups: Sequence[str] = ()) -> str:
+    """The message about a key that does not exist. in_groups: keys of that name in the groups below.
+
+    It names a key as it is to be written, with its group.
+    """
+    near = in_groups or difflib.get_close_matches(name, known, n=1)
     listed = f"; known here: {', '.join(known)}" if len(known) <= 20 else ""
-    hint = f"; did you mean {near[0]!r}?" if near else listed
+    hint = (
+        f"; did you mean {' or '.join(repr(place.removesuffix(name) + n) for n in near)}?" if near else listed
+    )
     return f"unknown key {place!r}{hint}"
 
 

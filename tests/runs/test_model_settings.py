@@ -68,7 +68,10 @@ def test_values_have_the_declared_type(override: str, name: str, value: Any) -> 
             "model.rope_parameters.rope_theta=x",
             "rope_parameters.rope_theta must be a finite number > 0, got 'x'",
         ),
-        ("model.router_options.kapa=1", "unknown key 'model.router_options.kapa'; did you mean 'kappa'"),
+        (
+            "model.router_options.kapa=1",
+            "unknown key 'model.router_options.kapa'; did you mean 'model.router_options.kappa'",
+        ),
         ("model.router_options.rank=3", "model.router_options.rank is not an option: set model.router_rank"),
         ("model.router_options.linear=2", "model.router_options.linear must be true or false, got 2"),
         (

@@ -40,7 +40,9 @@ def test_overrides_reach_the_model() -> None:
     [
         ("optm.lr=1", "unknown key 'optm'; did you mean 'optim'"),
         ("optim.learning=1", "unknown key 'optim.learning'"),
-        ("model.ruoter=softmax", "unknown key 'model.ruoter'; did you mean 'router'"),
+        ("model.ruoter=softmax", "unknown key 'model.ruoter'; did you mean 'model.router'"),
+        ("router=softmax", "unknown key 'router'; did you mean 'model.router'"),
+        ("every=5", "did you mean 'validation.every' or 'log.every' or 'checkpoint.every'"),
         ("model.preset=huge", "model.preset must be one of tiny, small"),
         ("steps=0", "steps"),
         ("seed=9223372036854775808", "seed must have 64 bits"),

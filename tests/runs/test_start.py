@@ -272,7 +272,7 @@ def test_a_run_starts_from_other_weights(
         ),
         ("model.preset=tiny", r"model.hidden_size is 32 .* got 128 \(model.preset=tiny\)"),
         ("model.router=softmax", "model.router is 'grassmann' .* got 'softmax'"),
-        ("model.hiden_size=32", "unknown key 'model.hiden_size'; did you mean 'hidden_size'"),
+        ("model.hiden_size=32", "unknown key 'model.hiden_size'; did you mean 'model.hidden_size'"),
         ("start_from=nowhere", "nowhere is neither a run of `grmoe train` nor an exported model"),
     ],
 )

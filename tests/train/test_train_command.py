@@ -105,6 +105,9 @@ def test_a_run_that_loses_its_log_on_the_way_still_says_how_good_it_is(
         (["data.path=nowhere"], "nowhere/index.json is missing"),
         (["nothing.yaml"], "there is no configuration file nothing.yaml"),
         (["optim.rate=1"], "unknown key 'optim.rate'"),
+        (["--batch-size", "4"], r"no option --batch-size .*settings have no dashes: batch_size=4"),
+        (["--lr=1e-3", "steps=2"], r"no option --lr=1e-3 .*settings have no dashes: lr=1e-3"),
+        (["--fast", "steps=2"], r"no option --fast .*settings have no dashes: fast=…"),
         (["data.batch_size=7", "data.micro_batch_size=2"], "micro_batch_size must divide"),
         (["data.sequence_length=64"], "must be at most the model's 32, got 64"),
         (

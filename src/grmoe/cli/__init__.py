@@ -62,15 +62,20 @@ def _root(
 ) -> None: ...
 
 
-def _add(command: Callable[..., None], name: str | None = None, group: typer.Typer = app) -> None:
-    """Register a command. The lines of each help paragraph are joined, so they fill any terminal width."""
+def _add(
+    command: Callable[..., None], name: str | None = None, group: typer.Typer = app, settings: bool = False
+) -> None:
+    """Register a command. The lines of each help paragraph are joined, so they fill any terminal width.
+
+    settings: it takes key=value, and says itself what is wrong with an unknown option.
+    """
     text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
-    group.command(name, help=text)(command)
+    group.command(name, help=text, context_settings={"ignore_unknown_options": settings})(command)
 
 
 # In the order of `grmoe --help`: from text to a model in use, then what measures it, then the studies.
 _add(data.prepare)
-_add(training.train)
+_add(training.train, settings=True)
 _add(training.curves)
 _add(model.export)
 _add(model.generate)
@@ -81,7 +86,7 @@ _add(evaluate.evaluate, "eval")
 _add(analyze.analyze)
 _add(report.report)
 _add(model.info)
-_add(training.compare)
+_add(training.compare, settings=True)
 _add(reproduce.reproduce)
 _add(studies.synthetic)
 _add(studies.normalizer)

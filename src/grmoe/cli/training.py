@@ -17,8 +17,20 @@ from grmoe.terminal import console, note, say, say_all, say_written
 
 
 def _split(settings: list[str] | None) -> tuple[Path | None, list[str]]:
-    """(the YAML file if the first word is one, the overrides)."""
+    """(the YAML file if the first word is one, the overrides).
+
+    Unknown options are among the words, because other trainers take `--steps 30`. The message shows how it is
+    written here.
+    """
     given = list(settings or [])
+    for place, word in enumerate(given):
+        if word.startswith("-"):
+            key, _, value = word.lstrip("-").partition("=")
+            value = value or next((v for v in given[place + 1 : place + 2] if "=" not in v), "…")
+            raise ValueError(
+                f"there is no option {word} (--help lists them); settings have no dashes: "
+                f"{key.replace('-', '_')}={value}"
+            )
     path = Path(given.pop(0)) if given and "=" not in given[0] else None
     return path, given
 

@@ -24,7 +24,7 @@ from grmoe.runs.config_groups import (
     RoutingConfig,
     ValidationConfig,
 )
-from grmoe.runs.model_settings import convert_model
+from grmoe.runs.model_settings import MODEL_KEYS, convert_model
 
 # Fields of a model that a run writes down, because a later version of its preset may have others.
 _OF_PRESET = ("norm_topk_prob", "embedding_multiplier", "residual_loss_coef", "router_rank")
@@ -54,7 +54,7 @@ class TrainConfig:
     """Recompute activations in the backward pass: less memory, a third more arithmetic."""
     start_from: str | None = None
     """Folder of a run or of an exported model that gives the model and its first weights: `grmoe train --from`."""
-    model: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict, metadata={"keys": MODEL_KEYS})
     """A preset (default: `small`; `tiny` for `grmoe train` on a CPU; `null` for none) and fields of `GrmoeConfig`:
     {preset: tiny, router: softmax}."""
     data: DataConfig = field(default_factory=DataConfig)

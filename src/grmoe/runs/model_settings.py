@@ -29,16 +29,17 @@ _GIVEN_BY_MODEL = {
     "identity": "model.identity_experts",
 }
 _NOT_IN_A_FILE = ("self", "dim", "num_experts", "generator")
+MODEL_KEYS: dict[str, Any] = {"preset": str | None, **field_types(GrmoeConfig)}
+"""Keys of the group `model`, and their types."""
 
 
 def convert_model(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of the group `model` as the types that `GrmoeConfig` declares. Raises a `ConfigError`."""
-    kinds = {"preset": str | None, **field_types(GrmoeConfig)}
     converted = {}
     for name, value in values.items():
-        if name not in kinds:
-            raise ConfigError(unknown(f"model.{name}", str(name), list(kinds)))
-        converted[name] = convert(kinds[name], value, f"model.{name}")
+        if name not in MODEL_KEYS:
+            raise ConfigError(unknown(f"model.{name}", str(name), list(MODEL_KEYS)))
+        converted[name] = convert(MODEL_KEYS[name], value, f"model.{name}")
     router = converted.get("router", GrmoeConfig.router)
     if converted.get("router_options") and router in ROUTERS:  # the model refuses another name
         converted["router_options"] = _convert_options(router, converted["router_options"])
