@@ -325,6 +325,14 @@ def test_runs_do_not_mix(settings: Settings, prepared: Path) -> None:
     assert finished.validation is None  # it had ended
 
 
+def test_a_run_does_not_lie_in_the_folder_of_its_text(settings: Settings, prepared: Path) -> None:
+    """`grmoe info` would then know the run and no longer the text."""
+    before = sorted(prepared.iterdir())
+    with pytest.raises(ValueError, match=r"out must be a folder for the run, but .* holds prepared text"):
+        train(settings(steps=2, out=str(prepared)))
+    assert sorted(prepared.iterdir()) == before
+
+
 def test_other_data_is_refused(settings: Settings, prepared: Path, tmp_path: Path) -> None:
     import shutil
 

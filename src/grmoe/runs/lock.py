@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TextIO
 
 from grmoe.checks import require
+from grmoe.data.shards import INDEX
 from grmoe.parallel.world import World, any_process
+from grmoe.runs.folder import CONFIG
 
 _LOCK = ".lock"
 # Errors of network file systems without locks. A run there continues without one.
@@ -30,6 +32,9 @@ def lock_folder(folder: Path, world: World) -> Iterator[None]:
     """
     path = folder / _LOCK
     require(not folder.is_file(), f"out must be a folder for the run, but {folder} is a file")
+    # A run there would hide the text: `grmoe info` tells a folder by its files. A run from before this rule goes on.
+    holds_text = (folder / INDEX).is_file() and not (folder / CONFIG).is_file()
+    require(not holds_text, f"out must be a folder for the run, but {folder} holds prepared text")
     with contextlib.ExitStack() as held:
         taken = held.enter_context(_locked(path)) if world.first else True
         if any_process(world, not taken):
