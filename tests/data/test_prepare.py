@@ -317,6 +317,27 @@ def test_a_validation_source_may_lie_among_the_sources(corpus: Path, tmp_path: P
     assert texts_of(tmp_path / "out", "validation") == rows[120:]
     with pytest.raises(ValueError, match="sources must hold more than the validation source"):
         prepare([corpus / "b.jsonl"], tmp_path / "none", validation_source=corpus)
+    with pytest.raises(
+        ValueError, match="give validation or validation_source, not both"
+    ):  # it had no effect
+        prepare([corpus], tmp_path / "both", validation=0.05, validation_source=corpus / "b.jsonl")
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_the_sources_are_read(
+    corpus: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").write_text("")
+
+    def stop(now: Progress) -> None:
+        raise AssertionError(now)
+
+    for out, message in (
+        ("full", "full holds notes"),
+        ("full/notes", r"out must be a folder, but .*full.notes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare([corpus], tmp_path / out, progress=stop)
 
 
 def test_a_large_vocabulary_takes_four_bytes(corpus: Path, tmp_path: Path) -> None:

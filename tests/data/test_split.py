@@ -113,6 +113,16 @@ def test_a_cut_document_survives_an_interruption(tmp_path: Path) -> None:
     assert prepare([tmp_path / "a.txt"], tmp_path / "out", **options) == whole
 
 
+def test_too_little_text_names_the_rows_that_were_skipped(tmp_path: Path) -> None:
+    """They may be why. A file in another encoding beside a short one once looked like too little text alone."""
+    (tmp_path / "a.txt").write_text(words(3000))
+    (tmp_path / "b.txt").write_bytes("Grüße".encode("latin-1") * 9999)
+    code, output = command(tmp_path, "--out", tmp_path / "out", "--tokenizer", "bpe:300")
+    assert code == 2
+    assert "too little text" in output
+    assert "1 row skipped: b.txt: not UTF-8 (byte 0xfc at position 2)" in output.replace("\n", " ")
+
+
 def test_too_little_text_stops_at_prepare_with_a_line_that_works(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(words(3000))
     out = tmp_path / "out"
@@ -260,14 +270,9 @@ def test_files_of_a_folder_are_one_domain_and_each_folder_in_it_another(tmp_path
     (corpus / "rows.jsonl").write_text('{"text": "its own", "domain": "named"}\n{"text": "none named"}\n')
 
     def domains(*sources: Path, **options: Any) -> set[str]:
+        options = options or {"validation": 0.1}
         made = prepare(
-            list(sources),
-            tmp_path / "out",
-            tokenizer="bpe:257",
-            validation=0.1,
-            overwrite=True,
-            workers=1,
-            **options,
+            list(sources), tmp_path / "out", tokenizer="bpe:257", overwrite=True, workers=1, **options
         )
         return set(made["domains"])
 

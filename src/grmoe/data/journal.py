@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
+from grmoe.checks import require
 from grmoe.data.shards import INDEX
 from grmoe.data.splitting import sequence_length_of
 from grmoe.files import PARTIAL, write_file
@@ -107,6 +108,7 @@ def recipe_of(folder: Path) -> dict[str, Any] | None:
             raise ValueError(f"{folder / INDEX} is not the index of prepared data; choose another folder")
         return recipe
     if folder.exists():
+        require(folder.is_dir(), f"out must be a folder, but {folder} is a file")
         foreign = sorted(p.name for p in folder.iterdir() if not p.name.endswith(PARTIAL))
         if foreign:
             raise ValueError(f"{folder} holds {foreign[0]}, but no prepared data; choose another folder")

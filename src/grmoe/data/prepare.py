@@ -79,6 +79,10 @@ def prepare(
     chat: rows hold conversations, `{"messages": [{"role": …, "content": …}, …]}`. `text_field` defaults to "messages".
     """
     asked = validation
+    require(
+        not validation or validation_source is None,
+        "give validation or validation_source, not both: a source is held out instead of a share",
+    )
     if validation is None:
         validation = _FEW_DOCUMENTS_SHARE if list(sources) == [STDLIB] else SHARE
     finite("validation", validation, at_least=0)
@@ -91,6 +95,8 @@ def prepare(
     require(bool(sources), "sources must name at least one source")
     tokenizer_name = tokenizers.tokenizer_recipe(tokenizer)
     out = Path(out)
+    if not overwrite or not (out / JOURNAL).exists():
+        recipe_of(out)  # a folder that holds other things is refused before the sources are read
     units = _units(sources, validation_source, out)
     size = None if any(unit.kind == "hub" for unit in units) else sum(unit.size for unit in units)
     records = fingerprints(units, lambda read: progress(Progress("reading the sources", read, size)))

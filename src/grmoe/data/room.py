@@ -6,6 +6,7 @@ from typing import Any
 
 from grmoe.checks import require
 from grmoe.data.splitting import training_tokens, validation_bytes, validation_tokens
+from grmoe.tables import counted
 
 _SHORTEST = 16  # tokens per sequence: below, there is nothing to learn
 
@@ -34,6 +35,10 @@ def check_room(index: dict[str, Any], sequence_length: int | None, validates: bo
         return
     fitting = _other_length(index, sequence_length)
     advice = f", or prepare it for shorter sequences: --sequence-length {fitting}" if fitting else ""
+    if rows := sum(
+        index["skipped"].values()
+    ):  # perhaps the reason, and the summary that has them is not printed
+        advice += f"; {counted(rows, 'row')} skipped: {'; '.join(index['first_skipped'].values())}"
     raise ValueError(
         f"too little text for sequences of {sequence_length:,} tokens: {missing}; "
         f"give at least {_least_kilobytes(index, sequence_length):,} kB of text{advice}"
