@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from test_models_store import a_run
 from typer.testing import CliRunner
 
@@ -20,7 +21,7 @@ from grmoe.studies.models import Store, worker
 from grmoe.studies.models.recipes import Base, Recipe, best_rate
 from grmoe.studies.models.summary import Mean, difference, mean, model_table
 from grmoe.studies.page import Verdict
-from grmoe.studies.pages import page_files, page_text, write_pages
+from grmoe.studies.pages import page_files, page_text, status_table, write_pages
 from grmoe.studies.registry import NAMES, check_keep, check_only, find_studies, find_study
 from grmoe.studies.study import Place
 
@@ -160,6 +161,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "language-model" in shown.output
     assert "0/84" in shown.output
+    screen = Console(width=80)
+    with screen.capture() as printed:
+        screen.print(status_table(find_studies([]), tmp_path))
+    # A column per verdict once left five letters of a name for a line.
+    assert {"language-model", "learned-normalizer", "Sections", "measured"} <= set(printed.get().split())
     nothing = run.invoke(app, ["reproduce", "--results", str(tmp_path)])
     assert nothing.exit_code == 2
     assert "name a study, or all" in nothing.output

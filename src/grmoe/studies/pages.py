@@ -63,7 +63,11 @@ def page_text(study: Study, page: Page, results: Path) -> str:
 def index_text(studies: Sequence[Study], pages: Sequence[Page], results: Path) -> str:
     """The paper's abstract with verdicts, how many claims hold, how much was run, then every claim."""
     links = [f"[{study.title}]({study.name}.md)" for study in studies]
-    status = _status(studies, links, pages, results)
+    status = Table("", ["study", "the paper", "jobs", *(v.value for v in Verdict)], left=2)
+    for study, link, page in zip(studies, links, pages, strict=True):
+        state, of_study = study.state(results), verdict_counts(page.claims)
+        jobs, numbers = f"{state.done}/{state.total}", [str(of_study[v]) for v in Verdict]
+        status.add(link, study.where, jobs, *numbers)
     every = [claim for page in pages for claim in page.claims]
     theirs, own = (verdict_counts(c for c in every if (c.where == OWN) is mine) for mine in (False, True))
     counts = Table("", ["verdict", "claims of the paper", "questions of our own", "meaning"], left=1)
@@ -139,13 +143,10 @@ def _is_ours(path: Path) -> bool:
 
 
 def status_table(studies: Sequence[Study], results: Path) -> Table:
-    """Jobs done, and verdicts so far."""
-    return _status(studies, [study.name for study in studies], [s.page(results) for s in studies], results)
-
-
-def _status(studies: Sequence[Study], names: Sequence[str], pages: Sequence[Page], results: Path) -> Table:
-    table = Table("", ["study", "the paper", "jobs", *(v.value for v in Verdict)], left=2)
-    for study, name, page in zip(studies, names, pages, strict=True):
-        state, counts = study.state(results), verdict_counts(page.claims)
-        table.add(name, study.where, f"{state.done}/{state.total}", *(str(counts[v]) for v in Verdict))
+    """Jobs done, and verdicts so far, for a terminal: a column per verdict would leave no room for words."""
+    table = Table("", ["study", "the paper", "jobs", "verdicts"], left=2, notes=True)
+    for study in studies:
+        state, counts = study.state(results), verdict_counts(study.page(results).claims)
+        verdicts = ", ".join(f"{verdict.value}: {n}" for verdict, n in counts.items() if n)
+        table.add(study.name, study.where, f"{state.done}/{state.total}", verdicts)
     return table
