@@ -240,8 +240,8 @@ def test_the_model_in_the_result_has_the_chosen_setting(
     assert {stage for stage, _, _ in stages} == {
         "trained",
         "top-k",
-        "uniform",
-        "per layer",
+        "one α for all",
+        "one α per layer",
         "k per layer",
         "gate × norm",
         "speed",

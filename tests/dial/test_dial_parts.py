@@ -109,7 +109,7 @@ def test_a_meter_measures_each_setting_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert meter.measure(other, "uniform") is first
     assert (first.family, first.experts_per_token, first.loss) == ("per layer", 1.5, 2.5)
     assert applied == [start, other]
-    assert said == ["trained", "per layer"]
+    assert said == ["trained", "one α per layer"]
 
     def fail(model: object, text: object) -> Measurement:
         raise ValueError("the loss is NaN")

@@ -187,7 +187,7 @@ def test_a_check_measures_both_settings_on_the_other_text(monkeypatch: pytest.Mo
         assert found.increase.value == pytest.approx(grown)
         assert found.perplexity_trained == pytest.approx(math.exp(2.0))
         assert found.perplexity == pytest.approx(math.exp(2.3))
-    assert said == ["trained", "per layer"] * 3
+    assert said == ["trained", "one α per layer"] * 3
 
 
 @pytest.mark.parametrize(

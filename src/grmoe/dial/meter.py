@@ -13,6 +13,7 @@ from grmoe.probe.losses import Measurement, measure
 from grmoe.probe.windows import Text
 
 Family = Literal["trained", "top-k", "uniform", "per layer", "k per layer", "gate × norm"]
+IN_WORDS = {"uniform": "one α for all", "per layer": "one α per layer"}  # families in the words of the tables
 RULES: tuple[Family, ...] = ("k per layer", "gate × norm")  # beside τ and α
 
 
@@ -65,7 +66,7 @@ class Meter:
         if setting not in self.points:
             measured = self.book.take(setting, lambda: self._run(setting))
             self.points[setting] = Point(setting, family, measured)
-            self.step(family)
+            self.step(IN_WORDS.get(family, family))
         return self.points[setting]
 
     def _run(self, setting: Setting) -> Measurement:

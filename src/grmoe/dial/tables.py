@@ -7,6 +7,7 @@ from pathlib import Path
 
 from grmoe.dial.beside import BudgetRow
 from grmoe.dial.frontier import Gain
+from grmoe.dial.meter import IN_WORDS
 from grmoe.dial.results import Check, DialResults, PointResult, Result
 from grmoe.dial.speed import Speed
 from grmoe.dial.target import Target
@@ -15,7 +16,6 @@ from grmoe.probe.losses import Increase, verdict
 from grmoe.tables import Table, percent, span
 
 _CARD_POINTS = 3  # of the frontier, in the model card
-_RULES = {"uniform": "one α for all", "per layer": "one α per layer"}  # families in the words of the tables
 _OFF = 0.05  # share of a budget by which other experts are computed than asked for, that is worth saying
 
 
@@ -51,7 +51,7 @@ def _worth_showing(body: DialResults) -> dict[str, list[PointResult]]:
 
 def _rule(point: PointResult) -> str:
     """Of a setting, as the tables name it."""
-    return _RULES.get(point.family, point.family)
+    return IN_WORDS.get(point.family, point.family)
 
 
 def _comparable(body: DialResults) -> list[PointResult]:

@@ -177,7 +177,7 @@ def _describe(service: Service, host: str, port: int) -> list[str]:
     """What the log says at the start."""
     options, generator = service.options, service.engine.generator
     low, high = options.alpha_range
-    how = "in batches" if generator.together else "one by one"
+    how = "in batches, {} at a time" if generator.together else "one by one, {} in turn"
     config = service.config
     budgets = ""
     if config.budget_range is not None:
@@ -185,8 +185,8 @@ def _describe(service: Service, host: str, port: int) -> list[str]:
         budgets = " budget {} (requests: {:g} to {:g}),".format(now, *config.budget_range)
     lines = [
         f"{service.name} on http://{host}:{port}/v1: alpha {show_alphas(n.alpha for n in config.numbers)}"
-        f" (requests: {low:g} to {high:g}),{budgets} {generator.model.dtype}, computed {how},"
-        f" {options.concurrency} at a time, up to {options.queue} waiting"
+        f" (requests: {low:g} to {high:g}),{budgets} {generator.model.dtype}, "
+        f"computed {how.format(options.concurrency)}, up to {options.queue} waiting"
     ]
     if options.api_key is None and not host.startswith("127.") and host != "::1":
         lines.append("no key is set: everyone who reaches this address is answered; set GRMOE_API_KEY")
