@@ -107,6 +107,19 @@ def test_a_table_that_is_wider_than_the_terminal_is_turned() -> None:
     assert sum(line[:1] == "│" for line in printed(many, 20).splitlines()) >= len(numbers)
 
 
+def test_a_narrow_terminal_breaks_no_number_and_folds_a_long_name() -> None:
+    """`grmoe bench gate` printed "(0.0409–0." above "0522)" in 80 columns."""
+    values = ["0.0466 (0.0409–0.0522)", "0.00511 (0.00508–0.00514)", "0.180 (0.179–0.181)"]
+    table = Table("", ["contender", "forward ms", "backward ms", "training ms", "all ms"])
+    for place in range(9):
+        table.add(f"runs/a/path/to/a/model/without/any/space/in/it/{place}", *values, "1.5 (1.49–1.5123)")
+    shown = printed(table, 80)
+    for word in " ".join(values).split():
+        assert sum(word in line for line in shown.splitlines()) == 9
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.count("┏") == 2  # parts: the name leaves room for more than one column of numbers
+
+
 def test_no_width_loses_a_digit() -> None:
     table = Table("", ["a", "b"])
     table.add("1.23456789", "9.87654321")

@@ -10,6 +10,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
+_NAME = 16  # letters of a long name that a narrow terminal shows in a line
+
 
 class Table:
     """Headings and rows of plain text. The first `left` columns are aligned left, the others right.
@@ -83,12 +85,19 @@ class Table:
         return sum(_longest_word(column) + 3 for column in zip(self.headings, *self.rows, strict=True)) + 1
 
     def _parts(self, width: int) -> Iterator[Table]:
-        """The table; or where columns would be cut off, some of them at a time, each time behind the first `left`."""
-        if sum(_longest_word([heading]) + 3 for heading in self.headings) + 1 <= width:
+        """The table; or where numbers would be broken, some columns at a time, each time behind the first `left`.
+
+        Words of those may be broken: they are names. Where no part saves a number, the table stays whole while its
+        headings fit.
+        """
+        least = [_longest_word(column) + 3 for column in zip(self.headings, *self.rows, strict=True)]
+        for place, heading in enumerate(self.headings[: self.left]):
+            least[place] = min(least[place], max(_NAME, _longest_word([heading])) + 3)
+        room = width - 1 - sum(least[: self.left])
+        numbers, headings = least[self.left :], [_longest_word([heading]) + 3 for heading in self.headings]
+        if sum(numbers) <= room or (sum(headings) < width and max(numbers, default=0) > room):
             yield self
             return
-        least = [_longest_word(column) + 3 for column in zip(self.headings, *self.rows, strict=True)]
-        room = width - 1 - sum(least[: self.left])
         groups: list[list[int]] = []
         for place in range(self.left, len(least)):
             if groups and sum(least[i] for i in [*groups[-1], place]) <= room:
