@@ -513,11 +513,13 @@ def test_many_priors_at_once_are_each_one() -> None:
     ]
     for router in together[:-1]:
         router(torch.randn(50, 16))
-    alone = copy.deepcopy(together)
+    alone, model = copy.deepcopy(together), nn.ModuleList(copy.deepcopy(together))
     update_priors(together, 0.3)
-    for router, other in zip(together, alone, strict=True):
+    update_priors(model, 0.3)
+    for router, other, inside in zip(together, alone, model, strict=True):
         other.update_prior(0.3)
         assert torch.equal(router.log_prior, other.log_prior)
+        assert torch.equal(inside.log_prior, other.log_prior)
         if router.balance:
             assert not router.prior_sums.any()
     assert together[0].log_prior.any()
