@@ -16,6 +16,7 @@ from grmoe.attention import (
     rotate,
     rotate_reference,
 )
+from grmoe.bench.models import ModelShape, ours
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -41,8 +42,9 @@ def test_one_token_attends_as_the_formula_says() -> None:
     assert not can_attend_one(q, k, v, mask)  # no kernel on a CPU
 
 
-def test_cudnn_is_asked_for_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its stand-in takes the operator's arguments by name, as its schema has them."""
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """What cuDNN's stand-in was asked for: the operator's arguments by name, as its schema has them."""
     schema = torch.ops.aten._scaled_dot_product_cudnn_attention.default._schema
     names = [argument.name for argument in schema.arguments]
     seen: dict[str, object] = {}
@@ -55,15 +57,33 @@ def test_cudnn_is_asked_for_what_the_formula_says(monkeypatch: pytest.MonkeyPatc
         )
 
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", operator)
+    return seen
+
+
+def test_cudnn_is_asked_for_what_the_formula_says(asked: dict[str, object]) -> None:
     q = torch.randn(2, 6, 5, 8)
     k, v = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
     found = attend_causally(q, k, v, 0.4)
-    assert seen["compute_log_sumexp"] is True
+    assert asked["compute_log_sumexp"] is True
     before = torch.ones(5, 5, dtype=torch.bool).tril()
     for b in range(2):
         for h in range(6):
             scores = torch.where(before, 0.4 * (q[b, h] @ k[b, h // 2].T), -torch.inf)
             torch.testing.assert_close(found[b, h], scores.softmax(-1) @ v[b, h // 2], rtol=1e-5, atol=1e-5)
+
+
+def test_cudnn_gets_16_bits_under_autocast(asked: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole model with fp32 weights, whose queries and keys are fp32 behind rotary positions of fp32."""
+    monkeypatch.setattr("grmoe.model.attention_grmoe.can_attend_causally", lambda *_: True)
+    config = ModelShape("tiny", 2, 16, "gelu").config("grassmann")
+    model = ours(config).train()
+    ids = torch.randint(config.vocab_size, (2, 16))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    for name in ("query", "key", "value"):
+        assert asked[name].dtype == torch.bfloat16, name  # type: ignore[attr-defined]
+    loss.backward()
+    assert all(p.grad is not None for p in model.model.layers[0].self_attn.parameters())
 
 
 def test_cudnn_takes_plain_causal_attention_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +99,9 @@ def test_cudnn_takes_plain_causal_attention_alone(monkeypatch: pytest.MonkeyPatc
     assert not takes(S=1, L=1)  # decoding
     assert not takes(S=5, L=9)  # behind a cache
     assert not takes(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):  # as in training with fp32 weights
+        assert takes(dtype=torch.float32)
+        assert not takes(dtype=torch.float64)
     assert not takes(W=60)
     assert not takes(W=256)
     x = OnGpu(torch.empty(2, 2, 5, 64, dtype=torch.bfloat16))
@@ -88,9 +111,9 @@ def test_cudnn_takes_plain_causal_attention_alone(monkeypatch: pytest.MonkeyPatc
 
 
 class OnGpu:
-    """A tensor's shape and precision, said to be on a GPU."""
+    """A tensor's shape and precision, said to be on a GPU. Its device is the one of the test's autocast."""
 
-    is_cuda, device = True, torch.device("cuda", 0)
+    is_cuda, device = True, torch.device("cpu")
 
     def __init__(self, x: torch.Tensor) -> None:
         self.shape, self.dtype = x.shape, x.dtype

@@ -50,13 +50,15 @@ def _turned(x: Tensor) -> Tensor:
 def can_attend_causally(q_BHSW: Tensor, k_BGSW: Tensor, mask: Tensor | None) -> bool:
     """Whether `attend_causally` takes these: every position sees those before it and itself, on Hopper, in 16 bits."""
     plain = CUDNN and mask is None and q_BHSW.shape[2] == k_BGSW.shape[2] > 1
-    if not plain or q_BHSW.dtype not in (torch.float16, torch.bfloat16) or q_BHSW.dtype != k_BGSW.dtype:
+    dtype = _attended(q_BHSW)
+    if not plain or dtype not in (torch.float16, torch.bfloat16) or dtype != _attended(k_BGSW):
         return False
     return q_BHSW.shape[-1] in _CUDNN_WIDTHS and q_BHSW.is_cuda and runtime.is_hopper(q_BHSW.device)
 
 
 def attend_causally(q_BHSW: Tensor, k_BGSW: Tensor, v_BGSW: Tensor, scale: float) -> Tensor:
     """softmax(scale·q kᵀ) v over the positions up to each query's own, (B, H, S, W), by cuDNN."""
+    q_BHSW, k_BGSW, v_BGSW = (t.to(_attended(t)) for t in (q_BHSW, k_BGSW, v_BGSW))
     group = q_BHSW.shape[1] // k_BGSW.shape[1]
     if group > 1:
         k_BGSW, v_BGSW = (t.repeat_interleave(group, dim=1) for t in (k_BGSW, v_BGSW))
@@ -64,6 +66,16 @@ def attend_causally(q_BHSW: Tensor, k_BGSW: Tensor, v_BGSW: Tensor, scale: float
     # With what a backward needs, in any case: activation checkpointing needs the same bits with and without gradients.
     out: Tensor = attend(q_BHSW, k_BGSW, v_BGSW, None, True, 0.0, True, scale=scale)[0]
     return out
+
+
+def _attended(x: Tensor) -> torch.dtype:
+    """The precision that x attends in. Autocast casts for PyTorch's attention, but not for an operator of it.
+
+    In training with fp32 weights, rotary positions are fp32, and so are queries and keys behind them.
+    """
+    kind = x.device.type
+    casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if casts else x.dtype
 
 
 def can_attend_one(q_BHSW: Tensor, k_BGLW: Tensor, v_BGLW: Tensor, mask: Tensor | None) -> bool:

@@ -52,13 +52,16 @@ def test_output_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, compil
         assert error < (1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
-def test_a_model_gives_the_same_within_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_model_gives_the_same_within_rounding(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     config = ModelShape("tiny", 2, 64, "gelu").config("grassmann")
     with torch.device("cuda"):
-        model = ours(config).bfloat16().eval()
+        model = ours(config).eval()
+    if not autocast:
+        model.bfloat16()
     ids = torch.randint(config.vocab_size, (2, 64), device="cuda")
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         found = model(ids).logits.float()
         monkeypatch.setattr(attention, "CUDNN", False)
         want = model(ids).logits.float()
