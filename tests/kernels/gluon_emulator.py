@@ -4,7 +4,8 @@ The kernel's own Python runs, with other meanings for Gluon's names. Each group 
 runs at a time. At every barrier a seeded choice says who goes on. Copies arrive some time after they were asked for. A
 product reads its operands when it is issued or when it is waited for, the other choice that a GPU has. So a missing
 wait, a buffer that is refilled too early or a barrier that is used once too often is a wrong number, or a wait without
-end. Every access is checked to be inside its tensor, and no place is written twice.
+end. Every access is checked to be inside its tensor, and no place is written twice. Tensor cores refuse what threads
+have copied without a fence since. Integers have 32 bits as on a GPU, and places in a matrix must have 64.
 
 Layouts mean nothing here, and results are not rounded as on a GPU. tests/gpu compares bits.
 """
@@ -43,6 +44,11 @@ def tile(value: Any, dtype: torch.dtype | None = None) -> Tensor:
     return made
 
 
+def number(value: Any) -> Tensor:
+    """An integer has 32 bits unless it says otherwise."""
+    return tile(value, torch.int32 if isinstance(value, int) else None)
+
+
 class Deadlock(AssertionError):
     pass
 
@@ -75,15 +81,19 @@ class Shared:
     """Shared memory, or a part of it."""
 
     data: Tensor
+    copied: Tensor  # when threads copied to it, 0 where the copy engine did
+
+    def part(self, view: Callable[[Tensor], Tensor]) -> Shared:
+        return Shared(view(self.data), view(self.copied))
 
     def index(self, i: Any) -> Shared:
-        return Shared(self.data[int(i)])
+        return self.part(lambda x: x[int(i)])
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
-        return Shared(self.data.narrow(dim, start, length))
+        return self.part(lambda x: x.narrow(dim, start, length))
 
     def permute(self, order: tuple[int, ...]) -> Shared:
-        return Shared(self.data.permute(order))
+        return self.part(lambda x: x.permute(order))
 
     def load(self, layout: Any = None) -> Tensor:
         return tile(self.data.clone())
@@ -100,22 +110,27 @@ class Barriers:
 @dataclass
 class Pointer:
     memory: Tensor
+    matrix: bool
     written: Tensor
-    place: Any = 0
+    place: Tensor = field(default_factory=lambda: number(0))
 
     @property
     def dtype(self) -> Any:
         return types.SimpleNamespace(element_ty=self.memory.dtype)
 
     def __add__(self, offset: Any) -> Pointer:
-        return Pointer(self.memory, self.written, self.place + offset)
+        small, offset = isinstance(offset, int), number(offset)
+        small = small or offset.ndim == 1 or not self.matrix  # a constant, or a list
+        wide = torch.promote_types(self.place.dtype, offset.dtype)
+        assert small or wide == torch.int64, "32 bits do not reach all of a large matrix"
+        return Pointer(self.memory, self.matrix, self.written, self.place.to(wide) + offset.to(wide))
 
     def __sub__(self, offset: Any) -> Pointer:
         return self + (-offset)
 
     def at(self, mask: Any) -> tuple[Tensor, Tensor]:
         """(places, whether each is touched), of one shape."""
-        place, inside = torch.broadcast_tensors(torch.as_tensor(self.place), torch.as_tensor(mask))
+        place, inside = torch.broadcast_tensors(self.place, torch.as_tensor(mask))
         place, inside = place.as_subclass(Tensor).long(), inside.as_subclass(Tensor).bool()
         touched = place[inside]
         assert not len(touched) or 0 <= int(touched.min()) <= int(touched.max()) < len(self.memory)
@@ -150,6 +165,7 @@ class Group:
     go: threading.Event = field(default_factory=threading.Event)
     blocked: Callable[[], bool] = lambda: False
     done: bool = False
+    fenced: int = 0  # tensor cores see what this group's or other threads copied before
     copies: deque[Callable[[], None]] = field(default_factory=deque)  # ordinary ones arrive in order
 
 
@@ -163,6 +179,7 @@ class Machine:
         self.back = threading.Event()
         self.failure: BaseException | None = None
         self.here: Group | None = None
+        self.time = 0  # counts the copies of threads
 
     def run(self, functions: list[Callable[[], None]]) -> None:
         self.groups = [
@@ -195,7 +212,10 @@ class Machine:
             self.arriving.remove(copy)
         else:
             next(g for g in self.groups if g.copies and g.copies[0] is copy).copies.popleft()
-        copy()
+        try:
+            copy()
+        except AssertionError as error:  # `run` ends the groups first
+            self.failure = error
 
     def _resume(self, group: Group) -> None:
         self.here = group
@@ -270,7 +290,7 @@ class Emulator:
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared | Barriers:
         if dtype == torch.int64:
             return Barriers([Barrier() for _ in range(shape[0])])
-        return Shared(torch.full(shape, torch.nan, dtype=dtype))
+        return Shared(torch.full(shape, torch.nan, dtype=dtype), torch.zeros(shape, dtype=torch.int64))
 
     def load(self, pointer: Pointer, mask: Any = True, other: Any = 0) -> Tensor:
         place, inside = pointer.at(mask)
@@ -293,6 +313,7 @@ class Emulator:
 
         def arrive() -> None:
             to.data.copy_(source.read(start))
+            to.copied.zero_()
             barrier.bytes -= source.block_type.nbytes
             assert barrier.bytes >= 0, "bytes that nobody announced"
             barrier.turn()
@@ -303,8 +324,14 @@ class Emulator:
         """By threads, asynchronously."""
         found = self.load(pointer, mask)
         assert found.shape == to.data.shape
+
+        def arrive() -> None:
+            self.machine.time += 1
+            to.data.copy_(found)
+            to.copied.fill_(self.machine.time)
+
         assert self.machine.here is not None
-        self.machine.here.copies.append(lambda: to.data.copy_(found))  # type: ignore[arg-type,return-value]
+        self.machine.here.copies.append(arrive)
 
     def arrive_when_copied(self, barrier: Barrier, increment_count: bool) -> None:
         """Each thread of the group arrives when its copies have."""
@@ -314,7 +341,14 @@ class Emulator:
 
     # -- tensor cores ---------------------------------------------------------------------------------------------
 
+    def fence(self) -> None:
+        if self.machine.here is not None:
+            self.machine.here.fenced = self.machine.time
+
     def multiply(self, a: Shared, b: Shared, total: Any, is_async: bool) -> Sums:
+        assert self.machine.here is not None
+        copied = max(int(a.copied.max()), int(b.copied.max()))
+        assert copied <= self.machine.here.fenced, "no fence since threads copied this"
         sums = total if isinstance(total, Sums) else Sums(total)
         product = lambda: a.data.float() @ b.data.float()  # noqa: E731
         if self.machine.random.random() < 0.5:
@@ -336,7 +370,10 @@ def _names(emulator: Emulator) -> dict[str, Any]:
     """What a kernel's global names mean."""
 
     def counted(*limits: Any) -> Iterator[Tensor]:
-        return (tile(i) for i in range(*map(int, limits)))
+        return (number(i) for i in range(*map(int, limits)))
+
+    def kept(x: Tensor) -> torch.dtype:  # of a sum
+        return x.dtype if x.dtype.is_floating_point or x.dtype == torch.int64 else torch.int32
 
     def plain(value: Any) -> Any:
         return getattr(value, "value", value)  # of a constant
@@ -347,25 +384,25 @@ def _names(emulator: Emulator) -> dict[str, Any]:
     layout.get_default_for = layout  # type: ignore[attr-defined]
     both = {
         "load": emulator.load, "store": emulator.store,
-        "arange": lambda start, end, _=None: tile(torch.arange(start, end)),
+        "arange": lambda start, end, _=None: tile(torch.arange(start, end, dtype=torch.int32)),
         "zeros": lambda shape, dtype, _=None: tile(torch.zeros(shape, dtype=dtype)),
         "where": lambda c, a, b: tile(torch.where(torch.as_tensor(c), a, b)),
-        "sum": lambda x, axis: tile(x.sum(axis)),
+        "sum": lambda x, axis: tile(x.sum(axis, dtype=kept(x))),
         "max": lambda x, axis: tile(x.amax(axis)),
         "min": lambda x, axis: tile(x.amin(axis)),
-        "minimum": lambda a, b: torch.minimum(tile(plain(a)), tile(plain(b))),
-        "maximum": lambda a, b: torch.maximum(tile(plain(a)), tile(plain(b))),
+        "minimum": lambda a, b: torch.minimum(number(plain(a)), number(plain(b))),
+        "maximum": lambda a, b: torch.maximum(number(plain(a)), number(plain(b))),
         "abs": torch.abs, "exp": torch.exp, "exp2": torch.exp2, "rsqrt": torch.rsqrt,
         "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8,
     }  # fmt: skip
     gl = types.SimpleNamespace(
         **both,
-        associative_scan=lambda x, axis, _: tile(x.cumsum(axis)),
+        associative_scan=lambda x, axis, _: tile(x.cumsum(axis, dtype=kept(x))),
         convert_layout=lambda x, *_, **__: x,
         allocate_shared_memory=emulator.allocate,
         warp_specialize=emulator.specialize,
         static_range=range,
-        program_id=lambda _: tile(emulator.program),
+        program_id=lambda _: number(emulator.program),
         num_programs=lambda _: emulator.programs,
         constexpr=None,
         **dict.fromkeys(
@@ -386,7 +423,7 @@ def _names(emulator: Emulator) -> dict[str, Any]:
         "tma": types.SimpleNamespace(async_copy_global_to_shared=emulator.copy_engine),
         "warpgroup_mma": emulator.multiply,
         "warpgroup_mma_wait": emulator.wait_products,
-        "fence_async_shared": lambda: None,
+        "fence_async_shared": emulator.fence,
         "await_inputs": lambda: None,
         "range": counted,
     }
@@ -420,8 +457,8 @@ def emulate(
     def given(arg: Any) -> Any:
         if isinstance(arg, Tensor):
             flags = written.setdefault(arg.data_ptr(), torch.zeros(arg.numel(), dtype=torch.bool))
-            return Pointer(arg.view(-1), flags)
-        return Descriptor(arg) if hasattr(arg, "block_shape") else tile(arg)
+            return Pointer(arg.view(-1), arg.ndim > 1, flags)
+        return Descriptor(arg) if hasattr(arg, "block_shape") else number(arg)
 
     (programs,) = grid
     for program in range(programs):

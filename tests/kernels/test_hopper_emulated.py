@@ -75,7 +75,23 @@ def act(inner: Tensor, activation: int) -> Tensor:
 
 # An expert with many tiles, one with none, one with a row; rows behind the last are nobody's.
 OFFSET = torch.tensor([300, 300, 301, 430], dtype=torch.int32)
+# One with too few rows for a lead, between others.
+LATE = torch.tensor([300, 320, 620, 920], dtype=torch.int32)
 ROWS, TOKENS = 450, 70
+
+
+def weights(*shape: int, scale: float) -> Tensor:
+    """Of four experts. Those of an idle one are NaN, which no other one may see."""
+    made = normal(4, *shape, seed=1, scale=scale)
+    made[1] = torch.nan
+    return made
+
+
+def tokens(width: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    """(x, the token of each row). Token 0 is nobody's and NaN: rows that are not used may be read from there."""
+    x, generator = normal(TOKENS, width), torch.Generator().manual_seed(2)
+    x[0] = torch.nan
+    return x, torch.randint(1, TOKENS, (rows,), generator=generator, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(("activation", "save"), [(1, True), (2, True), (1, False)])
@@ -83,8 +99,7 @@ ROWS, TOKENS = 450, 70
     ("K", "O"), [(320, 200), (200, 264)]
 )  # of whole steps and not; the last with few of them
 def test_first_gemm(activation: int, save: bool, K: int, O: int, lead: int, emulated: list[str]) -> None:
-    x, up = normal(TOKENS, K), normal(4, O * (2 if activation == 1 else 1), K, seed=1, scale=K**-0.5)
-    token = torch.randint(TOKENS, (ROWS,), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    (x, token), up = tokens(K), weights(O * (2 if activation == 1 else 1), K, scale=K**-0.5)
     inner = torch.full((ROWS, up.shape[1]), torch.nan, dtype=BF16) if save else None
     out = grouped_gemm.grouped_gemm(
         x, up, OFFSET, TILES.up, token=token, transposed=True, activation=activation, inner=inner
@@ -103,7 +118,7 @@ def test_first_gemm(activation: int, save: bool, K: int, O: int, lead: int, emul
     ("K", "O"), [(320, 264), (192, 520)]
 )  # the last with fewer steps than tiles in flight
 def test_second_gemm(transposed: bool, K: int, O: int, lead: int, emulated: list[str]) -> None:
-    a, b = normal(ROWS, K), normal(4, *((O, K) if transposed else (K, O)), seed=1, scale=K**-0.5)
+    a, b = normal(ROWS, K), weights(*((O, K) if transposed else (K, O)), scale=K**-0.5)
     a[int(OFFSET[-1]) :] = torch.nan
     out = grouped_gemm.grouped_gemm(a, b, OFFSET, TILES.plain, transposed=transposed)
     assert emulated == ["grouped_kernel"]
@@ -111,18 +126,34 @@ def test_second_gemm(transposed: bool, K: int, O: int, lead: int, emulated: list
         close(out[start:end], a[start:end].float() @ (b[e].float().T if transposed else b[e].float()))
 
 
-@pytest.mark.parametrize(("glu", "D", "I"), [(True, 320, 264), (False, 200, 40)])
-def test_hidden_gradient(glu: bool, D: int, I: int, lead: int, emulated: list[str]) -> None:
+@pytest.mark.parametrize("transposed", [True, False])
+def test_a_step_that_is_not_whole(transposed: bool, emulated: list[str]) -> None:
+    """Behind B's rows the next expert's follow, so only Triton's kernel takes B whose rows are summed over."""
+    K, O = 200, 264
+    a, b = normal(ROWS, K).half(), weights(*((O, K) if transposed else (K, O)), scale=K**-0.5).half()
+    out = grouped_gemm.grouped_gemm(a, b, OFFSET, TILES.plain, transposed=transposed)
+    assert emulated == (["grouped_kernel"] if transposed else [])
+    for e, start, end in ranges(OFFSET):
+        close(out[start:end], a[start:end].float() @ (b[e].float().T if transposed else b[e].float()))
+
+
+@pytest.mark.parametrize(
+    ("glu", "D", "I", "spend"), [(True, 320, 264, True), (False, 200, 40, False), (False, 200, 264, True)]
+)
+def test_hidden_gradient(glu: bool, D: int, I: int, spend: bool, lead: int, emulated: list[str]) -> None:
     used, generator = int(OFFSET[-1]), torch.Generator().manual_seed(3)
-    grad, down = normal(TOKENS * 8, D), normal(4, D, I, seed=1, scale=D**-0.5)
+    grad, down = normal(TOKENS * 8, D), weights(D, I, scale=D**-0.5)
+    grad[0] = torch.nan
     inner = normal(ROWS, I * (1 + glu), seed=2)
-    pair = torch.randperm(TOKENS * 8, generator=generator)[:ROWS].int()
+    inner[used:] = torch.nan
+    leaf = inner[:used].float().requires_grad_()
+    pair = 1 + torch.randperm(TOKENS * 8 - 1, generator=generator)[:ROWS].int()
     token, weight = pair, torch.rand(TOKENS * 8, 1, generator=generator)
     grad_inner, hidden, grad_weight = fused_backward.hidden_gradient(
-        grad, down, inner, token, pair, weight, OFFSET, TILES.up, glu=glu
+        grad, down, inner, token, pair, weight, OFFSET, TILES.up, glu=glu, spend=spend
     )
     assert emulated == ["hidden_gradient_kernel"]
-    leaf = inner[:used].float().requires_grad_()
+    assert (grad_inner.data_ptr() == inner.data_ptr()) == spend
     h = act(leaf, 1 if glu else 2)
     q = torch.cat([grad[token[s:t].long()].float() @ down[e].float() for e, s, t in ranges(OFFSET)])
     row_weight = weight[pair[:used].long()]
@@ -133,14 +164,16 @@ def test_hidden_gradient(glu: bool, D: int, I: int, lead: int, emulated: list[st
 
 
 @pytest.mark.parametrize("turned", [True, False])
-def test_weight_gradient(turned: bool, lead: int, emulated: list[str]) -> None:
-    D, O = 136, 264
-    x, rows = normal(TOKENS, D), normal(ROWS, O, seed=1)
-    rows[int(OFFSET[-1]) :] = torch.nan
-    token = torch.randint(TOKENS, (ROWS,), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
-    found = fused_backward.gathered_gradient(x, rows, token, OFFSET, GRADIENT, turned=turned)
+@pytest.mark.parametrize(
+    ("D", "offset"), [(136, OFFSET), (72, OFFSET), (72, LATE), (72, torch.zeros_like(OFFSET))]
+)  # two tiles of an expert for each program, or one
+def test_weight_gradient(turned: bool, D: int, offset: Tensor, lead: int, emulated: list[str]) -> None:
+    O, used = 264, int(offset[-1])
+    (x, token), rows = tokens(D, used + 20), normal(used + 20, O, seed=1)
+    rows[used:] = torch.nan
+    found = fused_backward.gathered_gradient(x, rows, token, offset, GRADIENT, turned=turned)
     assert emulated == ["gathered_gradient_kernel"]
-    for e, start, end in ranges(OFFSET):
+    for e, start, end in ranges(offset):
         exact = x[token[start:end].long()].float().T @ rows[start:end].float()
         close(found[e], exact.T if turned else exact)
 
@@ -152,8 +185,8 @@ def test_weight_gradient(turned: bool, lead: int, emulated: list[str]) -> None:
 def test_gate(
     mode: int, diagonal: bool, per_row: bool, lead: int, emulated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside Triton's kernel, which is interpreted: two tiles of tokens and two of columns, a width of odd steps."""
-    T, D, N, K = 150, 200, 13, 32
+    """Beside Triton's kernel, which is interpreted: two tiles of tokens and of columns, and a last step in part."""
+    T, D, N, K = 150, 296, 13, 32  # more steps than stages: a tile is refilled with another one
     g = torch.Generator().manual_seed(mode)
     x = torch.randn(T, D, generator=g).half()
     x[7] = 0.0
@@ -201,6 +234,59 @@ def run(seed: int) -> None:
     emulate(hopper_gemm.grouped_kernel, (2,), args, constants, kernel_seed)
     for e, start, end in ranges(OFFSET):
         close(out[start:end], a[start:end].float() @ b[e].float().T)
+
+
+def test_without_rows_nothing_is_computed(lead: int, emulated: list[str]) -> None:
+    """And no group waits for another."""
+    none = torch.zeros_like(OFFSET)
+    a, up = tokens(320)[0], weights(200, 320, scale=1.0)
+    inner = torch.full((ROWS, 200), torch.nan, dtype=BF16)
+    token = torch.zeros(ROWS, dtype=torch.int32)
+    options = {"token": token, "transposed": True, "activation": 2, "inner": inner}
+    grouped_gemm.grouped_gemm(a, up, none, TILES.up, **options)  # type: ignore[arg-type]
+    assert emulated == ["grouped_kernel"]
+    assert inner.isnan().all()
+
+
+def several_gemms() -> None:
+    for seed in range(2):
+        run(seed)
+
+
+def several_gradients() -> None:
+    (x, token), rows = tokens(72, int(LATE[-1])), normal(int(LATE[-1]), 264, seed=1)
+    for _ in range(3):
+        fused_backward.gathered_gradient(x, rows, token, LATE, GRADIENT, turned=False)
+
+
+@pytest.mark.parametrize("work", [several_gemms, several_gradients])
+def test_one_group_goes_ahead(work: Any, lead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its LEAD steps of a tile are on their way before the other one begins, if the tile has four steps at least."""
+    issued: dict[Emulator, tuple[list[int], list[int]]] = {}  # products of each tile, by group
+    begun: list[
+        tuple[list[int], int, int]
+    ] = []  # the first group's, a tile of the second's, products there so far
+    multiply = Emulator.multiply
+
+    def count(self: Emulator, a: Any, b: Any, total: Any, is_async: bool) -> Any:
+        assert self.machine.here is not None
+        groups = issued.setdefault(self, ([], []))
+        group = self.machine.groups.index(self.machine.here)
+        if isinstance(total, Tensor):  # the first product of a tile
+            groups[group].append(0)
+            tile = len(groups[1]) - 1
+            if group == 1:
+                done = groups[0][tile] if tile < len(groups[0]) else 0
+                begun.append((groups[0], tile, done))
+        groups[group][-1] += 1
+        return multiply(self, a, b, total, is_async)
+
+    monkeypatch.setattr(Emulator, "multiply", count)
+    work()
+    ahead = [done for first, tile, done in begun if first[tile] >= hopper.STAGES]
+    assert len(ahead) > 10
+    assert min(ahead) >= lead
+    assert lead > 0 or min(ahead) == 0  # by chance either one is ahead
 
 
 @pytest.mark.usefixtures("lead")
