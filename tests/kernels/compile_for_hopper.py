@@ -174,7 +174,7 @@ def gemm(
         **{f"{name}_ptr": "*bf16" for name in ("a", "out", "inner")},
         "token_ptr": "*i32",
         "offset_ptr": "*i32",
-        "a_desc": tiles(128),
+        "a_desc": "*bf16" if gather else tiles(128),
         "b_desc": tiles(columns) if transposed else tiles(64, 256),
     }
     constants = {

@@ -183,7 +183,9 @@ def grouped_gemm(
 
         columns = hopper.COLUMNS // (2 if activation == 1 else 1)
         shape = (columns, hopper.INNER) if transposed else (hopper.INNER, columns)
-        args = (a, hopper.swizzled(a, hopper.ROWS, hopper.INNER), hopper.swizzled(flat, *shape), *pointers)
+        # Tokens are copied by their addresses, and describing them to the copy engine takes the host time.
+        rows = a if token is not None else hopper.swizzled(a, hopper.ROWS, hopper.INNER)
+        args = (a, rows, hopper.swizzled(flat, *shape), *pointers)
         constants = (
             *(N, K, O, b.shape[1], token is not None, transposed, activation, inner is not None),
             *(hopper.ROWS, columns, hopper.INNER, tiles.group, listed(N), hopper.STAGES, hopper.lead(K)),

@@ -114,7 +114,8 @@ def grouped_kernel(
 ):  # fmt: skip
     """Persistent; BM = 128 rows, and 256 columns: BO = 128 of either half with SwiGLU, else BO = 256.
 
-    Arguments as in `grouped_gemm_kernel`. B that is not TRANSPOSED needs K of whole steps.
+    Arguments as in `grouped_gemm_kernel`. B that is not TRANSPOSED needs K of whole steps. With GATHER `a_desc` is not
+    read.
     """
     await_inputs()
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], a_ptr.dtype.element_ty)
