@@ -50,10 +50,11 @@ def _turned(x: Tensor) -> Tensor:
 def can_attend_causally(q_BHSW: Tensor, k_BGSW: Tensor, mask: Tensor | None) -> bool:
     """Whether `attend_causally` takes these: every position sees those before it and itself, on Hopper, in 16 bits."""
     plain = CUDNN and mask is None and q_BHSW.shape[2] == k_BGSW.shape[2] > 1
-    dtype = _attended(q_BHSW)
-    if not plain or dtype not in (torch.float16, torch.bfloat16) or dtype != _attended(k_BGSW):
+    if not plain or not q_BHSW.is_cuda or q_BHSW.shape[-1] not in _CUDNN_WIDTHS:
         return False
-    return q_BHSW.shape[-1] in _CUDNN_WIDTHS and q_BHSW.is_cuda and runtime.is_hopper(q_BHSW.device)
+    dtype = _attended(q_BHSW)
+    fits = dtype in (torch.float16, torch.bfloat16) and dtype == _attended(k_BGSW)
+    return fits and runtime.is_hopper(q_BHSW.device)
 
 
 def attend_causally(q_BHSW: Tensor, k_BGSW: Tensor, v_BGSW: Tensor, scale: float) -> Tensor:

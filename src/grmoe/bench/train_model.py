@@ -25,6 +25,7 @@ from grmoe.bench.measure import SEED, WARM_UPS, Choice, Contender, Report, Resul
 from grmoe.bench.models import FORMS, ModelShape, olmoe, ours
 from grmoe.bench.run import Benchmark, Plan
 from grmoe.bench.train_step import RATE, STEP, optimizers
+from grmoe.kernels import runtime
 from grmoe.model import GrmoeConfig, GrmoeForCausalLM, count
 from grmoe.optim import step_together
 from grmoe.probe.timing import Times, time_ratio
@@ -87,7 +88,7 @@ def contenders(
             listed.append(Contender(name + end, build, "peer", "transformers"))
         for name, router in ((OURS, "grassmann"), (SOFTMAX, "softmax")):
             listed.append(Contender(name + end, partial(train, router, ours)))
-        if device.type == "cuda":
+        if device.type == "cuda" and runtime.is_hopper(device):  # elsewhere nothing would differ
             build = partial(_chosen_runs, partial(train, "grassmann", ours), (attention, "CUDNN", True))
             listed.append(Contender(CUDNN + end, build))
     return listed
