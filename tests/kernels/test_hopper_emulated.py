@@ -129,6 +129,7 @@ def test_second_gemm(transposed: bool, K: int, O: int, lead: int, emulated: list
 @pytest.mark.parametrize("transposed", [True, False])
 def test_a_step_that_is_not_whole(transposed: bool, emulated: list[str]) -> None:
     """Behind B's rows the next expert's follow, so only Triton's kernel takes B whose rows are summed over."""
+    assert grouped_gemm.WHOLE == hopper.INNER
     K, O = 200, 264
     a, b = normal(ROWS, K).half(), weights(*((O, K) if transposed else (K, O)), scale=K**-0.5).half()
     out = grouped_gemm.grouped_gemm(a, b, OFFSET, TILES.plain, transposed=transposed)
