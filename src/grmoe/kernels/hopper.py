@@ -29,7 +29,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Tiles of a grouped GEMM: 64 rows for each of the two groups that multiply; four of 48 KB in flight.
 ROWS, COLUMNS, INNER, STAGES = 128, 256, 64, 4
-# Steps by which the first of the two groups goes ahead of the second (`sum_products`). Not measured yet.
+# Steps by which the first of the two groups goes ahead of the second (`await_lead`). At most STAGES: with more, each
+# group waits for the other. Not measured yet.
 LEAD = 0
 
 
