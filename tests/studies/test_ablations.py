@@ -130,10 +130,12 @@ def test_balancing_is_judged_by_collapse_and_shown_with_the_load(tmp_path: Path)
     start = "Auxiliary balancing"
     put(tmp_path, "grmoe-paper", cv=0.9, collapsed=True)
     put(tmp_path, "prior-paper", cv=0.3)
+    assert verdict(tmp_path, start) is UNDECIDED  # none of three
+    put(tmp_path, "prior-paper", cv=0.3, seeds=5)
     found = claim(tmp_path, start)
     assert found.verdict is CHANGED
     assert "the paper's gate: collapsed 3/3 (44–100 %), CV 0.900 ± 0.000; its prior in ours" in found.ours
-    put(tmp_path, "grmoe-paper", cv=0.9)
+    put(tmp_path, "grmoe-paper", cv=0.9, seeds=5)
     assert verdict(tmp_path, start) is HOLDS
 
 

@@ -49,7 +49,9 @@ def test_dips_and_spread() -> None:
 
 def test_dips_of_grmoe_are_judged_without_those_of_softmax(tmp_path: Path) -> None:
     ours, theirs = "GrMoE has no such dips", "Two of five softmax seeds"
-    put(tmp_path, {"grmoe": [3.0, 3.0, 3.0]}, curve=curve(*DOWN))
+    put(tmp_path, {"grmoe": [3.0] * 3}, curve=curve(*DOWN))
+    assert claim(tmp_path, ours)[1] is Verdict.UNDECIDED  # none of three
+    put(tmp_path, {"grmoe": [3.0] * 5}, curve=curve(*DOWN))
     assert claim(tmp_path, ours)[1] is Verdict.CHANGED  # the prior is ours
     assert claim(tmp_path, theirs) == ("", Verdict.OPEN)
     put(tmp_path, {"softmax": [3.0] * 5}, curve=curve(*DOWN))
@@ -62,20 +64,20 @@ def test_dips_of_grmoe_are_judged_without_those_of_softmax(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("least", "verdict"), [(0.01, Verdict.CHANGED), (0.0099, Verdict.FAILS)])
 def test_no_expert_is_starved_at_any_point(least: float, verdict: Verdict, tmp_path: Path) -> None:
-    put(tmp_path, {"grmoe": [3.0, 3.0, 3.0], "softmax": [3.0]}, curve=curve(*DOWN))
+    put(tmp_path, {"grmoe": [3.0] * 5, "softmax": [3.0]}, curve=curve(*DOWN))
     put_one(tmp_path, "grmoe", a_run(1, curve=curve(*DOWN, min_load=least)))
     shown, found = claim(tmp_path, "GrMoE has stable, balanced routing")
     assert found is verdict
-    assert shown.startswith("GrMoE 0/3" if verdict is Verdict.CHANGED else "GrMoE 1/3")
+    assert shown.startswith("GrMoE 0/5" if verdict is Verdict.CHANGED else "GrMoE 1/5")
 
 
 def test_the_amortised_gate_is_judged_by_itself(tmp_path: Path) -> None:
     """An amortiser can starve an expert where the plain gate does not. The paper's gate is shown beside ours."""
     ours, amortised = "GrMoE has stable, balanced routing", "GrMoE + Amort. has stable"
-    put(tmp_path, {name: [3.0, 3.0, 3.0] for name in ("grmoe", "grmoe-amortised")}, curve=curve(*DOWN))
+    put(tmp_path, {name: [3.0] * 5 for name in ("grmoe", "grmoe-amortised")}, curve=curve(*DOWN))
     assert (claim(tmp_path, ours)[1], claim(tmp_path, amortised)[1]) == (Verdict.CHANGED, Verdict.CHANGED)
     put(tmp_path, {"grmoe-paper": [3.0]}, curve=curve(*DOWN, min_load=0.0))
     put_one(tmp_path, "grmoe-amortised", a_run(1, curve=curve(*DOWN, min_load=0.0)))
-    assert claim(tmp_path, amortised) == ("1/3 (6–79 %)", Verdict.FAILS)
+    assert claim(tmp_path, amortised) == ("1/5 (4–62 %)", Verdict.FAILS)
     shown, found = claim(tmp_path, ours)
     assert (shown.endswith("penalty 1/1 (21–100 %)"), found) == (True, Verdict.CHANGED)

@@ -9,6 +9,7 @@ import pytest
 from grmoe.studies.judging import (
     about_at_most,
     above,
+    absent,
     all_of,
     any_of,
     at_most,
@@ -78,9 +79,17 @@ def test_within() -> None:
 
 
 def test_never() -> None:
-    assert never((0, 3)) is HOLDS
+    assert never((0, 5)) is HOLDS
+    assert never((0, 3)) is UNDECIDED  # half of all seeds might
+    assert never((0, 3), (0, 3)) is HOLDS
+    assert never((0, 3), (1, 3)) is FAILS
+    assert never((0, 9), (0, 2)) is OPEN
     assert never((1, 1)) is FAILS
     assert never((0, 2)) is OPEN
+
+
+def test_absent() -> None:
+    assert [absent((0, 3)), absent((1, 1)), absent((0, 3), (0, 2))] == [HOLDS, FAILS, OPEN]
 
 
 def test_happens() -> None:

@@ -86,14 +86,14 @@ def test_the_amortiser_is_judged_in_the_papers_form_and_in_ours(tmp_path: Path) 
 
 def test_load_and_collapse_of_the_amortised_gate_are_judged_too(tmp_path: Path) -> None:
     never, even = "GrMoE + Amort. never collapses", "The amortiser makes the load more even"
-    put_rows(tmp_path, "grmoe", [{"load_cv": cv} for cv in (0.1, 0.12, 0.14)])
+    put_rows(tmp_path, "grmoe", [{"load_cv": cv} for cv in (0.1, 0.11, 0.12, 0.13, 0.14)])
     for name, more, lost, found in (
         ("grmoe-amortised", -0.05, False, (OPEN, OPEN)),  # the paper's network reads the token
         ("grmoe-amortised-input", 0.05, True, (CHANGED, CHANGED)),
         ("grmoe-amortised", 0.05, True, (FAILS, FAILS)),
         ("grmoe-amortised-input", -0.05, False, (CHANGED, CHANGED)),  # the prior is ours
     ):
-        rows = [{"load_cv": cv + more, "collapsed_paper": lost} for cv in (0.1, 0.121, 0.14)]
+        rows = [{"load_cv": cv + more, "collapsed_paper": lost} for cv in (0.1, 0.111, 0.12, 0.13, 0.14)]
         put_rows(tmp_path, name, rows)
         assert (verdict(tmp_path, never), verdict(tmp_path, even)) == found
 
@@ -139,10 +139,10 @@ def test_a_comparable_perplexity_need_not_be_lower(tmp_path: Path) -> None:
 def test_the_load_of_a_dense_model_is_that_of_two_experts(tmp_path: Path) -> None:
     """Computed dense, it could not collapse and would be even."""
     never, even = "GrMoE never collapses", "GrMoE's load is more even"
-    put_rows(tmp_path, "grmoe", [0.1, 0.11, 0.12], collapsed_paper=False)
-    put_rows(tmp_path, "softmax", [{"load_cv": 0.3}] * 3)
+    put_rows(tmp_path, "grmoe", [0.1, 0.11, 0.12, 0.13, 0.14], collapsed_paper=False)
+    put_rows(tmp_path, "softmax", [{"load_cv": 0.3}] * 5)
     for lost, cv, found in ((True, 0.5, (CHANGED, CHANGED)), (False, 0.05, (HOLDS, HOLDS))):
-        for seed in range(3):
+        for seed in range(5):
             put_one(tmp_path, DENSE, a_dense_run(seed, 3.0, collapsed_paper=lost, load_cv=cv))
         assert (verdict(tmp_path, never), verdict(tmp_path, even)) == found
 

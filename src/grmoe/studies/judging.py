@@ -14,6 +14,7 @@ from grmoe.studies.models.summary import Mean, difference, short_name, show_mean
 from grmoe.studies.page import Verdict
 
 MIN_SEEDS = 3
+SEEDS_OF_NEVER = 5  # the paper's: none of three is what half of all seeds may do too
 CHANCE = 0.05  # what has a smaller one at the paper's numbers speaks against them
 
 
@@ -149,12 +150,18 @@ def with_change(paper: Verdict, ours: Verdict) -> Verdict:
     return Verdict.FAILS
 
 
-def never(count: tuple[int, int]) -> Verdict:
-    """Of "it never happens", from (times, seeds)."""
-    times, seeds = count
-    if times:
+def never(*counts: tuple[int, int]) -> Verdict:
+    """Of "it never happens", from (times, seeds) of a model, or of each that the claim is about: their seeds add up."""
+    known = absent(*counts)
+    enough = sum(seeds for _, seeds in counts) >= SEEDS_OF_NEVER
+    return Verdict.UNDECIDED if known is Verdict.HOLDS and not enough else known
+
+
+def absent(*counts: tuple[int, int]) -> Verdict:
+    """Of a condition of another claim: "and it does not happen", in the seeds that there are."""
+    if any(times for times, _ in counts):
         return Verdict.FAILS
-    return Verdict.HOLDS if seeds >= MIN_SEEDS else Verdict.OPEN
+    return Verdict.HOLDS if all(seeds >= MIN_SEEDS for _, seeds in counts) else Verdict.OPEN
 
 
 def happens(count: tuple[int, int]) -> Verdict:

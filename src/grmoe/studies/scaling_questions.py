@@ -81,7 +81,7 @@ def _defaults(of: Of) -> Claim:
     shown = {n: _largest(found) for n, found in gaps.items()}
     overall = {b: over_counts(loss_by_seed(of(DEFAULT, n), of(b, n)) for n in COUNTS) for b in BASELINES}
     parts = [
-        *(never(found) for found in lost.values()),
+        never(*lost.values()),
         *(not_above(found, MOST_CV) for found in cv.values()),
         *(not_worse(gap, NEAR) for gap in overall.values()),
         *(_not_clearly_worse(gap) for found in gaps.values() for gap in found),

@@ -24,7 +24,17 @@ from grmoe.studies.ablations.measures import (
     unhinged,
 )
 from grmoe.studies.ablations.recipes import ALL_PAIRS, FREE_16, NO_PENALTY, PAPER_FORM, REFERENCE, SAMPLED
-from grmoe.studies.judging import above, all_of, below, changed, decide, never, show_count, with_change
+from grmoe.studies.judging import (
+    above,
+    absent,
+    all_of,
+    below,
+    changed,
+    decide,
+    never,
+    show_count,
+    with_change,
+)
 from grmoe.studies.models.store import Run
 from grmoe.studies.models.summary import Mean, collapsed, difference, show_mean
 from grmoe.studies.page import Claim, Verdict
@@ -55,7 +65,7 @@ def prevents(with_it: Sequence[Run], without: Sequence[Run]) -> Verdict:
     Three seeds cannot show that one in five collapses without it.
     """
     higher = above(cv_gap(without, with_it))
-    return higher if higher is Verdict.OPEN else all_of((higher, never(collapsed(with_it, paper=True))))
+    return higher if higher is Verdict.OPEN else all_of((higher, absent(collapsed(with_it, paper=True))))
 
 
 def _show_pair(with_it: Sequence[Run], without: Sequence[Run]) -> str:
@@ -108,7 +118,7 @@ def keeps_kappa(with_it: Sequence[Run], without: Sequence[Run]) -> Verdict:
     higher = above(kappa_gap(without, with_it))
     largest = [max(map(max, run.kappa)) for run in with_it if run.kappa]
     beyond = sum(kappa > MOST_KAPPA for kappa in largest), len(largest)
-    return higher if higher is Verdict.OPEN else all_of((higher, never(beyond)))
+    return higher if higher is Verdict.OPEN else all_of((higher, absent(beyond)))
 
 
 def _holds_kappa(models: Models) -> Claim:
@@ -203,7 +213,7 @@ def _weights(models: Models) -> Claim:
         DETAILS,
         "β = .005, .01 and .02 all have 0 % collapse, and perplexity varies by less than 0.1 of 18 (0.6 %)",
         f"{list_gaps(gaps)}; collapsed: {', '.join(map(show_count, lost))}",
-        changed(all_of((*(unchanged(gap, SMALL) for gap in gaps.values()), *map(never, lost)))),
+        changed(all_of((*(unchanged(gap, SMALL) for gap in gaps.values()), never(*lost)))),
         f"Loss minus that of β = .01, by seed; the mean must lie within {SMALL:g} nats and the interval within twice "
         f"as much. {OURS}",
     )
@@ -228,7 +238,7 @@ def _pairs(models: Models) -> Claim:
                 (
                     *(same_cv(runs, reference) for runs in few.values()),
                     *(same_cv(some, every) for some, every in many.values()),
-                    *(never(collapsed(runs, paper=True)) for runs in (*few.values(), reference)),
+                    never(*(collapsed(runs, paper=True) for runs in (*few.values(), reference))),
                 )
             )
         ),
