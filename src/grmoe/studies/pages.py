@@ -28,8 +28,8 @@ _WORDS = (
     "- **Language models** are `small`, 30 M active parameters, unless a row says otherwise. Losses are in nats per "
     "token; a difference of 0.01 is 1 % of perplexity. Differences are taken seed by seed.\n"
     "- **The rule of 1 %** is the paper's for collapse: some expert receives less than 1 % of the tokens.\n"
-    "- **Never**: one seed refutes it. It takes five without one, the paper's number: of three, half of all seeds may do "
-    "it too."
+    "- **Never**: one seed refutes it. It takes five without one, the paper's number: of three, half of all seeds may "
+    "do it too."
 )
 _CLAIMS = ("paper", "it says", "here", "verdict", "why")
 _MEANING = {
