@@ -13,8 +13,8 @@ from grmoe.runs.open import open_model
 
 def test_what_is_there_instead_of_a_model(tmp_path: Path) -> None:
     refused = "is neither a run of `grmoe train` nor an exported model"
-    nowhere, file, empty, data = (tmp_path / name for name in ("nowhere", "a.txt", "empty", "my data"))
-    file.write_text("text")
+    nowhere, file, empty, data = (tmp_path / name for name in ("nowhere", "a.bin", "empty", "my data"))
+    file.write_text("")
     empty.mkdir()
     data.mkdir()
     (data / "index.json").write_text("{}")
@@ -22,6 +22,11 @@ def test_what_is_there_instead_of_a_model(tmp_path: Path) -> None:
     assert not_a_model(file) == f"{file} {refused}: it is a file"
     assert not_a_model(empty) == f"{empty} {refused}"
     assert not_a_model(data).endswith(f"not a model; train one: grmoe train data.path='{data}'")
+    corpus = tmp_path / "my corpus"
+    corpus.mkdir()
+    for text in (corpus / "a.jsonl.xz", corpus):
+        text.is_dir() or text.write_text("")
+        assert not_a_model(text).endswith(f"to train on its text, first: grmoe prepare '{text}'")
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000003"  # it has an index.json of its own
     checkpoint.mkdir(parents=True)
     for name in ("index.json", "meta.json"):

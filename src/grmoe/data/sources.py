@@ -96,21 +96,21 @@ def _find(source: str, held_out: bool) -> list[Unit]:
         return [Unit(source, name, "hub", name.split(":")[0].split("/")[-1], held_out, 0)]
     path = Path(source)
     if path.is_dir():
-        files = (p for p in path.rglob("*") if p.is_file() and _kind_of(p) and not p.match("cache-*.arrow"))
+        files = (p for p in path.rglob("*") if p.is_file() and kind_of(p) and not p.match("cache-*.arrow"))
         found = [p for p in files if not _hidden(p.relative_to(path)) and not _is_log(p)]
         require(bool(found), f"source {source} holds no file that can be read: {_READABLE}")
         return _files(path, found, held_out)
     if path.is_file():
-        require(_kind_of(path) is not None, f"source {source} must end in {_READABLE}")
+        require(kind_of(path) is not None, f"source {source} must end in {_READABLE}")
         return _files(path.parent, [path], held_out, domain=_stem(path))
     found = [Path(p) for p in glob.glob(source, recursive=True) if Path(p).is_file()]
     require(bool(found), f"source {source} is neither a file, nor a folder, nor a pattern that matches one")
     for p in found:
-        require(_kind_of(p) is not None, f"source {source} matches {p}, which does not end in {_READABLE}")
+        require(kind_of(p) is not None, f"source {source} matches {p}, which does not end in {_READABLE}")
     return _files(Path(os.path.commonpath([p.parent for p in found])), found, held_out)
 
 
-def _kind_of(path: Path) -> Kind | None:
+def kind_of(path: Path) -> Kind | None:
     """The format of a file, by its name; None if it is not supported."""
     suffix = path.suffix.lower()
     if suffix not in _COMPRESSIONS:
@@ -138,7 +138,7 @@ def _files(root: Path, paths: list[Path], held_out: bool, domain: str | None = N
     named = sorted((p.relative_to(root).as_posix(), p) for p in paths)
     units = []
     for name, path in named:
-        kind = _kind_of(path)
+        kind = kind_of(path)
         assert kind is not None
         folder, _, rest = name.partition("/")
         own = folder if rest else domain or folder_domain(root)

@@ -7,6 +7,7 @@ from pathlib import Path
 from shlex import quote
 
 from grmoe.data.shards import INDEX
+from grmoe.data.sources import kind_of
 from grmoe.runs.folder import CONFIG
 from grmoe.runs.meta import META
 
@@ -24,13 +25,20 @@ def not_a_model(path: Path) -> str:
     refused = f"{path} is neither a run of `grmoe train` nor an exported model"
     if not path.exists():
         return f"{refused}: there is no such folder"
+    prepare = f"; to train on its text, first: grmoe prepare {quote(str(path))}"
     if not path.is_dir():
-        return f"{refused}: it is a file"
+        return f"{refused}: it is a file{prepare if kind_of(path) else ''}"
     inside: list[str] = []
+    texts = False
     with contextlib.suppress(OSError):  # what cannot be listed is not named
-        inside = [str(folder) for folder in sorted(path.iterdir()) if _is_model(folder)]
+        entries = sorted(path.iterdir())
+        inside = [str(folder) for folder in entries if _is_model(folder)]
+        # What is left of a run may have its log.
+        texts = any(kind_of(e) and e.is_file() and e.name != "log.jsonl" for e in entries)
     more = f" and {len(inside) - _NAMED} more" if len(inside) > _NAMED else ""
-    return f"{refused}; it holds {', '.join(inside[:_NAMED])}{more}" if inside else refused
+    if inside:
+        return f"{refused}; it holds {', '.join(inside[:_NAMED])}{more}"
+    return f"{refused}{prepare if texts else ''}"
 
 
 def _is_model(folder: Path) -> bool:
