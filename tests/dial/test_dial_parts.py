@@ -195,7 +195,7 @@ def test_settings_share_one_compiled_model_and_compute_what_they_compute_alone(
     torch.compiler.reset()
     model = loaded.model
     router = routers(model)[1].eval()
-    x = layer_inputs(model, text.first(64).inputs_WS)[1]
+    x = layer_inputs(model, text.some(64).inputs_WS)[1]
     counter = CompileCounter()
     compiled = torch.compile(router, backend=counter, fullgraph=True)
     places = [router.budget.tau.data_ptr() for router in routers(model)]

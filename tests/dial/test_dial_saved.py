@@ -110,7 +110,7 @@ def test_another_model_text_or_type_is_measured_afresh(run: Path, tmp_path: Path
     other = text.rows_WS.clone()
     other[-1, -1] += 1
     assert found(loaded, Text(text.name, other)) == 0
-    assert found(loaded, text.first(512)) == 0
+    assert found(loaded, text.some(512)) == 0
     assert loaded.checkpoint is not None
     assert found(replace(loaded, checkpoint=replace(loaded.checkpoint, step=7)), text) == 0
     loaded.model.config.norm_topk_prob = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,21 @@ def test_a_window_has_the_domain_of_most_of_what_it_predicts() -> None:
     stream = MemoryStream([TokenDocument(name, np.arange(count), None) for name, count in parts])
     # The first token of a window is not predicted: 1 … 6 are a, 6 is a and 7 … 10 are b, …
     assert window_domains(stream, [0, 5, 11, 15], 5) == ("a", "b", "a", "c")
-    text = Text("t", torch.zeros(4, 6, dtype=torch.long), ("a", "b", "a", "c"))
-    assert text.first(10).domains_W == ("a", "b")
+
+
+@given(st.integers(1, 40), st.integers(1, 50))
+def test_some_windows_are_spread_evenly_over_all_of_them(windows: int, wanted: int) -> None:
+    """Texts come domain by domain: the first windows alone would be of one domain."""
+    rows_WS = torch.arange(windows)[:, None].expand(windows, 5)
+    domains = tuple("a" if w < windows / 2 else "b" for w in range(windows))
+    some = Text("t", rows_WS, domains).some(4 * wanted)
+    places = some.rows_WS[:, 0].tolist()
+    count = min(windows, wanted)
+    assert len(places) == count
+    assert places[0] == 0
+    assert all(windows // count <= b - a <= -(-windows // count) for a, b in pairwise([*places, windows]))
+    assert some.domains_W == tuple(domains[place] for place in places)
+    assert Text("t", rows_WS).some(4 * wanted).domains_W == ()
 
 
 @given(st.integers(1, 40), st.integers(1, 5000))

@@ -51,7 +51,7 @@ class LayerCertificate:
 
 def certify(model: GrmoeForCausalLM, text: Text) -> list[LayerCertificate]:
     """Certificates of every MoE layer at the model's present setting."""
-    inputs = layer_inputs(model, text.first(TOKENS).inputs_WS)
+    inputs = layer_inputs(model, text.some(TOKENS).inputs_WS)
     layers = zip(moe_layers(model), model.config.moe_layers, inputs, strict=True)
     return [_certify(layer, block, x_TD) for layer, block, x_TD in layers]
 

@@ -32,7 +32,7 @@ class Gates:
 
     def __init__(self, model: GrmoeForCausalLM, text: Text, cap: int) -> None:
         self.cap = cap
-        self.layers = affine_gates(model, text.first(TOKENS).inputs_WS)
+        self.layers = affine_gates(model, text.some(TOKENS).inputs_WS)
 
     def times(self, norms: Norms) -> Gates:
         """The same for experts chosen by gate × norm: softmax(ℓ + log n)."""

@@ -21,7 +21,7 @@ def expert_norms(model: GrmoeForCausalLM, text: Text) -> Norms:
 
     Only ratios within a layer matter, so the mean over its experts is scaled to one.
     """
-    inputs = layer_inputs(model, text.first(TOKENS).inputs_WS)
+    inputs = layer_inputs(model, text.some(TOKENS).inputs_WS)
     return tuple(_norms(layer, x_TD) for layer, x_TD in zip(moe_layers(model), inputs, strict=True))
 
 

@@ -52,7 +52,7 @@ def time_points(
 ) -> dict[Point, Speed]:
     """Tokens per second of a prefill: all blocks, and the logits of the last position."""
     contenders = list(dict.fromkeys([trained, *points]))
-    ids = text.first(TOKENS.get(model.device.type, 1024)).inputs_WS.contiguous().to(model.device)
+    ids = text.some(TOKENS.get(model.device.type, 1024)).inputs_WS.contiguous().to(model.device)
 
     graphs = model.device.type == "cuda"
     room = max((p.setting.cap for p in contenders if _by_rank(p.setting)), default=1) if graphs else None

@@ -42,10 +42,13 @@ class Text:
     def inputs_WS(self) -> Tensor:
         return self.rows_WS[:, :-1]
 
-    def first(self, tokens: int) -> Text:
-        """The first windows, about `tokens` tokens, at least one window."""
-        count = max(1, tokens // self.length)
-        return Text(self.name, self.rows_WS[:count], self.domains_W[:count])
+    def some(self, tokens: int) -> Text:
+        """About `tokens` tokens, at least one window, spread evenly: the first windows may all be of one domain."""
+        count = min(len(self.rows_WS), max(1, tokens // self.length))
+        places = [i * len(self.rows_WS) // count for i in range(count)]
+        return Text(
+            self.name, self.rows_WS[places], tuple(self.domains_W[i] for i in places if self.domains_W)
+        )
 
     def batches(self, device: torch.device) -> list[Tensor]:
         """Rows on the device, in batches that fit it."""

@@ -26,7 +26,7 @@ class Divergence:
     """
 
     def __init__(self, model: GrmoeForCausalLM, text: Text) -> None:
-        self.model, self.text = model, text.first(TOKENS)
+        self.model, self.text = model, text.some(TOKENS)
         self.before = list(self._states())
 
     @torch.no_grad()

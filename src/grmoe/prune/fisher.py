@@ -25,7 +25,7 @@ from grmoe.routing import Routing, routers, uncounted
 
 
 def fisher_information(model: GrmoeForCausalLM, text: Text) -> list[Tensor]:
-    """F_e for every MoE layer, (N,) fp64 each, on the first tokens of a text. One window at a time, to save memory."""
+    """F_e for every MoE layer, (N,) fp64 each, on some tokens of a text. One window at a time, to save memory."""
     found = routers(model)
     sums = [torch.zeros(router.num_experts, dtype=torch.float64) for router in found]
     masks: list[Tensor] = []
@@ -38,7 +38,7 @@ def fisher_information(model: GrmoeForCausalLM, text: Text) -> list[Tensor]:
     hooks = [router.register_forward_hook(masked) for router in found]
     try:
         with uncounted(model), torch.enable_grad():
-            for row_S in text.first(TOKENS).rows_WS:
+            for row_S in text.some(TOKENS).rows_WS:
                 masks.clear()
                 ids_S = row_S.to(model.device)[None]
                 logits_SV = model(input_ids=ids_S[:, :-1], use_cache=False).logits[0].float()

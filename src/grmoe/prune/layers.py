@@ -104,8 +104,8 @@ class PrunableLayer:
 
 
 def prunable_layers(model: GrmoeForCausalLM, text: Text) -> list[PrunableLayer]:
-    """All MoE layers of a model, with their inputs on the first windows of a text."""
-    inputs = layer_inputs(model, text.first(TOKENS).inputs_WS)
+    """All MoE layers of a model, with their inputs on some windows of a text."""
+    inputs = layer_inputs(model, text.some(TOKENS).inputs_WS)
     return [
         PrunableLayer(layer, block, x_TD)
         for layer, block, x_TD in zip(moe_layers(model), model.config.moe_layers, inputs, strict=True)

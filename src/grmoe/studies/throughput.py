@@ -81,7 +81,7 @@ class Prefill:
         where = self.model.device
         tokens = TOKENS.get(where.type, TOKENS["cpu"])
         (text,) = read_texts((None,), loaded, None, tokens)
-        ids = text.first(tokens).inputs_WS.contiguous().to(where)
+        ids = text.some(tokens).inputs_WS.contiguous().to(where)
         self.tokens = ids.numel()
         _, settings = settings_of(self.model.config)
         self.settings = {name: setting for name, setting in settings.items() if setting is not None}
