@@ -52,14 +52,16 @@ def can_attend_causally(q_BHSW: Tensor, k_BGSW: Tensor, mask: Tensor | None) -> 
     plain = CUDNN and mask is None and q_BHSW.shape[2] == k_BGSW.shape[2] > 1
     if not plain or not q_BHSW.is_cuda or q_BHSW.shape[-1] not in _CUDNN_WIDTHS:
         return False
-    dtype = _attended(q_BHSW)
-    fits = dtype in (torch.float16, torch.bfloat16) and dtype == _attended(k_BGSW)
+    dtype = runtime.autocast_dtype(q_BHSW)
+    fits = dtype in (torch.float16, torch.bfloat16) and dtype == runtime.autocast_dtype(k_BGSW)
     return fits and runtime.is_hopper(q_BHSW.device)
 
 
 def attend_causally(q_BHSW: Tensor, k_BGSW: Tensor, v_BGSW: Tensor, scale: float) -> Tensor:
     """softmax(scale·q kᵀ) v over the positions up to each query's own, (B, H, S, W), by cuDNN."""
-    q_BHSW, k_BGSW, v_BGSW = (t.to(_attended(t)) for t in (q_BHSW, k_BGSW, v_BGSW))
+    # Autocast casts for PyTorch's attention, but not for this operator. With fp32 weights, queries and keys behind
+    # rotary positions are fp32.
+    q_BHSW, k_BGSW, v_BGSW = (t.to(runtime.autocast_dtype(t)) for t in (q_BHSW, k_BGSW, v_BGSW))
     group = q_BHSW.shape[1] // k_BGSW.shape[1]
     if group > 1:
         k_BGSW, v_BGSW = (t.repeat_interleave(group, dim=1) for t in (k_BGSW, v_BGSW))
@@ -67,16 +69,6 @@ def attend_causally(q_BHSW: Tensor, k_BGSW: Tensor, v_BGSW: Tensor, scale: float
     # With what a backward needs, in any case: activation checkpointing needs the same bits with and without gradients.
     out: Tensor = attend(q_BHSW, k_BGSW, v_BGSW, None, True, 0.0, True, scale=scale)[0]
     return out
-
-
-def _attended(x: Tensor) -> torch.dtype:
-    """The precision that x attends in. Autocast casts for PyTorch's attention, but not for an operator of it.
-
-    In training with fp32 weights, rotary positions are fp32, and so are queries and keys behind them.
-    """
-    kind = x.device.type
-    casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if casts else x.dtype
 
 
 def can_attend_one(q_BHSW: Tensor, k_BGLW: Tensor, v_BGLW: Tensor, mask: Tensor | None) -> bool:

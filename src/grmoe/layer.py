@@ -17,6 +17,7 @@ from grmoe.experts import BACKENDS, Dispatch, ExpertWeights, pick_backend
 from grmoe.experts.bounds import POWER, output_gains
 from grmoe.experts.one_token import one_token_experts, takes_one
 from grmoe.experts.weights import Activation, with_weights_at_hand
+from grmoe.kernels.runtime import autocast_dtype
 from grmoe.routing import (
     GrassmannRouter,
     Router,
@@ -244,13 +245,8 @@ class MoE(nn.Module):
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Tokens in the precision a linear layer would compute in, because autocast does not cast for our experts.
-
-    It leaves fp64 alone.
-    """
-    kind = x.device.type
-    casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(kind)) if casts else x
+    """Tokens in the precision a linear layer would compute in, because autocast does not cast for our experts."""
+    return x.to(autocast_dtype(x))
 
 
 def _expert(weights: ExpertWeights, e: int, x: Tensor) -> Tensor:

@@ -35,9 +35,8 @@ def check_room(index: dict[str, Any], sequence_length: int | None, validates: bo
         return
     fitting = _other_length(index, sequence_length)
     advice = f", or prepare it for shorter sequences: --sequence-length {fitting}" if fitting else ""
-    if rows := sum(
-        index["skipped"].values()
-    ):  # perhaps the reason, and the summary that has them is not printed
+    # Skipped rows may be the reason, and the summary that has them is not printed.
+    if rows := sum(index["skipped"].values()):
         advice += f"; {counted(rows, 'row')} skipped: {'; '.join(index['first_skipped'].values())}"
     raise ValueError(
         f"too little text for sequences of {sequence_length:,} tokens: {missing}; "

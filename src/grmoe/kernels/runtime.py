@@ -80,6 +80,13 @@ def _read_generation(index: int) -> int:
     return torch.cuda.get_device_capability(index)[0]
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The precision that autocast would give x. It leaves fp64 alone, and casts for PyTorch's own operators only."""
+    kind = x.device.type
+    casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if casts else x.dtype
+
+
 def is_capturing(x: Tensor) -> bool:
     """Whether a CUDA graph is being recorded."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
