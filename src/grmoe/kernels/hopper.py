@@ -75,16 +75,21 @@ def tiles_of_experts(offset_ptr, num_experts: gl.constexpr, BM: gl.constexpr, NP
 
 
 @gluon.jit
-def make_barriers(FETCHERS: gl.constexpr, STAGES: gl.constexpr):
-    """(full, empty, turns). FETCHERS: how many arrive at a full tile, the copy engine among them."""
+def make_barriers(FETCHERS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr):
+    """(full, empty, turns). FETCHERS: how many arrive at a full tile, the copy engine among them.
+
+    Without a lead nobody uses `turns`, so there are none: the compiler would give their memory to others.
+    """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turns = full
+    if LEAD > 0:
+        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=FETCHERS)
         mbarrier.init(empty.index(i), count=2)  # both halves must be done with a tile
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     return full, empty, turns
 

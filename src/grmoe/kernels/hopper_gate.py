@@ -134,7 +134,7 @@ def gate_kernel(
     first = gl.program_id(0) * BT
     x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BT, BD], x_desc.layout)
     packed_tiles = gl.allocate_shared_memory(packed_desc.dtype, [STAGES, BC, BD], packed_desc.layout)
-    full, empty, turns = make_barriers(1, STAGES)
+    full, empty, turns = make_barriers(1, STAGES, LEAD)
     tiles = (x_tiles, packed_tiles, full, empty, turns)
     budget = (tau_ptr, cap_ptr, bias_ptr, key_ptr, first_row_ptr)
     results = (logits_ptr, probs_ptr, weights_ptr, selected_ptr, norm_ptr)

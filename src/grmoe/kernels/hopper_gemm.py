@@ -123,7 +123,7 @@ def grouped_kernel(
     b_shape: gl.constexpr = [STAGES, 256, BK] if TRANSPOSED else [STAGES, BK, 256]
     b_tiles = gl.allocate_shared_memory(b_desc.dtype, b_shape, b_desc.layout)
     # Rows of tokens are copied by each thread.
-    full, empty, turns = make_barriers(129 if GATHER else 1, STAGES)
+    full, empty, turns = make_barriers(129 if GATHER else 1, STAGES, LEAD)
     tiles = (a_tiles, b_tiles, full, empty, turns)
     gl.warp_specialize(
         [

@@ -164,7 +164,7 @@ def hidden_gradient_kernel(
     a_tiles = gl.allocate_shared_memory(grad_ptr.dtype.element_ty, [STAGES, BM, BD], SHARED)
     b_tiles = gl.allocate_shared_memory(down_desc.dtype, [STAGES, BD, BI], down_desc.layout)
     # Rows are copied by each thread.
-    full, empty, turns = make_barriers(129, STAGES)
+    full, empty, turns = make_barriers(129, STAGES, LEAD)
     tiles = (a_tiles, b_tiles, full, empty, turns)
     results = (grad_inner_ptr, hidden_ptr, partial_ptr)
     gl.warp_specialize(

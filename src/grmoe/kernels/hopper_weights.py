@@ -112,7 +112,7 @@ def gathered_gradient_kernel(
     x_tiles = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BA, BD], SHARED)
     row_tiles = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BA, BO], rows_desc.layout)
     # Rows of tokens, and the last rows of an expert, are copied by each thread.
-    full, empty, turns = make_barriers(129, STAGES)
+    full, empty, turns = make_barriers(129, STAGES, LEAD)
     tiles = (x_tiles, row_tiles, full, empty, turns)
     gl.warp_specialize(
         [
