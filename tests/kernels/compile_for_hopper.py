@@ -79,6 +79,14 @@ def check_waits(made: Any, kernel: Any, early: bool) -> None:
     )
 
 
+def check_shared(made: Any, kernel: Any) -> None:
+    """Groups of warps hold all shared memory to the end. What none of them holds, the compiler gives to others, and
+    memory that was set up as a barrier must not be written as anything else."""
+    text = made.asm["ttgir"]
+    (held,) = re.findall(r"ttg\.warp_specialize\((.*?)\)", text)
+    assert set(re.findall(r"(%\S+) = ttg\.local_alloc", text)) <= set(held.split(", ")), kernel.fn.__name__
+
+
 def disassembled(made: Any) -> str:
     """All of it: Triton's own listing ends after 64 KB."""
     with NamedTemporaryFile(suffix=".cubin") as file:
@@ -106,6 +114,7 @@ def assembler(kernel: Any, types: dict[str, str], constants: dict[str, Any], ear
     with redirect_stdout(StringIO()) as said:
         made = triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": early})
     check_waits(made, kernel, early)
+    check_shared(made, kernel)
     return remarks(said.getvalue(), made)
 
 

@@ -413,3 +413,26 @@ def test_nan_on_the_command_line(settings: Settings) -> None:
         "Resuming hits the same step. To change `optim.lr`, start a new run (`out=…`). "
         f"To resume anyway: grmoe train --resume out={config.out}",
     ]
+
+
+def _poison_once(trainer: Trainer) -> None:
+    """As a device does that computes something wrong now and then."""
+    attention = trainer.model.model.layers[1].self_attn
+
+    def spoil(module: Any, inputs: Any, output: Any) -> Any:
+        hook.remove()
+        return (output[0] * math.nan, *output[1:])
+
+    hook = attention.register_forward_hook(spoil)
+
+
+def test_nan_that_does_not_come_back(settings: Settings) -> None:
+    """Resuming repeats a step that is finite then, so nothing speaks against it."""
+    config = settings()
+    status, said = grmoe_train(config, fault=_poison_once, step=6)
+    assert status == 1
+    assert said == [
+        "loss nan, gradient norm nan at step 7: the same step, run once more, is finite. "
+        f"The last good step is saved: {config.out}/checkpoints/step-00000006",
+        f"To resume from it: grmoe train --resume out={config.out}",
+    ]

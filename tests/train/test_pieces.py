@@ -19,10 +19,11 @@ from grmoe.data import prepare
 from grmoe.optim import ProjectedAdam, QRAdam
 from grmoe.parallel.world import World
 from grmoe.runs.config import TrainConfig
-from grmoe.train import interrupt, log
+from grmoe.train import interrupt, log, nonfinite
 from grmoe.train.interrupt import Clock, Signals
 from grmoe.train.nonfinite import find_nonfinite
 from grmoe.train.objective import loss_parts, model_loss, overlap_term
+from grmoe.train.passes import forward_passes
 from grmoe.train.schedule import alphas_at, prior_rate, rate_factors
 from grmoe.train.setup import Trainer, _divide_batch, build_optimizers, build_trainer, uses_bf16
 from grmoe.train.step import InFlightStep, NonFiniteError, _seed, resolve
@@ -358,13 +359,13 @@ def test_a_huge_loss_has_a_finite_perplexity() -> None:
 # ------------------------------------------------------------------------------------------- the search for NaN
 
 
-def test_where_nan_first_appears(settings: Settings) -> None:
+def test_where_nan_first_appears(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer: Trainer = build_trainer(settings(data={"micro_batch_size": 4}), ONE)
     batch = torch.randint(0, 200, (8, 33), generator=torch.Generator().manual_seed(0))
     model = trainer.model
-    assert find_nonfinite(trainer, 0, batch) == "every layer is finite: the loss overflowed"
+    assert find_nonfinite(trainer, 0, batch) is None
 
-    def with_hook(module: Any, change: Callable[[Any], Any]) -> str:
+    def with_hook(module: Any, change: Callable[[Any], Any]) -> str | None:
         hook = module.register_forward_hook(lambda m, i, o: change(o))
         found = find_nonfinite(trainer, 0, batch)
         hook.remove()
@@ -389,6 +390,17 @@ def test_where_nan_first_appears(settings: Settings) -> None:
     )
     assert len(calls) == 2
     assert not any(module._forward_hooks for module in model.modules())
+    # The loss alone, and the norm of finite gradients alone.
+    monkeypatch.setattr(
+        nonfinite,
+        "forward_passes",
+        lambda *a: ((loss * math.inf, *rest) for loss, *rest in forward_passes(*a)),
+    )
+    assert find_nonfinite(trainer, 0, batch) == "every layer is finite: the loss overflowed"
+    monkeypatch.undo()
+    large = model.model.norm.weight.register_hook(lambda g: torch.full_like(g, 1e30))
+    assert find_nonfinite(trainer, 0, batch) == "every gradient is finite: their norm overflowed"
+    large.remove()
     # Gradients: from the loss backwards, so the last parameter that is bad.
     names = dict(model.named_parameters())
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight"):

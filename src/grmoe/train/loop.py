@@ -200,8 +200,11 @@ def _every(interval: int, done: int) -> bool:
 
 
 def _nonfinite_message(config: TrainConfig, error: NonFiniteError, kept: Checkpoint) -> str:
+    saved = f"{error}. The last good step is saved: {kept.path}\n"
+    if not error.repeats:
+        return f"{saved}To resume from it: grmoe train --resume out={quote(config.out)}"
     return (
-        f"{error}. The last good step is saved: {kept.path}\n"
+        f"{saved}"
         "Resuming hits the same step. To change `optim.lr`, start a new run (`out=…`). "
         f"To resume anyway: grmoe train --resume out={quote(config.out)}"
     )

@@ -5,6 +5,7 @@ Legend: B sequences, S tokens of a sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from grmoe.parallel.shard import clip_gradients
 from grmoe.parallel.world import World, smallest
 from grmoe.train.passes import forward_passes
 from grmoe.train.setup import Learner
@@ -20,8 +22,9 @@ from grmoe.train.setup import Learner
 _CHECKED = ("embed_tokens", "self_attn", "mlp", "norm")
 
 
-def find_nonfinite(trainer: Learner, step: int, batch_BS: Tensor) -> str:
-    """Where NaN or Inf first appears: in the weights, else in the forward pass, else in the gradients.
+def find_nonfinite(trainer: Learner, step: int, batch_BS: Tensor) -> str | None:
+    """Where NaN or Inf first appears: in the weights, else in the forward pass, else in the gradients. None if it does
+    not appear again.
 
     Runs the step again, uncompiled, because clipping has spread a NaN over all gradients. All processes call this
     together and get the same answer, because one process may find in its shards or sequences what others do not.
@@ -52,8 +55,10 @@ def find_nonfinite(trainer: Learner, step: int, batch_BS: Tensor) -> str:
     checked = [(name, module) for name, module in model.named_modules() if name.endswith(_CHECKED)]
     hooks = [module.register_forward_hook(check_output_of(name)) for name, module in checked]
     trainer.zero_grad()
+    losses: list[Tensor | None] = []
     try:
         for loss, _, _ in forward_passes(trainer, model, step, batch_BS.to(world.device)):
+            losses.append(loss.detach())
             loss.backward()
     finally:
         for hook in hooks:
@@ -61,11 +66,14 @@ def find_nonfinite(trainer: Learner, step: int, batch_BS: Tensor) -> str:
     number = smallest(world, min(bad_calls, default=len(calls)))
     if number < len(calls):
         return f"the output of {calls[number]} holds NaN or Inf"
+    if first_bad(losses) < len(losses):
+        return "every layer is finite: the loss overflowed"
     # From the loss backwards.
     number = first_bad([p.grad for p in reversed(list(model.parameters()))])
     if number < len(names):
         return f"the forward pass is finite, the gradient of {names[-1 - number]} is not"
-    return "every layer is finite: the loss overflowed"
+    norm = clip_gradients([p for p in model.parameters() if p.grad is not None], math.inf, world)
+    return "every gradient is finite: their norm overflowed" if first_bad([norm]) == 0 else None
 
 
 def find_bad_state(state: dict[str, Any], world: World) -> str | None:

@@ -24,9 +24,10 @@ from grmoe.train.setup import Learner
 class NonFiniteError(RuntimeError):
     """A loss or a gradient is NaN or Inf. The model is as it was before this step."""
 
-    def __init__(self, message: str, step: int) -> None:
+    def __init__(self, message: str, step: int, repeats: bool = True) -> None:
         super().__init__(message)
         self.step = step  # counted from zero, so it is also the number of good steps
+        self.repeats = repeats  # whether the same step gave NaN or Inf once more
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,9 @@ def resolve(trainer: Learner, in_flight: InFlightStep, newest: int) -> StepResul
                 optimizer.uncount_steps(newest - in_flight.step + 1)
     where = find_nonfinite(trainer, in_flight.step, in_flight.batch_BS)
     trainer.zero_grad()
-    text = f"loss {result.loss:g}, gradient norm {result.norm:g} at step {in_flight.step + 1}: {where}"
-    raise NonFiniteError(text, in_flight.step)
+    text = f"loss {result.loss:g}, gradient norm {result.norm:g} at step {in_flight.step + 1}: "
+    text += where or "the same step, run once more, is finite"
+    raise NonFiniteError(text, in_flight.step, repeats=where is not None)
 
 
 def _send(step: int, batch_BS: Tensor, numbers_5: Tensor) -> InFlightStep:
