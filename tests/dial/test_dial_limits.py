@@ -227,7 +227,7 @@ def test_a_model_is_written_only_where_it_is_asked_for(
     told: list[Any] = []
     stubs: dict[str, Any] = {
         "card_section": lambda result: "section",
-        "save_results": lambda loaded, kind, body, out, card: told.append((kind, body, card)) or out / "numbers",
+        "save_results": lambda loaded, kind, body, out, card, **_: told.append((kind, body, card)) or out / "numbers",
         "draw": lambda result, path: path,
         "model_card": lambda loaded, name, sections: (name, sections),
         "write_model": lambda loaded, folder, card: told.append(card) or folder,

@@ -62,6 +62,25 @@ def test_what_is_saved_is_found_again(loaded: LoadedModel) -> None:
     assert find_results(loaded.path, "prune") is None
 
 
+def test_another_call_says_what_it_replaces(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call(*words: str, kind: str = "eval", tells: bool = True) -> str:
+        monkeypatch.setattr("sys.argv", ["/bin/grmoe", *words])
+        save_results(loaded, kind, BODY, tmp_path, tells=tells)
+        return capsys.readouterr().err
+
+    assert call("eval", "a model") == ""
+    assert call("eval", "a model") == ""  # the same call again
+    created = load_results(tmp_path / "results.json", "eval").created
+    said = f"Replaced the results of {created}, made by: grmoe eval 'a model'. --out OTHER keeps both\n"
+    assert call("eval", "a model", "--budget", "1") == said
+    assert call("eval", "other", tells=False) == ""
+    assert call("prune", "other", kind="prune") == ""  # of another kind: cannot be read as this one
+    (tmp_path / "results.json").write_text("[]")
+    assert call("eval", "a model") == ""
+
+
 def test_results_of_an_exported_folder_lie_beside_it(loaded: LoadedModel, tmp_path: Path) -> None:
     export(loaded.path, tmp_path / "model")
     assert results_folder(tmp_path / "model", "eval") == tmp_path / "model-eval"

@@ -107,6 +107,8 @@ def test_a_run_that_loses_its_log_on_the_way_still_says_how_good_it_is(
         (["optim.rate=1"], "unknown key 'optim.rate'"),
         (["--batch-size", "4"], r"no option --batch-size .*settings have no dashes: batch_size=4"),
         (["--lr=1e-3", "steps=2"], r"no option --lr=1e-3 .*settings have no dashes: lr=1e-3"),
+        (["--resum", "steps=2"], r"no option --resum; did you mean --resume\?"),
+        (["--form=runs/a", "steps=2"], r"no option --form=runs/a; did you mean --from\?"),
         (["--fast", "steps=2"], r"no option --fast .*settings have no dashes: fast=…"),
         (["data.batch_size=7", "data.micro_batch_size=2"], "micro_batch_size must divide"),
         (["data.sequence_length=64"], "must be at most the model's 32, got 64"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 from functools import partial
 from pathlib import Path
@@ -16,16 +17,19 @@ from grmoe.cli.shell import list_and_exit, run_plan, shell
 from grmoe.terminal import console, note, say, say_all, say_written
 
 
-def _split(settings: list[str] | None) -> tuple[Path | None, list[str]]:
+def _split(settings: list[str] | None, context: typer.Context) -> tuple[Path | None, list[str]]:
     """(the YAML file if the first word is one, the overrides).
 
-    Unknown options are among the words, because other trainers take `--steps 30`. The message shows how it is
-    written here.
+    Unknown options are among the words, because other trainers take `--steps 30`. The message has the option that was
+    meant, or shows how the setting is written here.
     """
     given = list(settings or [])
+    options = [name.lstrip("-") for parameter in context.command.params for name in parameter.opts]
     for place, word in enumerate(given):
         if word.startswith("-"):
             key, _, value = word.lstrip("-").partition("=")
+            if near := difflib.get_close_matches(key, options, n=1, cutoff=0.75):
+                raise ValueError(f"there is no option {word}; did you mean --{near[0]}?")
             value = value or next((v for v in given[place + 1 : place + 2] if "=" not in v), "…")
             raise ValueError(
                 f"there is no option {word} (--help lists them); settings have no dashes: "
@@ -36,6 +40,7 @@ def _split(settings: list[str] | None) -> tuple[Path | None, list[str]]:
 
 
 def train(
+    context: typer.Context,
     settings: Settings = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the run's last checkpoint, bit for bit on a CPU.")
@@ -77,7 +82,7 @@ def train(
         from grmoe.runs.folder import checkpoints_of
         from grmoe.runs.start import starting_config
 
-        tree = read_tree(*_split(settings))
+        tree = read_tree(*_split(settings, context))
         if source is not None:
             tree["start_from"] = str(source)
         config = starting_config(tree, resume)
@@ -132,6 +137,7 @@ def curves(
 
 
 def compare(
+    context: typer.Context,
     settings: Settings = None,
     recipe: Annotated[
         list[str] | None,
@@ -182,7 +188,7 @@ def compare(
         for key in vary or []:
             recipes = [found for each in recipes for found in varied(each, key)]
         plan = Plan(
-            tree=read_tree(*_split(settings)), recipes=tuple(recipes), out=out, seeds=seeds, first_seed=first_seed,
+            tree=read_tree(*_split(settings, context)), recipes=tuple(recipes), out=out, seeds=seeds, first_seed=first_seed,
             texts=tuple(text or ()), tokens=tokens, at_once=at_once,
         )  # fmt: skip
         run_plan(plan, run, show, partial(save, out=out))

@@ -30,7 +30,7 @@ def save(result: Result, out: Path, write: bool = False) -> dict[str, Path]:
     earlier = _earlier(out)
     if not write:
         set_aside(loaded, folder, "dial", "--write saves the model of this one")
-    numbers = save_results(loaded, "dial", result.body, out, section)
+    numbers = save_results(loaded, "dial", result.body, out, section, tells=False)
     if earlier is not None and _asked(earlier.body) != _asked(plain(result.body)):
         note(f"Replaced the results of {earlier.created}: {earlier.body['asked']}; {_chosen(earlier.body)}")
     places = {"Numbers": numbers, "Figure": draw(result, out / FIGURE)}

@@ -240,7 +240,7 @@ def _add_experts(content: Content, loaded: LoadedModel, plan: Plan, progress: Pr
 def _keep_analysis(content: Content, loaded: LoadedModel, body: dict[str, Any]) -> None:
     """For the next page. A folder that may only be read is no reason to show nothing."""
     try:
-        save_results(loaded, "analysis", body, results_folder(loaded.path, "analysis"))
+        save_results(loaded, "analysis", body, results_folder(loaded.path, "analysis"), tells=False)
     except OSError as error:
         content.notes.append(Note("experts", f"Its analysis could not be saved: {error}."))
 

@@ -23,6 +23,7 @@ import grmoe
 from grmoe.files import beside, read_json, reason, write_file
 from grmoe.hardware import device_name
 from grmoe.runs.folder import CONFIG
+from grmoe.terminal import note
 
 if TYPE_CHECKING:  # opening a run reads its results
     from grmoe.runs.open import LoadedModel
@@ -70,9 +71,14 @@ def results_folder(model: Path, kind: str) -> Path:
     return model / kind if (model / CONFIG).is_file() else beside(model, f"-{kind}")
 
 
-def save_results(loaded: LoadedModel, kind: str, body: Any, out: Path, card: str = "") -> Path:
-    """Write OUT/results.json atomically. body: a dataclass, or plain data."""
-    model = loaded.model
+def save_results(
+    loaded: LoadedModel, kind: str, body: Any, out: Path, card: str = "", tells: bool = True
+) -> Path:
+    """Write OUT/results.json atomically. body: a dataclass, or plain data.
+
+    tells: it says on stderr which results of another call it replaced.
+    """
+    model, earlier = loaded.model, _other_call(out, kind) if tells else None
     results = Results(
         kind=kind,
         model=str(loaded.path),
@@ -89,7 +95,19 @@ def save_results(loaded: LoadedModel, kind: str, body: Any, out: Path, card: str
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(asdict(results), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     write_file(out / RESULTS, f"{text}\n".encode())
+    if earlier is not None:
+        made = f"{earlier.created}, made by: {shlex.join(earlier.command)}"
+        note(f"Replaced the results of {made}. --out OTHER keeps both")
     return out / RESULTS
+
+
+def _other_call(out: Path, kind: str) -> Results | None:
+    """Results in OUT that another call left. None for those of the same call, and where nothing can be read."""
+    try:
+        earlier = load_results(out / RESULTS, kind)
+    except (OSError, ResultsError):
+        return None
+    return earlier if earlier.command[1:] != sys.argv[1:] else None
 
 
 def load_results(path: Path, kind: str) -> Results:
