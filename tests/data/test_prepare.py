@@ -18,7 +18,7 @@ from killing import OPTIONS
 from small_corpus import folder_bytes, make_documents, write_jsonl
 
 from grmoe.data import TokenDataset, prepare
-from grmoe.data.journal import JOURNAL, Journal
+from grmoe.data.journal import JOURNAL, Journal, changes
 from grmoe.data.prepare import Progress
 from grmoe.files import write_file
 
@@ -242,6 +242,18 @@ def test_another_that_comes_in_between_is_not_replaced(
         prepare([corpus], out, **OPTIONS)
     index = prepare([other], out, **OPTIONS)
     assert [source["name"] for source in index["recipe"]["sources"]] == ["other.txt"]
+
+
+def test_a_source_that_changes_its_part_is_neither_gone_nor_new() -> None:
+    def recipe(*sources: tuple[str, bool]) -> dict[str, Any]:
+        return {"sources": [{"name": name, "held_out": held_out} for name, held_out in sources]}
+
+    split, whole = recipe(("a", False), ("b", True)), recipe(("a", False), ("b", False))
+    assert changes(whole, split) == ["for validation now: b"]
+    assert changes(split, whole) == ["for training now: b"]
+    both = recipe(("a", False), ("b", False), ("b", True))  # the same name in both parts
+    assert changes(whole, both) == ["new in the sources: b"]
+    assert changes(both, split) == ["gone in the sources: b"]
 
 
 def test_a_full_disk_damages_nothing(tmp_path: Path) -> None:

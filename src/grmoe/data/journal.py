@@ -127,13 +127,20 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
     old = {(s["name"], s["held_out"]): s for s in before.get("sources", [])}
     new = {(s["name"], s["held_out"]): s for s in now["sources"]}
-    named = [("gone", old.keys() - new.keys()), ("new", new.keys() - old.keys())]
-    named.append(("changed", {key for key in old.keys() & new.keys() if old[key] != new[key]}))
+    gone, added = old.keys() - new.keys(), new.keys() - old.keys()
+    moved = {(name, held_out) for name, held_out in added if (name, not held_out) in gone}
+    named = [
+        ("gone in the sources", gone - {(name, not held_out) for name, held_out in moved}),
+        ("new in the sources", added - moved),
+        ("for validation now", {key for key in moved if key[1]}),
+        ("for training now", {key for key in moved if not key[1]}),
+        ("changed in the sources", {key for key in old.keys() & new.keys() if old[key] != new[key]}),
+    ]
     for what, keys in named:
         names = sorted(name for name, _ in keys)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         if names:
-            words.append(f"{what} in the sources: {', '.join(names[:3])}{more}")
+            words.append(f"{what}: {', '.join(names[:3])}{more}")
     if not words and before.get("sources") != now["sources"]:
         words.append("the order of the sources")
     return words
