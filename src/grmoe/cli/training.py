@@ -188,7 +188,7 @@ def compare(
         for key in vary or []:
             recipes = [found for each in recipes for found in varied(each, key)]
         plan = Plan(
-            tree=read_tree(*_split(settings, context)), recipes=tuple(recipes), out=out, seeds=seeds, first_seed=first_seed,
-            texts=tuple(text or ()), tokens=tokens, at_once=at_once,
+            tree=read_tree(*_split(settings, context)), recipes=tuple(recipes), out=out, seeds=seeds,
+            first_seed=first_seed, texts=tuple(text or ()), tokens=tokens, at_once=at_once,
         )  # fmt: skip
         run_plan(plan, run, show, partial(save, out=out))
