@@ -313,7 +313,7 @@ def test_a_run_that_may_only_be_read_has_a_page(
     copy, page = tmp_path / "run", tmp_path / "page.html"
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("analysis"))
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **options: object) -> None:
         raise OSError("Read-only file system: 'analysis'")
 
     monkeypatch.setattr("grmoe.report.content.save_results", refuse)
