@@ -134,13 +134,13 @@ def test_leading_dimensions(shape: tuple[int, ...]) -> None:
     assert_same_routing(router(x), by_torch(router)(x))
 
 
+@torch.no_grad()
 def test_routing_follows_dial_and_prior(calls: list[str]) -> None:
     router = make(selection=Mass(0.8)).eval()
     x = tokens(20)
     for alpha, shift in ((0.0, 0.0), (1.7, 0.0), (1.7, 0.5)):
         router.alpha = alpha
-        with torch.no_grad():
-            router.log_prior[2] += shift
+        router.log_prior[2] += shift
         assert_same_routing(router(x), by_torch(router)(x))
     assert calls.count("pack") == 1  # neither is in the packed copy
 
@@ -167,10 +167,22 @@ def replace_parameter(router: Router) -> None:
 
 def train_a_step(router: Router) -> None:
     router.train()
-    router(tokens(9)).probs[:, 0].sum().backward()
-    with torch.no_grad():
-        router.get_parameter("frames").sub_(router.get_parameter("frames").grad)
+    with torch.enable_grad():
+        router(tokens(9)).probs[:, 0].sum().backward()
+    router.get_parameter("frames").sub_(router.get_parameter("frames").grad)
     router.eval()
+
+
+def train_a_fused_step_in_eval_mode(router: Router) -> None:
+    """PyTorch's fused optimisers leave no trace on the parameter."""
+    frames = router.get_parameter("frames")
+    optimizer, version = torch.optim.AdamW([frames], lr=0.1, fused=True), frames._version
+    with torch.enable_grad():
+        router(tokens(9)).probs[:, 0].sum().backward()
+    router(tokens(9))  # between backward and step
+    optimizer.step()
+    assert frames._version == version
+    optimizer.zero_grad()
 
 
 def cast(router: Router) -> None:
@@ -178,9 +190,18 @@ def cast(router: Router) -> None:
     write_in_place(router)
 
 
-CHANGES = [write_in_place, load, load_by_assignment, replace_parameter, train_a_step, cast]
+CHANGES = [
+    write_in_place,
+    load,
+    load_by_assignment,
+    replace_parameter,
+    train_a_step,
+    train_a_fused_step_in_eval_mode,
+    cast,
+]
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 def test_packed_copy_follows_the_frames(change: Any, calls: list[str]) -> None:
     router, x = make(selection=TopK(2)).eval(), tokens(9)
@@ -193,6 +214,17 @@ def test_packed_copy_follows_the_frames(change: Any, calls: list[str]) -> None:
     assert_same_routing(after, by_torch(router)(x))
 
 
+def test_packed_copy_is_not_kept_where_the_frames_get_a_gradient(calls: list[str]) -> None:
+    router, x = make(selection=TopK(2)).eval(), tokens(9)
+    router(x)
+    router(x)
+    assert calls.count("pack") == 2
+    router.requires_grad_(False)
+    router(x)
+    router(x)
+    assert calls.count("pack") == 3
+
+
 def test_packed_copy_is_not_kept_in_training(calls: list[str]) -> None:
     router = make(selection=TopK(2))
     router(tokens(9))
@@ -201,6 +233,7 @@ def test_packed_copy_is_not_kept_in_training(calls: list[str]) -> None:
     assert router._packed._kept is None
 
 
+@torch.no_grad()
 def test_packed_copy_follows_the_dtype_of_the_tokens() -> None:
     router, x = make(selection=TopK(2)).eval(), tokens(9)
     wide = router(x)
@@ -211,6 +244,7 @@ def test_packed_copy_follows_the_dtype_of_the_tokens() -> None:
     assert not torch.equal(narrow.logits, wide.logits)
 
 
+@torch.no_grad()
 def test_copies_of_a_router_pack_for_themselves() -> None:
     router, x = make(selection=TopK(2)).eval(), tokens(9)
     router(x)

@@ -526,6 +526,23 @@ def test_many_priors_at_once_are_each_one() -> None:
     assert not together[-1].log_prior.any()
 
 
+def test_the_prior_of_a_frozen_router_stays() -> None:
+    """Below an adapter: what the adapter was trained on is what a model without it computes."""
+    routers = [build_router("grassmann", 16, 4, rank=4) for _ in range(3)]
+    routers[0].requires_grad_(False)
+    routers[1].get_parameter("frames").requires_grad_(False)  # its concentrations are trained
+    for update in (lambda: update_priors(routers, 0.3), lambda: [r.update_prior(0.3) for r in routers]):
+        for router in routers:
+            router(torch.randn(50, 16))
+        update()
+        assert not routers[0].log_prior.any()
+        assert not any(router.prior_sums.any() for router in routers)
+    assert routers[1].log_prior.any()
+    assert routers[2].log_prior.any()
+    frozen = build_router("hash", 16, 4)
+    assert not frozen.frozen  # nothing to train
+
+
 @pytest.mark.parametrize(
     ("name", "tensor"), [("grassmann", "frames"), ("softmax", "weight"), ("vmf", "weight")]
 )

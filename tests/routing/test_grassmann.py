@@ -683,11 +683,12 @@ def test_frames_that_a_foreign_optimiser_moved_are_retracted() -> None:
     assert torch.equal(router.frames, loaded)
 
 
-def test_in_a_loop_of_ones_own_updating_the_prior_retracts() -> None:
-    """Such a loop calls `train()` once at most."""
+@pytest.mark.parametrize("fused", [False, True])
+def test_in_a_loop_of_ones_own_updating_the_prior_retracts(fused: bool) -> None:
+    """Such a loop calls `train()` once at most. PyTorch's fused optimisers leave no trace on what they write."""
     router = GrassmannRouter(16, 4, 3).train()
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
-    foreign = torch.optim.AdamW(router.parameters(), lr=1e-2)
+    foreign = torch.optim.AdamW(router.parameters(), lr=1e-2, fused=fused)
     for _ in range(3):
         router(x).probs[:, 0].sum().backward()
         foreign.step()

@@ -74,11 +74,15 @@ def repair(U_NDK: Tensor) -> None:
 
 
 def note_orthonormal(params: Iterable[Tensor]) -> None:
-    """Note on frames that they are orthonormal as they are now, so that nobody has to look (`noted`)."""
+    """Note on frames that they are orthonormal as they are now, so that nobody has to look (`take_note`)."""
     for p in params:
         p.orthonormal_at = p._version  # type: ignore[attr-defined]
 
 
-def noted(frames: Tensor) -> bool:
-    """Whether nothing has written to the frames since `note_orthonormal`. Does not read the device."""
-    return getattr(frames, "orthonormal_at", None) == frames._version
+def take_note(frames: Tensor) -> bool:
+    """Whether nothing has written to the frames since `note_orthonormal`. Does not read the device.
+
+    A note counts once. PyTorch's fused optimisers write without a trace, so what is orthonormal must be noted at every
+    step.
+    """
+    return bool(frames.__dict__.pop("orthonormal_at", None) == frames._version)

@@ -253,15 +253,24 @@ class Router(FullPrecision):
     @torch.no_grad()
     def update_prior(self, rate: float) -> None:
         """One step of the balanced prior (`grmoe.routing.prior`) from the load since the last call; once per
-        optimiser step. Without `balance` the prior stays. With a leading term `leading_share` is updated too."""
+        optimiser step. Without `balance`, or if the router is frozen, the prior stays. With a leading term
+        `leading_share` is updated too."""
         checks.finite("rate", rate, at_least=0)
-        if self.balance:
+        if self.balance and self.frozen:
+            self.prior_sums.zero_()
+        elif self.balance:
             self.log_prior.copy_(next_log_prior(self.log_prior, self.prior_sums, rate))
             self.prior_sums.zero_()
         sums = self.counter.leading_sums
         if self.leading_share is not None and sums is not None:
             self.leading_share.copy_(next_leading_share(self.leading_share, sums))
             sums.zero_()
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it has parameters and none is trained, as below an adapter: an adapter's file has no prior."""
+        trained = [p.requires_grad for p in self.parameters()]
+        return bool(trained) and not any(trained)
 
     @property
     def prior_sums(self) -> Tensor:

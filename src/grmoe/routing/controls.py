@@ -167,13 +167,16 @@ def uncounted(found: nn.Module | Iterable[Router]) -> Iterator[None]:
 @torch.no_grad()
 def update_priors(found: nn.Module | Iterable[Router], rate: float, skip: Tensor | None = None) -> None:
     """`Router.update_prior` of a model's routers, or of these; those of one size and device are updated together.
-    Frames that an optimiser moved off their manifold are made orthonormal again.
+    Frames that an optimiser moved off their manifold are made orthonormal again. Frozen routers stay as they are.
 
     skip: a 0-d tensor. Where it is nonzero, priors and leading shares stay as they are.
     """
     checks.finite("rate", rate, at_least=0)
     found = all_routers(found) if isinstance(found, nn.Module) else list(found)
-    balanced = [(r.log_prior, r.prior_sums) for r in found if r.balance]
+    balanced = [(r.log_prior, r.prior_sums) for r in found if r.balance and not r.frozen]
+    frozen = [r.prior_sums for r in found if r.balance and r.frozen]
+    if frozen:
+        torch._foreach_zero_(frozen)
     _update(balanced, lambda prior, sums: next_log_prior(prior, sums, rate), skip)
     counted = [(r.leading_share, r.counter.leading_sums) for r in found]
     leading = [(share, sums) for share, sums in counted if share is not None and sums is not None]

@@ -8,7 +8,7 @@ from typing import Self
 from torch import Tensor, nn
 
 from grmoe import geometry
-from grmoe.optim.polar import note_orthonormal, noted, repair
+from grmoe.optim.polar import repair, take_note
 from grmoe.routing.base import Router
 
 # max|UᵀU − I| from which frames have left their manifold. `GrassmannAdam` keeps it below 1e-6.
@@ -41,12 +41,11 @@ class FrameRouter(Router):
         return self
 
     def retract_if_moved(self) -> None:
-        """`retract`, unless an optimiser that keeps frames orthonormal was the last to move them. Otherwise it reads
-        the device."""
+        """`retract`, unless an optimiser that keeps frames orthonormal was the last to move them, or none moves them.
+        Otherwise it reads the device."""
         frames = self._parameters.get("frames")  # none where another parameter gives the frames
-        if frames is not None and not noted(frames):
+        if frames is not None and frames.requires_grad and not take_note(frames):
             self.retract()
-            note_orthonormal([frames])
 
     def retract(self) -> None:
         """Make frames orthonormal again where an optimiser other than `GrassmannAdam` moved them, and warn.

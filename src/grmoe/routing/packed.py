@@ -16,6 +16,7 @@ class PackedCopy:
     """One packed copy, and the parameter state it was made from.
 
     The copy is remade when the parameter is replaced, written in place, moved, or used with tokens of another dtype.
+    PyTorch's fused optimisers write without a trace, so none is kept of a parameter that has a gradient or may get one.
     A write through `.data` is invisible here: call `clear()` after one. Copies and pickles of this object start empty.
     """
 
@@ -34,6 +35,9 @@ class PackedCopy:
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return None
         if matrix.is_inference() or is_capturing(x):
+            return None
+        if matrix.requires_grad and (torch.is_grad_enabled() or matrix.grad is not None):
+            self.clear()
             return None
         state = (matrix._version, matrix.data_ptr(), x.dtype)
         if self._kept is None or self._kept[0]() is not matrix or self._kept[1] != state:
