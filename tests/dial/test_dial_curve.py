@@ -101,6 +101,18 @@ def test_more_experts_than_trained_go_up_to_the_cap() -> None:
     assert [(p["experts_per_token"], p["cap"]) for p in curve] == [(1.0, 2), (1.5, 2), (2.0, 2), (4.0, 4)]
 
 
+def test_the_trained_setting_is_no_step_in_the_midst_of_a_curve_with_more_experts() -> None:
+    """Where it is the one that was chosen: between two caps, layers turn one after another."""
+    by_mass = point(mass(ALPHAS, 0.5, 2), 1.9, 2.0, "trained")
+    wide = [*between(6, cap=4), point(top_k(ALPHAS, 4), 4.0, 2.4, "top-k")]
+    for trained in (TRAINED, by_mass):
+        curve = build_curve([ONE, trained, *wide], trained, trained, 4, 8)
+        assert {p["cap"] for p in curve} == {4}
+        assert chosen_budget(curve, trained) is None
+        for budget in (1.3, 1.9, 2.0, 2.1, 3.3):  # layers alike: none has turned before the others
+            assert len(set(curve_numbers(curve, budget, 2))) == 1
+
+
 def test_a_chosen_top_k_is_a_budget() -> None:
     """Without it on the curve, the model would be saved as it was trained, with all eight experts."""
     trained = point(top_k(ALPHAS, 8), 8.0, 2.0, "trained")

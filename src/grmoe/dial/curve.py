@@ -66,7 +66,8 @@ def build_curve(
     if end and trained.experts_per_token >= top:
         found[trained] = end
     picked = describe(chosen)
-    if picked is not None:
+    # The trained setting with a smaller cap would be a step in the midst: between two caps layers turn one by one.
+    if picked is not None and (chosen is not trained or picked["cap"] == cap):
         found[chosen] = picked
     by_experts: dict[float, Point] = {}
     for p in sorted(found, key=lambda p: (p is not chosen, p.loss)):
