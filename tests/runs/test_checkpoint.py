@@ -59,6 +59,24 @@ def test_a_loss_that_is_no_number_is_not_the_best(tmp_path: Path) -> None:
     assert [c.step for c in checkpoints.all()] == [1, 2]
 
 
+def test_the_best_is_one_of_those_measured_on_the_text_of_the_last(tmp_path: Path) -> None:
+    """Another text may be easier, so that its losses do not compare."""
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    for step, (metric, text) in enumerate([(2.0, 500), (1.0, 500), (4.0, None), (3.0, None), (3.5, None)]):
+        checkpoints.save(step, state(step), {"metric": metric, "measured_on": text})
+    assert [c.step for c in checkpoints.all()] == [3, 4]
+    checkpoints.save(5, state(5), {"measured_on": 500})  # not measured
+    best = checkpoints.best()
+    assert best is not None
+    assert best.step == 3
+    old = Checkpoints(tmp_path / "old", keep_last=9)
+    old.save(0, state(0), {"metric": 2.0})  # of an older version: what it was measured on is not known
+    old.save(1, state(1), {"metric": 3.0, "measured_on": 500})
+    best = old.best()
+    assert best is not None
+    assert best.step == 0
+
+
 def test_the_same_step_can_be_saved_again(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state(1.0))

@@ -397,6 +397,27 @@ def test_a_bad_step_after_resuming_leaves_the_best_checkpoint_what_it_is(
     assert after.step == 4
 
 
+def test_with_another_part_of_the_validation_text_the_best_is_chosen_anew(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = iter([1.0, 3.0, 2.0])
+    real = loop.validate
+    monkeypatch.setattr(loop, "validate", lambda trainer: replace(real(trainer), loss=next(losses)))
+    checkpoint = {"every": 2, "keep_last": 1}
+    config = settings(steps=2, validation={"every": 2, "tokens": 64}, checkpoint=checkpoint)
+    train(config)
+    capsys.readouterr()
+    train(settings(steps=6, validation={"every": 2, "tokens": 96}, checkpoint=checkpoint), resume=True)
+    assert (
+        "validation.tokens was 64 and is 96 now: losses before and after do not compare"
+        in capsys.readouterr().err
+    )
+    found = checkpoints_of(Path(config.out), config)
+    best = found.best()
+    assert best is not None
+    assert (best.step, best.metric) == (6, 2.0)
+
+
 def test_a_start_that_cannot_write_its_folder_leaves_none(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,11 @@ class Checkpoint:
         """The number that `keep_best` compares. Smaller is better."""
         return self.meta.get("metric")
 
+    def compares_with(self, other: Checkpoint) -> bool:
+        """Whether both metrics are of the same text. Of older checkpoints it is not known."""
+        texts = [c.meta["measured_on"] for c in (self, other) if "measured_on" in c.meta]
+        return len(texts) < 2 or texts[0] == texts[1]
+
 
 class Checkpoints:
     """The checkpoints of one run: the last few, and the best."""
@@ -93,8 +98,10 @@ class Checkpoints:
         return found[-1] if (found := self.all()) else None
 
     def best(self) -> Checkpoint | None:
+        """Of those measured on the same text as the last one."""
         measured = [c for c in self.all() if c.metric is not None and not math.isnan(c.metric)]
-        return min(measured, key=lambda c: (c.metric, c.step), default=None)
+        alike = [c for c in measured if c.compares_with(measured[-1])]
+        return min(alike, key=lambda c: (c.metric, c.step), default=None)
 
     def save(
         self, step: int, state: dict[str, Any], meta: dict[str, Any] | None = None, background: bool = False

@@ -106,6 +106,7 @@ def _train(config: TrainConfig, resume: bool, world: World) -> Outcome:
             open_folder(config, begin, trainer.data)
             logger = open_logger(trainer, first)
             logger.say(describe_more_steps(saved, config, first))
+            logger.say(_describe_other_text(saved, config))
         return _loop(trainer, checkpoints, logger, begin, {"data": data})
     except Exception:
         if world.first and begin is None:
@@ -134,10 +135,12 @@ def _loop(
     forecast = Forecast(first, config.steps) if world.device.type == "cpu" else None
 
     def save(step: int, background: bool = False, after: str = "") -> Checkpoint:
-        metric = None if validation is None else validation.loss
-        if metric is None and begin is not None and step == begin.step:
-            metric = begin.metric  # the same state again, after a step with NaN
-        about = {**meta, "metric": metric, "processes": world.size}
+        metric: dict[str, Any] = {"metric": None if validation is None else validation.loss}
+        metric["measured_on"] = config.validation.tokens
+        if validation is None and begin is not None and step == begin.step:
+            # The same state again, after a step with NaN.
+            metric = {name: begin.meta[name] for name in metric if name in begin.meta}
+        about = {**meta, **metric, "processes": world.size}
         state = gather(model, trainer.optimizers)
         bad = find_bad_state(state, world)
         if bad is not None:
@@ -192,6 +195,16 @@ def _loop(
                     status,
                 )
     return Outcome(Path(config.out), kept, validation)
+
+
+def _describe_other_text(old: TrainConfig | None, new: TrainConfig) -> str | None:
+    """What it means that a resumed run measures another part of the validation text; None where it does not."""
+    if old is None or old.validation.tokens == new.validation.tokens:
+        return None
+    return (
+        f"validation.tokens was {old.validation.tokens} and is {new.validation.tokens} now: losses before and after do "
+        "not compare, and the best checkpoint is one of those from here on"
+    )
 
 
 def _every(interval: int, done: int) -> bool:
