@@ -32,12 +32,12 @@ def register() -> None:
 
 
 class _Models(ModuleType):
-    """Stands for `transformers.models.grmoe`: imports `grmoe.model` when its configuration is asked for."""
+    """Stands for `transformers.models.grmoe`: imports `grmoe.model` when its classes are asked for."""
 
     def __getattr__(self, name: str) -> Any:
-        if name != "GrmoeConfig":
+        if name not in ("GrmoeConfig", "GrmoeForCausalLM"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return importlib.import_module("grmoe.model").GrmoeConfig
+        return getattr(importlib.import_module("grmoe.model"), name)
 
 
 def _add_names(auto: ModuleType) -> None:

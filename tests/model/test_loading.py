@@ -170,6 +170,25 @@ def test_trainer_fine_tunes(build: Build, ids: torch.Tensor, tmp_path: Path) -> 
     assert after < before - 0.1
 
 
+def test_trainer_smooths_the_labels_of_the_next_tokens(
+    build: Build, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    """Trainer shifts labels only for classes that transformers lists as language models."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    model = build().eval()
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), label_smoothing_factor=0.1, report_to="none", use_cpu=True
+    )
+    trainer = Trainer(model=model, args=arguments)
+    loss = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    torch.testing.assert_close(
+        loss, torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1)
+    )
+
+
 def test_plain_training_lowers_the_loss_and_keeps_frames_orthonormal(build: Build, ids: torch.Tensor) -> None:
     model = build().train()
     split = grmoe.split_parameters(model)

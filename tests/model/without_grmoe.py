@@ -109,6 +109,11 @@ def trainer_keeps_subspaces(model: Any) -> None:
         trainer.train()
         assert error_of(frames_of(model)) < 0.1  # one step of AdamW
         trainer.save_model("trained")
+    smoothing = TrainingArguments("trained", label_smoothing_factor=0.1, report_to="none", use_cpu=True)
+    smooth = Trainer(model=model, args=smoothing).compute_loss
+    logits = model(IDS).logits[:, :-1].flatten(0, 1)
+    wanted = torch.nn.functional.cross_entropy(logits, IDS[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(smooth(model, {"input_ids": IDS, "labels": IDS}), wanted)
     said = [str(w.message) for w in caught if "ModelOptimizer" in str(w.message)]
     assert len(said) == 1, said
     assert "optimizers=(grmoe.ModelOptimizer(model, lr=3e-4), None)" in said[0]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import create_causal_mask
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -303,3 +304,8 @@ def _share_of_batch(
     so that each of them must have its share of the routers' losses too."""
     targets = labels[..., 1:] if shift_labels is None else shift_labels
     return (targets != IGNORED).sum() / torch.as_tensor(num_items_in_batch, device=labels.device)
+
+
+# Of other models transformers' Trainer does not know that the label of a token is the next one. With label smoothing it
+# would train them to repeat their input.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(GrmoeConfig.model_type, GrmoeForCausalLM.__name__)
