@@ -25,6 +25,7 @@ from grmoe.report.page import as_json
 from grmoe.report.sample import MAX_NUMBERS, STEPS, quantise, sample_gates
 from grmoe.runs.export import export
 from grmoe.runs.open import open_model
+from grmoe.runs.weights import fingerprint
 
 
 @given(st.integers(2, 9), st.floats(1e-3, 1e3), st.integers(0, 1000))
@@ -266,7 +267,8 @@ def _dialled_export(run: Path, tmp_path: Path) -> Path:
     shutil.rmtree(copy / "dial")
     export(copy, model)
     (tmp_path / "model-dial").mkdir()
-    (tmp_path / "model-dial" / "results.json").write_text(json.dumps(results | {"step": None}))
+    results |= {"step": None, "weights": fingerprint(model)}
+    (tmp_path / "model-dial" / "results.json").write_text(json.dumps(results))
     return model
 
 
@@ -292,6 +294,19 @@ def test_an_exported_model_writes_at_the_budgets_that_were_measured_beside_it(
     commands = [step.command for step in collect(model).next]
     assert f"grmoe serve {written}" in commands
     assert all(str(written) in command for command in commands)
+
+
+def test_a_dial_of_other_weights_is_not_shown(run: Path, tmp_path: Path) -> None:
+    """Another checkpoint was exported into the same folder since. Nothing else tells them apart."""
+    model = _dialled_export(run, tmp_path)
+    path = tmp_path / "model-dial" / "results.json"
+    results = json.loads(path.read_text())
+    path.write_text(json.dumps(results | {"weights": "0123456789abcdef"}))
+    content = collect(model)
+    assert content.dial is None
+    assert "Measured with another model of this name." in [note.text for note in content.notes]
+    path.write_text(json.dumps(results | {"weights": ""}))  # of an earlier version: not known
+    assert collect(model).dial is not None
 
 
 def test_a_dial_of_another_model_of_the_name_is_not_shown(run: Path, tmp_path: Path) -> None:

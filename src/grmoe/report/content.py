@@ -24,6 +24,7 @@ from grmoe.runs.results import (
     RESULTS,
     Results,
     ResultsError,
+    belong,
     find_results,
     plain,
     remake,
@@ -177,13 +178,9 @@ def _add_frontier(content: Content, folder: Path, loaded: LoadedModel | None) ->
         text = f"Measured at step {found.step}. This page shows step {loaded.step}."
         content.notes.append(Note("frontier", text, f"{command} --checkpoint {loaded.step}"))
         return None
-    if loaded is not None and found.body.get("curve"):
-        config = loaded.model.config
-        try:
-            check_curve(found.body["curve"], len(config.moe_layers), config.gate_experts)
-        except ValueError:  # an exported model has no step to compare
-            content.notes.append(Note("frontier", "Measured with another model of this name.", command))
-            return None
+    if loaded is not None and not _of_its_weights(found, loaded):
+        content.notes.append(Note("frontier", "Measured with another model of this name.", command))
+        return None
     content.dial = dial_facts(found.body) | {"device": found.device, "dtype": found.dtype}
     return found.body
 
@@ -245,13 +242,29 @@ def _keep_analysis(content: Content, loaded: LoadedModel, body: dict[str, Any]) 
         content.notes.append(Note("experts", f"Its analysis could not be saved: {error}."))
 
 
+def _of_its_weights(found: Results, loaded: LoadedModel) -> bool:
+    """Whether results are of this model. Those of an earlier version do not name their weights."""
+    place = loaded.path if loaded.checkpoint is None else loaded.checkpoint.path
+    if not belong(found, loaded.step, place):
+        return False
+    config = loaded.model.config
+    try:
+        if found.body.get("curve"):
+            check_curve(found.body["curve"], len(config.moe_layers), config.gate_experts)
+    except ValueError:
+        return False
+    return True
+
+
 def _fits(found: Results, loaded: LoadedModel, texts: Sequence[str]) -> bool:
     """Whether an analysis is of this checkpoint, its layers and its experts, at the saved α, on the text asked for."""
     config, body = loaded.model.config, found.body
     if texts and body["text"] != ", ".join(texts):
         return False
     blocks = [layer["layer"] for layer in body["layers"]]
-    if (found.step, body["experts"], blocks) != (loaded.step, config.gate_experts, config.moe_layers):
+    if (body["experts"], blocks) != (config.gate_experts, config.moe_layers):
+        return False
+    if not _of_its_weights(found, loaded):
         return False
     # Routers keep α in fp32.
     alphas = [numbers.alpha for numbers in config.numbers]

@@ -25,7 +25,7 @@ from grmoe.runs.folder import (
 )
 from grmoe.runs.lock import trained_by
 from grmoe.runs.missing import not_a_model
-from grmoe.runs.results import COMMANDS, ResultsError, find_results
+from grmoe.runs.results import COMMANDS, ResultsError, belong, find_results
 from grmoe.tables import Table
 
 _VALIDATION = re.compile(r"^\| validation perplexity \| ([\d.]+) \|", re.MULTILINE)  # of a model card
@@ -66,7 +66,7 @@ def _about_run(folder: Path) -> tuple[GrmoeConfig, Table, str]:
         table.add("validation perplexity", f"{measured}at step {best.step:,}, the best checkpoint")
     if not (folder / "dial" / "results.json").is_file() and model.router not in OWN_CHOICE:
         table.add("dial", "not turned yet")
-    budget = _add_measurements(table, folder, None if best is None else best.step)
+    budget = _add_measurements(table, folder, best)
     place = None if _trained_on(folder, best) else dialled_model(folder)
     if process is not None:
         following = f"grmoe curves {quote(str(folder))}"
@@ -84,10 +84,10 @@ def _about_run(folder: Path) -> tuple[GrmoeConfig, Table, str]:
 
 
 def _trained_on(folder: Path, best: Checkpoint | None) -> bool:
-    """Whether the run was dialled at another checkpoint than its best one: it was trained on since."""
+    """Whether the run was dialled at another checkpoint than its best one: it was trained on since, or begun anew."""
     with contextlib.suppress(ResultsError, OSError):
         results = find_results(folder, "dial")
-        return results is not None and best is not None and results.step != best.step
+        return results is not None and best is not None and not belong(results, best.step, best.path)
     return False
 
 
@@ -139,9 +139,13 @@ def export_command(run: Path, budget: float, dtype: str, out: Path, step: int | 
     return f"grmoe export {quote(str(run))}{which} --budget {budget:g}{kind} --out {quote(str(out))}"
 
 
-def _add_measurements(table: Table, folder: Path, step: int | None) -> tuple[float, str] | None:
-    """One row for each command that measured the model. Returns (budget, dtype) that its dial chose for this step."""
+def _add_measurements(table: Table, folder: Path, best: Checkpoint | None) -> tuple[float, str] | None:
+    """One row for each command that measured the model. Returns (budget, dtype) that its dial chose for its weights.
+
+    best: of a run; None for an exported model.
+    """
     budget = None
+    step, place = (None, folder) if best is None else (best.step, best.path)
     for kind, command in COMMANDS.items():
         try:
             results = find_results(folder, kind)
@@ -156,7 +160,8 @@ def _add_measurements(table: Table, folder: Path, step: int | None) -> tuple[flo
             body = results.body
             chosen = f"{body['chosen']['experts_per_token']:.3f} experts per token"
             said += f": {body['asked']}; chosen {chosen}, perplexity {body['chosen']['perplexity']:.3f}"
-            of_step = results.step == step and body["budget"] is not None
-            budget = (body["budget"], results.dtype) if of_step else None
-        table.add(command, said)
+            own = belong(results, step, place) and body["budget"] is not None
+            budget = (body["budget"], results.dtype) if own else None
+        others = results.step == step and not belong(results, step, place)
+        table.add(command, f"{said} (of other weights, which were here before)" if others else said)
     return budget

@@ -18,7 +18,7 @@ from grmoe.routing.selection import NO_LIMIT
 from grmoe.runs.checkpoint import Checkpoint
 from grmoe.runs.folder import read_log
 from grmoe.runs.open import LoadedModel
-from grmoe.runs.results import COMMANDS, find_results
+from grmoe.runs.results import COMMANDS, belong, find_results
 from grmoe.tables import Table, counted, largest, shortened
 
 MODEL_CARD = "README.md"
@@ -91,8 +91,9 @@ def model_card(
             card = put_section(card, kind, "")
         elif loaded.checkpoint is not None:
             results = find_results(loaded.path, kind)
-            # Results of another checkpoint say nothing about this one.
-            if results is not None and results.step == loaded.step and results.card:
+            # Results of other weights say nothing about these.
+            own = results is not None and belong(results, loaded.step, loaded.checkpoint.path)
+            if results is not None and own and results.card:
                 card = put_section(card, kind, results.card)
     return card
 

@@ -22,7 +22,7 @@ from grmoe.runs.checkpoint import Checkpoint
 from grmoe.runs.config import TrainConfig
 from grmoe.runs.folder import CONFIG, checkpoints_of, data_checksum, find_checkpoint, tokenizer_of, vocabulary
 from grmoe.runs.missing import not_a_model
-from grmoe.runs.results import RESULTS, ResultsError, find_results, results_folder
+from grmoe.runs.results import RESULTS, ResultsError, belong, find_results, results_folder
 from grmoe.runs.state import gather
 
 
@@ -118,7 +118,7 @@ def _open_run(run: Path, which: str) -> LoadedModel:
         router.keep_alpha()
     if learned:
         model.set_alpha(model.alpha)
-    _add_budgets(run, model, checkpoint.step)
+    _add_budgets(run, model, checkpoint)
     model.config.trained_length = config.data.sequence_length
     try:
         data, why = _held_out(config, checkpoint), ""
@@ -158,12 +158,13 @@ def _open_tokenizer(folder: Path, vocab_size: int) -> Any:
     return tokenizer
 
 
-def _add_budgets(run: Path, model: GrmoeForCausalLM, step: int) -> None:
-    """Give the model the curve of budgets that `grmoe dial` measured at this step, if there is one that can be read."""
+def _add_budgets(run: Path, model: GrmoeForCausalLM, checkpoint: Checkpoint) -> None:
+    """Give the model the curve of budgets that `grmoe dial` measured with these weights, if one can be read."""
     results = None
     with contextlib.suppress(ResultsError):
         results = find_results(run, "dial")
-    curve = results.body.get("curve") if results is not None and results.step == step else None
+    own = results is not None and belong(results, checkpoint.step, checkpoint.path)
+    curve = results.body.get("curve") if results is not None and own else None
     with reading(results_folder(run, "dial") / RESULTS):
         model.config.budget_curve = curve or None
         model.set_budget(None)  # makes room for the largest budget of the curve

@@ -23,6 +23,7 @@ import grmoe
 from grmoe.files import beside, read_json, reason, write_file
 from grmoe.hardware import device_name
 from grmoe.runs.folder import CONFIG
+from grmoe.runs.weights import fingerprint
 from grmoe.terminal import note
 
 if TYPE_CHECKING:  # opening a run reads its results
@@ -63,6 +64,8 @@ class Results:
     body: dict[str, Any]
     card: str = ""
     """Section of the model card, Markdown; empty for none."""
+    weights: str = ""
+    """Of which weights (`grmoe.runs.weights`). Empty: of an earlier version, or they could not be read."""
     format: int = FORMAT
 
 
@@ -79,6 +82,7 @@ def save_results(
     tells: it says on stderr which results of another call it replaced.
     """
     model, earlier = loaded.model, _other_call(out, kind) if tells else None
+    place = loaded.path if loaded.checkpoint is None else loaded.checkpoint.path
     results = Results(
         kind=kind,
         model=str(loaded.path),
@@ -91,6 +95,7 @@ def save_results(
         command=[Path(sys.argv[0]).name, *sys.argv[1:]],
         body=plain(body),
         card=card,
+        weights=fingerprint(place),
     )
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(asdict(results), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -119,6 +124,7 @@ def load_results(path: Path, kind: str) -> Results:
         raise ResultsError(f"{path} is damaged ({why})", _command_of(path, kind)) from error
     if found.get("format") != FORMAT or found.get("kind") != kind:
         raise ResultsError(f"{path} was written by another version of grmoe", _command_of(path, kind))
+    found.setdefault("weights", "")
     missing = [f.name for f in fields(Results) if f.name not in found]
     if missing:
         raise ResultsError(f"{path} is damaged (without {', '.join(missing)})", _command_of(path, kind))
@@ -133,6 +139,15 @@ def find_results(model: Path, kind: str) -> Results | None:
     """The results of a command for a model; None if it was never run."""
     path = results_folder(model, kind) / RESULTS
     return load_results(path, kind) if path.is_file() else None
+
+
+def belong(results: Results, step: int | None, place: Path) -> bool:
+    """Whether results are of these weights.
+
+    step, place: of the checkpoint; None and the folder for an exported model. Runs that begin again, and models that
+    are exported anew, may have the same.
+    """
+    return results.step == step and results.weights in ("", fingerprint(place))
 
 
 def check_results(model: Path, measured: str) -> None:
