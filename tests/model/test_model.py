@@ -150,6 +150,31 @@ def test_gradient_checkpointing(build: Build, ids: torch.Tensor, reentrant: bool
         torch.testing.assert_close(grad, grads_c[name], msg=name)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.set_alpha(4.0),
+        lambda model: model.update_priors(0.1),
+        lambda model: grmoe.routing.set_draw(model, 7, 0),
+        lambda model: setattr(grmoe.routers(model)[0], "cap", 1),
+    ],
+)
+def test_checkpointing_refuses_a_backward_with_other_numbers(
+    change: Callable[[GrmoeForCausalLM], object], build: Build, ids: torch.Tensor, reentrant: bool
+) -> None:
+    """The gradients would be those of another model, without an error."""
+    model = build(router="softmax", router_options={"balance": True}).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for _ in range(2):  # a backward before the change is right, however often
+        model(ids, labels=ids).loss.backward()
+        change(model)
+    loss = model(ids, labels=ids).loss
+    change(model)
+    with pytest.raises(RuntimeError, match="changed between a forward pass and its backward"):
+        loss.backward()
+
+
 def test_initialisation(config: Any) -> None:
     torch.manual_seed(0)
     wide = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "router_rank": 16}

@@ -62,7 +62,7 @@ CURVE = [
 BODY = {"curve": CURVE, "budget": None, "asked": "", "chosen": {"experts_per_token": 2.0, "perplexity": 9.0}}
 
 
-def test_a_run_that_begins_anew_does_not_inherit_the_dial_of_the_old_one(
+def test_a_run_that_is_started_again_does_not_inherit_the_dial_of_the_old_one(
     make_settings: Callable[[Path], Callable[..., TrainConfig]], tmp_path: Path
 ) -> None:
     settings = make_settings(tmp_path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
@@ -23,6 +24,7 @@ from .parts_grmoe import (
     ExpertWeights,
     MoE,
     add_product,
+    all_routers,
     feed_forward_few,
     pick_backend,
     takes_few,
@@ -164,13 +166,40 @@ class GrmoeDecoderLayer(GradientCheckpointingLayer):
         if isinstance(self.mlp, GrmoeMLP):
             self.mlp.down_proj.writes_residual = True  # type: ignore[assignment]
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' layer, which checkpoints. The backward then checks that routers hold the same numbers."""
+        if self.gradient_checkpointing and self.training and not torch.compiler.is_compiling():
+            kwargs["numbers"] = self._numbers()
+        return super().__call__(*args, **kwargs)
+
+    def _numbers(self) -> tuple[tuple[int, int], ...]:
+        """Where the routers' numbers lie and how often they were written. Nothing is read from the device."""
+        return tuple(
+            (buffer.data_ptr(), buffer._version)
+            for router in all_routers(self)
+            for name, buffer in router.named_buffers()
+            if not name.startswith("counter.")  # a forward pass counts
+        )
+
     def forward(
-        self, hidden_states: Tensor, *, token_ids: Tensor | None = None, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        *,
+        token_ids: Tensor | None = None,
+        numbers: tuple[tuple[int, int], ...] | None = None,
+        **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The residual stream, and from a MoE layer also its router's loss. Checkpointing passes gradients to both.
 
-        token_ids: (B, S), for routers that hash them. All other arguments go to the attention.
+        token_ids: (B, S), for routers that hash them. numbers: those that routers held when the pass began. All other
+        arguments go to the attention.
         """
+        if numbers is not None and numbers != self._numbers():
+            raise RuntimeError(
+                "α, a budget, a prior or the draw of budgets changed between a forward pass and its backward. With "
+                "gradient checkpointing the backward computes the forward again, and would not get the same: run it "
+                "before you change them"
+            )
         # An adapter may wrap the attention or a dense feed-forward.
         attention, norm = self.self_attn, self.input_layernorm
         if isinstance(attention, GrmoeAttention) and attention.takes_few(hidden_states, norm):

@@ -84,7 +84,7 @@ def _about_run(folder: Path) -> tuple[GrmoeConfig, Table, str]:
 
 
 def _trained_on(folder: Path, best: Checkpoint | None) -> bool:
-    """Whether the run was dialled at another checkpoint than its best one: it was trained on since, or begun anew."""
+    """Whether the run was dialled at another checkpoint than its best one: it was trained on, or started again."""
     with contextlib.suppress(ResultsError, OSError):
         results = find_results(folder, "dial")
         return results is not None and best is not None and not belong(results, best.step, best.path)

@@ -144,8 +144,8 @@ def find_results(model: Path, kind: str) -> Results | None:
 def belong(results: Results, step: int | None, place: Path) -> bool:
     """Whether results are of these weights.
 
-    step, place: of the checkpoint; None and the folder for an exported model. Runs that begin again, and models that
-    are exported anew, may have the same.
+    step, place: of the checkpoint; None and the folder for an exported model. Runs that are started again, and models
+    that are exported again, may have the same step.
     """
     return results.step == step and results.weights in ("", fingerprint(place))
 
