@@ -189,6 +189,23 @@ def test_trainer_smooths_the_labels_of_the_next_tokens(
     )
 
 
+def test_models_of_one_configuration_have_dials_of_their_own(build: Build, tmp_path: Path) -> None:
+    """As a teacher and a student. The second was saved with the budget of the first."""
+    curve = [
+        {"experts_per_token": 1.0, "tau": 0.1, "alpha": 1.0, "cap": 2},
+        {"experts_per_token": 2.0, "tau": 1.0, "alpha": 1.0, "cap": 2},
+    ]
+    config = build(num_experts_per_tok=2, budget_curve=curve).config
+    first, second = GrmoeForCausalLM(config), GrmoeForCausalLM(config)
+    first.set_alpha(3.0)
+    first.set_budget(1.0)
+    assert (first.budget, second.budget, config.budget) == (1.0, None, None)
+    second.save_pretrained(tmp_path)
+    saved = GrmoeForCausalLM.from_pretrained(tmp_path)
+    assert (saved.budget, saved.alpha) == (None, second.alpha)
+    assert first.model.config is first.config  # one for all parts of a model
+
+
 def test_plain_training_lowers_the_loss_and_keeps_frames_orthonormal(build: Build, ids: torch.Tensor) -> None:
     model = build().train()
     split = grmoe.split_parameters(model)

@@ -8,6 +8,7 @@ Legend: T tokens, those of all sequences in a batch.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -115,6 +116,7 @@ class GrmoeForCausalLM(GrmoePreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: GrmoeConfig) -> None:
+        config = copy.deepcopy(config)  # the dial writes to it, and several models may be made from one
         super().__init__(config)
         if config.router in NOT_CAUSAL and not config.allow_noncausal_router:
             raise ValueError(
@@ -234,6 +236,7 @@ class GrmoeForSequenceClassification(GrmoePreTrainedModel):
     accepts_loss_kwargs = False
 
     def __init__(self, config: GrmoeConfig) -> None:
+        config = copy.deepcopy(config)  # the dial writes to it, and several models may be made from one
         super().__init__(config)
         assert config.num_labels is not None  # transformers' default is 2
         self.num_labels = config.num_labels
