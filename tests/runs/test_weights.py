@@ -47,11 +47,25 @@ def test_of_an_exported_model(numbers: int, tmp_path: Path) -> None:
     assert fingerprint(tmp_path / "a") != fingerprint(exported("c", 1))
 
 
+def test_one_small_tensor_between_large_ones_counts(tmp_path: Path) -> None:
+    """As of an adapter of the attention that was merged into a model of large experts."""
+    weights = {name: torch.zeros(300_000 if name in "ac" else 9) for name in "abc"}
+    save_file(weights, tmp_path / "model.safetensors")
+    before = fingerprint(tmp_path)
+    weights["b"][8] = 1.0
+    save_file(weights, tmp_path / "model.safetensors")
+    assert fingerprint(tmp_path) != before
+
+
 def test_what_cannot_be_read_has_none(tmp_path: Path) -> None:
     assert fingerprint(tmp_path) == ""
     assert fingerprint(tmp_path / "nowhere") == ""
     for text in ("{", "[]", '{"tensors": 3}', '{"tensors": {"model.a": {"dtype": 1}}}'):
         (tmp_path / "index.json").write_text(text)
+        assert fingerprint(tmp_path) == ""
+    (tmp_path / "index.json").unlink()
+    for half in (b"", b"\xff" * 20, (2).to_bytes(8, "little") + b"[]"):
+        (tmp_path / "model.safetensors").write_bytes(half)
         assert fingerprint(tmp_path) == ""
 
 

@@ -173,10 +173,12 @@ def update_priors(found: nn.Module | Iterable[Router], rate: float, skip: Tensor
     """
     checks.finite("rate", rate, at_least=0)
     found = all_routers(found) if isinstance(found, nn.Module) else list(found)
-    balanced = [(r.log_prior, r.prior_sums) for r in found if r.balance and not r.frozen]
-    frozen = [r.prior_sums for r in found if r.balance and r.frozen]
-    if frozen:
-        torch._foreach_zero_(frozen)
+    balanced = []
+    for router in found:
+        if router.balance and router.frozen:
+            router.prior_sums.zero_()
+        elif router.balance:
+            balanced.append((router.log_prior, router.prior_sums))
     _update(balanced, lambda prior, sums: next_log_prior(prior, sums, rate), skip)
     counted = [(r.leading_share, r.counter.leading_sums) for r in found]
     leading = [(share, sums) for share, sums in counted if share is not None and sums is not None]

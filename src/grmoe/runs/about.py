@@ -154,14 +154,14 @@ def _add_measurements(table: Table, folder: Path, best: Checkpoint | None) -> tu
             continue
         if results is None:
             continue
+        own = belong(results, step, place)
         said = results.created[:16].replace("T", " ")
         said += "" if results.step is None else f", step {results.step:,}"
         if kind == "dial":
             body = results.body
             chosen = f"{body['chosen']['experts_per_token']:.3f} experts per token"
             said += f": {body['asked']}; chosen {chosen}, perplexity {body['chosen']['perplexity']:.3f}"
-            own = belong(results, step, place) and body["budget"] is not None
-            budget = (body["budget"], results.dtype) if own else None
-        others = results.step == step and not belong(results, step, place)
+            budget = (body["budget"], results.dtype) if own and body["budget"] is not None else None
+        others = results.step == step and not own
         table.add(command, f"{said} (of other weights, which were here before)" if others else said)
     return budget

@@ -147,7 +147,7 @@ def belong(results: Results, step: int | None, place: Path) -> bool:
     step, place: of the checkpoint; None and the folder for an exported model. Runs that are started again, and models
     that are exported again, may have the same step.
     """
-    return results.step == step and results.weights in ("", fingerprint(place))
+    return results.step == step and (not results.weights or results.weights == fingerprint(place))
 
 
 def check_results(model: Path, measured: str) -> None:

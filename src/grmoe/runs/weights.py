@@ -9,14 +9,14 @@ from typing import Any
 
 from grmoe.runs.stored import INDEX
 
-_SLICES, _SLICE = 64, 4096  # of an exported file that are looked at, and bytes of each
+_SLICE = 4096  # bytes that are read of each exported tensor
 
 
 def fingerprint(folder: Path) -> str:
     """Of the weights in a checkpoint or an exported model; the same for its copies. Empty where nothing can be read.
 
-    A checkpoint has a checksum for each tensor. Of exported files, which may have hundreds of GB, names, sizes and
-    slices are read, evenly spread: other weights differ everywhere.
+    A checkpoint has a checksum for each tensor. Exported files have none, and may have hundreds of GB: there the first
+    bytes of each tensor are read.
     """
     found = hashlib.sha256()
     try:
@@ -27,8 +27,7 @@ def fingerprint(folder: Path) -> str:
         else:
             files = sorted(folder.glob("*.safetensors"))
             for path in files:
-                found.update(f"{path.name} {path.stat().st_size}\n".encode())
-                _add_slices(found, path)
+                _add_tensors(found, path)
             if not files:
                 return ""
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
@@ -41,9 +40,14 @@ def _parts(about: dict[str, Any]) -> list[Any]:
     return [about["dtype"], about["shape"], sorted([*part[:2], part[-1]] for part in about["parts"])]
 
 
-def _add_slices(found: Any, path: Path) -> None:
-    size = path.stat().st_size
+def _add_tensors(found: Any, path: Path) -> None:
+    """The header of a safetensors file and the beginning of each tensor that it names."""
     with path.open("rb") as file:
-        for i in range(_SLICES):
-            file.seek(i * max(0, size - _SLICE) // (_SLICES - 1))
-            found.update(file.read(_SLICE))
+        text = file.read(min(int.from_bytes(file.read(8), "little"), path.stat().st_size))
+        found.update(text)
+        begin = file.tell()
+        for name, about in json.loads(text).items():
+            if name != "__metadata__":
+                first, end = about["data_offsets"]
+                file.seek(begin + first)
+                found.update(file.read(min(_SLICE, end - first)))
